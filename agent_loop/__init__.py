@@ -1,0 +1,1 @@
+"""Agent loops: how one prompt becomes one trajectory."""

@@ -1,0 +1,140 @@
+"""Cutting a batch into mini-batches, ranks and micro-batches, and laying a micro-batch out for the model.
+
+Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all
+ranks run the same number of micro-batches: under FSDP each forward pass is a collective, and a rank with
+one fewer would leave the others waiting for ever.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Plan = list[list[list[int]]]
+"""plan[rank][micro-batch] = indices of sequences."""
+
+
+def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> list[list[int]]:
+    """Cut samples into mini-batches of whole prompt groups, prompts in order of first appearance.
+
+    Args:
+        prompts: the prompt of each sample, [B].
+        prompts_per_mini_batch: groups per optimiser step; the last mini-batch may hold fewer.
+
+    Returns:
+        Positions of samples, one list per mini-batch.
+    """
+    order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+    result: list[list[int]] = [[] for _ in range(-(-len(order) // prompts_per_mini_batch))]
+    for position, prompt in enumerate(prompts):
+        result[order[prompt] // prompts_per_mini_batch].append(position)
+    return result
+
+
+def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool) -> Plan:
+    """Share sequences over ranks and cut each share into micro-batches. Deterministic.
+
+    Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. That also
+    gives every rank a like mix of lengths, so their micro-batch counts hardly differ; empty ones make
+    them equal. A micro-batch costs max_length * rows when padded and the sum of lengths when packed; the
+    cost stays within `token_budget`, except that a longer sequence has a micro-batch of its own.
+
+    Args:
+        lengths: tokens of each sequence, prompt and response together.
+        ranks: data-parallel ranks.
+        token_budget: tokens per micro-batch, padding included.
+        packed: sequences stand one after the other without padding.
+    """
+    n = [int(x) for x in lengths]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    heap = [(0, 0, rank) for rank in range(ranks)]
+    for i in sorted(range(len(n)), key=lambda i: (-n[i], i)):
+        tokens, rows, rank = heapq.heappop(heap)
+        shares[rank].append(i)
+        heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
+    cut = _first_fit if packed else _sorted_cut
+    result = [cut(share, n, token_budget) for share in shares]
+    count = max(len(micros) for micros in result)
+    return [micros + [[] for _ in range(count - len(micros))] for micros in result]
+
+
+def _sorted_cut(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Padded: neighbours in length share a micro-batch. `share` comes longest first, so its first row sets the cost."""
+    micros: list[list[int]] = []
+    for i in share:
+        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
+            micros[-1].append(i)
+        else:
+            micros.append([i])
+    return micros
+
+
+def _first_fit(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches plus one."""
+    micros: list[list[int]] = []
+    room: list[int] = []
+    for i in share:
+        k = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
+        if k is None:
+            micros.append([i])
+            room.append(budget - lengths[i])
+        else:
+            micros[k].append(i)
+            room[k] -= lengths[i]
+    return micros
+
+
+@dataclass
+class MicroBatch:
+    """A micro-batch as the model takes it.
+
+    Attributes:
+        input_ids: int64 [rows, width]; padded on the right with 0, or packed into one row.
+        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch
+            needs neither positions nor a mask: positions count from 0 anyway, and under causal attention no
+            real token sees the padding to its right.
+        at: int64 [n]; flat index into [rows * width] of the position whose logits predict each wanted token.
+        tokens: int64 [n]; the wanted tokens.
+        counts: wanted tokens of each sequence, in the order of the sequences; sums to n.
+    """
+
+    input_ids: np.ndarray
+    position_ids: np.ndarray | None
+    at: np.ndarray
+    tokens: np.ndarray
+    counts: list[int]
+
+
+def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool) -> MicroBatch:
+    """Lay sequences out for the model.
+
+    An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
+    forward and backward pass and adds nothing.
+
+    Args:
+        sequences: token ids, one array [L_i] each.
+        wanted: for each sequence the places (1 .. L_i - 1) of the tokens whose log-prob is asked for.
+        packed: one row without padding, else one row per sequence.
+    """
+    sequences = list(sequences) or [np.zeros(2, dtype=np.int64)]
+    wanted = list(wanted) or [np.zeros(0, dtype=np.int64)]
+    if any(len(w) and w[0] < 1 for w in wanted):
+        raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
+    lengths = [len(s) for s in sequences]
+    if packed:
+        starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
+        input_ids = np.concatenate(sequences).astype(np.int64)[None]
+        position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
+    else:
+        width = max(lengths)
+        starts = np.arange(len(sequences)) * width
+        input_ids = np.zeros((len(sequences), width), dtype=np.int64)
+        for row, s in zip(input_ids, sequences, strict=True):
+            row[: len(s)] = s
+        position_ids = None
+    at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(np.int64)
+    tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
+    return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])

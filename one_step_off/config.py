@@ -1,0 +1,190 @@
+"""The schema of a run: every key with its type, default, bounds and one line of help.
+
+This module imports neither torch nor Ray nor vLLM, so that a wrong config is answered in a second,
+before any engine or GPU is taken. Loading, overrides and validation live in `config_io.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+) -> Any:
+    """One config key. `low`/`high` are inclusive bounds, `above` is an exclusive lower bound."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: type(default)(default), metadata=meta)
+    return field(default=default, metadata=meta)
+
+
+@dataclass
+class ModelConfig:
+    """The policy."""
+
+    path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3 builds a small warm-started model")
+    dtype: str = key("bfloat16", "compute dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32"))
+    trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
+    attn_implementation: str = key(
+        "auto",
+        "attention of the trainer; auto: flash_attention_2 (packed) where the GPU has it, else sdpa (padded)",
+        choices=("auto", "sdpa", "flash_attention_2", "eager"),
+    )
+
+
+@dataclass
+class DataConfig:
+    """Prompts."""
+
+    train_files: str = key("", "jsonl or parquet file(s, comma-separated), hub id, or generator:word_problems")
+    val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation")
+    format: str = key("auto", "columns of the rows: question/answer, or prompt messages/reward_model", choices=("auto", "gsm8k", "messages"))
+    chat_template: str = key("auto", "auto: the tokenizer's template if it has one", choices=("auto", "always", "never"))
+    instruction: str = key("", "text appended to each question of the gsm8k format")
+    train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)
+    max_prompt_length: int = key(512, "longest prompt, in tokens", low=1)
+    max_response_length: int = key(1024, "longest response, in tokens", low=1)
+    overlong_prompts: str = key("skip", "what to do with longer prompts", choices=("skip", "fail"))
+    bad_rows: str = key("skip", "what to do with malformed rows (they are counted and named)", choices=("skip", "fail"))
+    shuffle: bool = key(True, "shuffle each epoch, by trainer.seed")
+    val_size: int = key(-1, "use only the first rows of the held-out set; -1: all", low=-1)
+    generator_size: int = key(4096, "rows that generator:word_problems makes for training", low=1)
+
+
+@dataclass
+class PlacementConfig:
+    """Where each role lives."""
+
+    pools: dict[str, list[int]] = key({"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) per node, as [4, 4]")
+    roles: dict[str, str] = key({"rollout": "rollout", "actor": "actor"}, "role name: pool name")
+    device: str = key("auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices=("auto", "cuda", "cpu"))
+    pin_cores: bool = key(True, "CPU runs: pin each process to its own cores, rollout and trainer apart")
+
+
+@dataclass
+class RolloutConfig:
+    """Generation by vLLM."""
+
+    n: int = key(8, "trajectories per prompt (the group)", low=1)
+    temperature: float = key(1.0, "sampling temperature; the trainer divides its logits by it too", above=0.0)
+    top_p: float = key(1.0, "nucleus sampling; other than 1 changes the log-probs and is refused", low=1.0, high=1.0)
+    top_k: int = key(-1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1)
+    tensor_parallel_size: int = key(1, "GPUs per replica", low=1)
+    seed_samples: str = key("auto", "a seed per sample: reproducible runs; auto: on for CPU, off for GPU", choices=("auto", "on", "off"))
+    gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
+    kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
+    sampling_kwargs: dict[str, Any] = key({}, "more fields of vLLM's SamplingParams, as stop_token_ids")
+    engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
+    val_n: int = key(1, "samples per held-out prompt", low=1)
+    val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
+
+
+@dataclass
+class ActorConfig:
+    """Training of the policy."""
+
+    backend: str = key("fsdp", "training back end", choices=("fsdp",))
+    lr: float = key(1.0e-6, "peak learning rate of AdamW", above=0.0)
+    betas: list[float] = key([0.9, 0.999], "AdamW's two betas")
+    eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
+    weight_decay: float = key(0.01, "AdamW's weight decay", low=0.0)
+    grad_clip: float = key(1.0, "largest global gradient norm", above=0.0)
+    lr_schedule: str = key("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
+    warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
+    min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
+    ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
+    ppo_epochs: int = key(1, "passes over each batch", low=1)
+    micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
+    log_prob_chunk: int = key(2048, "tokens whose logits exist at once", low=1)
+    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=-1)
+    param_offload: bool = key(False, "GPUs: parameters wait in host memory")
+    optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
+    activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+
+
+@dataclass
+class AlgorithmConfig:
+    """The objective. mu: the policy that made the tokens; theta: the one being trained."""
+
+    adv_estimator: str = key("grpo", "advantage estimator", choices=("grpo",))
+    norm_adv_by_std: bool = key(True, "GRPO: divide by the group's standard deviation")
+    clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
+    clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
+    clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
+    loss_agg: str = key("token-mean", "mean over all tokens, or over sequences of their token means", choices=("token-mean", "sequence-mean"))
+    entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
+    kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
+    kl_estimator: str = key("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
+    old_log_probs: str = key("rollout", "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute"))
+    rollout_correction: str = key("none", "recompute only: weight by proximal/mu, truncated (tis) or masked (mis)", choices=("none", "tis", "mis"))
+    rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
+
+
+@dataclass
+class RewardConfig:
+    """Rewards."""
+
+    function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
+    timeout_s: float = key(10.0, "limit for one sample", above=0.0)
+    kwargs: dict[str, Any] = key({}, "extra arguments of your function")
+
+
+@dataclass
+class PipelineConfig:
+    """The pipeline."""
+
+    staleness: int = key(1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1)
+
+
+@dataclass
+class WeightSyncConfig:
+    """Weights from the trainer into vLLM."""
+
+    bucket_mb: int = key(256, "size of the reused send and receive buffers, in MiB", low=1)
+    timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
+    canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
+    canary_tolerance: Optional[float] = key(None, "largest log-prob difference; default by dtype: fp32 1e-3, bf16 1.0", above=0.0)
+
+
+@dataclass
+class TrainerConfig:
+    """The run."""
+
+    total_steps: Optional[int] = key(None, "steps to train (this or total_epochs)", low=1)
+    total_epochs: Optional[int] = key(None, "passes over the data (this or total_steps)", low=1)
+    test_freq: int = key(-1, "steps between evaluations; -1: none in between", low=-1)
+    val_before_train: bool = key(True, "evaluate before the first step")
+    val_after_train: bool = key(True, "evaluate after the last step")
+    output_dir: str = key("outputs/run", "the run folder")
+    seed: int = key(0, "seed of data order, samples and initialisation", low=0)
+    save_hf_model: bool = key(True, "write hf_model/ at the end")
+    start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
+    step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
+
+
+@dataclass
+class Config:
+    """A run's whole configuration."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+class ConfigError(Exception):
+    """Bad input from the user. The message is one line: the key or file, the value, and the mend. Exit code 2."""

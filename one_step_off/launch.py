@@ -1,0 +1,238 @@
+"""From a config to a finished run: data and model first, then Ray, pools, engines and trainers, then the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import platform
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from one_step_off import data as data_room
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_io import resolved_yaml, resolved_device
+from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.rewards import resolve as resolve_reward
+from one_step_off.tracking import Tracker
+
+CANARY_TOKENS = 64
+
+# vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
+# inside the engine's process (a process less, and a start of 3 s instead of 20).
+ENGINE_ENV = {
+    "cpu": {
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    },
+    "cuda": {},
+}
+COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+@dataclass
+class Prepared:
+    """What is known before any engine or GPU is taken."""
+
+    cfg: Config
+    device: str
+    data: data_room.Data
+    canary: list[np.ndarray]
+
+
+def prepare(cfg: Config, say: Any) -> Prepared:
+    """Find or build the model, read and check the data. Raises ConfigError."""
+    if cfg.model.path.startswith("tiny:"):
+        from one_step_off import tiny_qwen
+
+        begin = time.perf_counter()
+        said = []
+
+        def progress(what: str, done: float) -> None:
+            if not said or done - said[-1] >= 0.25:
+                said.append(done)
+                say(f"building {cfg.model.path} (once, then cached): {what} {done:.0%}")
+
+        cfg.model.path = tiny_qwen.ensure(cfg.model.path, progress=progress)
+        if said:
+            say(f"built {cfg.model.path} in {time.perf_counter() - begin:.0f} s")
+    tokenizer = load_tokenizer(cfg)
+    data = data_room.build(cfg, tokenizer)
+    for line in data.lines():
+        say(line)
+    resolve_reward(cfg.reward)
+    canary = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(cfg.weight_sync.canary_sequences)]
+    return Prepared(cfg, resolved_device(cfg), data, canary)
+
+
+def load_tokenizer(cfg: Config) -> Any:
+    """The model's tokenizer. Raises ConfigError if there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except Exception as e:
+        cause = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise ConfigError(
+            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({cause}); "
+            "give a model directory or a hub id that this machine can reach (gated models: log in first)"
+        ) from e
+
+
+def write_run_folder(cfg: Config, device: str) -> None:
+    """`config.yaml` and `versions.json`."""
+    folder = Path(cfg.trainer.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(resolved_yaml(cfg))
+    versions = {"python": platform.python_version(), "device": device}
+    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        revision = subprocess.run(
+            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
+        )
+        versions["git"] = revision.stdout.strip()
+    (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
+
+
+def start_ray(cfg: Config) -> None:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback."""
+    import ray
+
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+        return
+    # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
+    seats = sum(sum(shape) for shape in cfg.placement.pools.values())
+    ray.init(num_cpus=seats + 2, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+
+
+def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
+    """Create every process of the run; returns the roles, and all actors for the end."""
+    from one_step_off import groups
+    from one_step_off.distributed_util import SendingEnd
+    from one_step_off.fsdp_workers import FSDPWorker
+    from one_step_off.placement import create_pools, spawn
+    from one_step_off.rewards import Scorer
+    from one_step_off.vllm_rollout import RolloutReplica
+
+    class ActorWorker(SendingEnd, FSDPWorker):
+        pass
+
+    cfg, device = prepared.cfg, prepared.device
+    pools = create_pools(cfg, device)
+    env = COMMON_ENV | ENGINE_ENV[device]
+    scorer = spawn(Scorer, (cfg.reward,), None, device)
+    seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
+    replicas = [
+        spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=env)
+        for i, seat in enumerate(pools[cfg.placement.roles["rollout"]])
+    ]
+    trained: dict[str, groups.TrainGroup] = {}
+    roles_of = {pool: [r for r, p in cfg.placement.roles.items() if p == pool] for pool in pools}
+    for role in ("actor", "ref"):
+        if role in cfg.placement.roles:
+            pool = cfg.placement.roles[role]
+            seats, share = pools[pool], 1.0 / len(roles_of[pool])
+            cls = ActorWorker if role == "actor" else FSDPWorker
+            steps = prepared.data.stream.total_steps
+            ranks = [
+                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, COMMON_ENV)
+                for i, seat in enumerate(seats)
+            ]
+            trained[role] = groups.TrainGroup(role, ranks, cfg)
+    rollout = groups.RolloutGroup(replicas, cfg, seeded)
+    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    sync = groups.WeightSync(trained["actor"], rollout, prepared.canary, host)
+    actors = [scorer, *replicas, *(rank for group in trained.values() for rank in group.ranks)]
+    return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
+
+
+async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
+    """Start everybody, run the pipeline, save the model."""
+    cfg = prepared.cfg
+    begin = time.perf_counter()
+    trainers = [group for group in (roles.actor, roles.ref) if group is not None]
+    facts, *_ = await asyncio.gather(*(g.setup() for g in trainers), roles.rollout.setup())
+    await roles.sync.connect()
+    tracker.say(
+        f"started in {time.perf_counter() - begin:.0f} s: {facts['num_params'] / 1e6:.2f}M parameters, "
+        f"{len(roles.rollout.replicas)} rollout replica(s), {len(roles.actor.ranks)} trainer rank(s) on "
+        f"{prepared.device}, staleness {cfg.pipeline.staleness}"
+    )
+    await Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker).fit()
+    if cfg.trainer.save_hf_model:
+        path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
+        await roles.actor.save_hf(path)
+
+
+async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
+    import ray
+
+    roles, actors = spawn_roles(prepared)
+    try:
+        await train(prepared, roles, tracker)
+    finally:
+        # The engines have processes of their own, which end in good order only if asked.
+        with contextlib.suppress(Exception):
+            await roles.rollout.stop()
+        for actor in actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+
+
+def run(cfg: Config) -> int:
+    """A whole run. Returns the exit code.
+
+    Raises:
+        ConfigError: bad input, before any engine or GPU is taken.
+        KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
+    """
+    tracker = Tracker(cfg.trainer.output_dir, 0)
+    prepared = prepare(cfg, tracker.say)
+    tracker.total_steps = prepared.data.stream.total_steps
+    write_run_folder(cfg, prepared.device)
+    import ray
+
+    previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    try:
+        start_ray(cfg)
+        asyncio.run(_to_the_end(prepared, tracker))
+    finally:
+        ray.shutdown()
+        signal.signal(signal.SIGTERM, previous)
+    summary = tracker.summary()
+    for line in closing_lines(summary, cfg):
+        tracker.say(line)
+    return 0
+
+
+def closing_lines(summary: dict[str, Any], cfg: Config) -> list[str]:
+    """What the run came to, for people."""
+    lines = [
+        f"reward {summary['reward/first']:.3f} -> {summary['reward/last']:.3f} "
+        f"(means of the first and last {summary['reward/averaged_steps']} steps)"
+    ]
+    if "val/first" in summary:
+        lines.append(f"held-out reward {summary['val/first']:.3f} -> {summary['val/last']:.3f}")
+    lines.append(
+        f"median step {summary['median/time/step_s']:.2f} s, generate {summary['median/time/generate_s']:.2f} s, "
+        f"train {summary['median/time/train_s']:.2f} s, sync {summary['median/time/sync_s']:.3f} s; "
+        f"idle: rollout {summary['idle_share/rollout']:.0%}, trainer {summary['idle_share/trainer']:.0%}; "
+        f"{summary['samples_per_s']:.0f} samples/s"
+    )
+    lines.append(f"{summary['seconds']:.0f} s in all; everything is in {cfg.trainer.output_dir}")
+    return lines

@@ -1,0 +1,115 @@
+"""Resource pools as Ray placement groups, and the processes of each role in them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from one_step_off.config import Config, ConfigError
+from one_step_off.cores import plan_cores
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place for one process: a bundle of a placement group, its node in the pool, and its cores (CPU runs)."""
+
+    group: PlacementGroup
+    bundle: int
+    node: int
+    cores: tuple[int, ...]
+
+
+def pin_process(cores: tuple[int, ...]) -> None:
+    """Bind every thread of this process, and all it starts later, to `cores`."""
+    if cores:
+        for thread in os.listdir("/proc/self/task"):
+            try:
+                os.sched_setaffinity(int(thread), cores)
+            except ProcessLookupError:
+                pass  # a thread that ended meanwhile
+
+
+def seats_per_node(cfg: Config, pool: str) -> list[int]:
+    """Processes on each node of a pool: one per GPU, or one per tensor_parallel_size GPUs for rollout."""
+    width = cfg.rollout.tensor_parallel_size if cfg.placement.roles["rollout"] == pool else 1
+    return [gpus // width for gpus in cfg.placement.pools[pool]]
+
+
+def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
+    """Reserve every pool; returns pool name -> its seats, node by node.
+
+    Each node's share of a pool is one placement group that must lie on one node.
+
+    Raises:
+        ConfigError: the cluster has too little; says which pool, what it wants and what there is.
+    """
+    resource = "GPU" if device == "cuda" else "CPU"
+    rollout_pool = cfg.placement.roles["rollout"]
+    cores = _core_plan(cfg, device)
+    seats: dict[str, list[Seat]] = {}
+    for pool, shape in cfg.placement.pools.items():
+        width = cfg.rollout.tensor_parallel_size if pool == rollout_pool else 1
+        seats[pool] = []
+        for node, count in enumerate(seats_per_node(cfg, pool)):
+            bundles = [{resource: width, "CPU": width} for _ in range(count)]
+            group = placement_group(bundles, strategy="STRICT_PACK")
+            if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
+                free = ray.available_resources().get(resource, 0)
+                raise ConfigError(
+                    f"placement.pools.{pool}={shape}: node {node} needs {count * width} {resource}s on one node, "
+                    f"but the cluster has {free:g} free in all; give the pool less or the cluster more"
+                )
+            seats[pool] += [Seat(group, i, node, cores[pool][len(seats[pool]) + i]) for i in range(count)]
+    return seats
+
+
+def _core_plan(cfg: Config, device: str) -> dict[str, list[tuple[int, ...]]]:
+    """Cores of each seat. Rollout and trainer never share a core where there are two; on GPUs nothing is pinned."""
+    counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
+    # Seats on other machines are not pinned: only this one's cores are known here.
+    one_node = all(len(shape) == 1 for shape in cfg.placement.pools.values())
+    if device != "cpu" or not cfg.placement.pin_cores or not one_node:
+        return {pool: [()] * n for pool, n in counts.items()}
+    rollout_pool = cfg.placement.roles["rollout"]
+    others = [pool for pool in counts if pool != rollout_pool]
+    rollout, trainer = plan_cores(
+        counts[rollout_pool], sum(counts[p] for p in others), sorted(os.sched_getaffinity(0))
+    )
+    plan, at = {rollout_pool: [tuple(c) for c in rollout]}, 0
+    for pool in others:
+        plan[pool] = [tuple(c) for c in trainer[at : at + counts[pool]]]
+        at += counts[pool]
+    return plan
+
+
+def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:
+    """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores.
+
+    Args:
+        share: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
+    """
+    cores = seat.cores if seat else ()
+
+    class Pinned(cls):  # the affinity must be set before torch starts its threads
+        def __init__(self, *a: Any) -> None:
+            pin_process(cores)
+            super().__init__(*a)
+
+    Pinned.__name__ = Pinned.__qualname__ = cls.__name__
+    variables = {name: str(max(1, len(cores))) for name in THREAD_VARIABLES} if device == "cpu" else {}
+    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
+    if seat:
+        bundle = seat.group.bundle_specs[seat.bundle]
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+            seat.group, placement_group_bundle_index=seat.bundle
+        )
+        options["num_gpus"] = bundle.get("GPU", 0) * share
+        options["num_cpus"] = 0 if device == "cuda" else bundle["CPU"] * share
+    return ray.remote(Pinned).options(**options).remote(*args)

@@ -1,0 +1,151 @@
+"""The pipeline: step N trains on samples that the weights of step N-1 generated.
+
+    time ------------------------------------------------------------------------------>
+    rollout | gen 0 (v0) | gen 1 (v0)      | sync v1 | gen 2 (v1)      | sync v2 | ...
+    trainer |            | train 0: v0->v1 | sync v1 | train 1: v1->v2 | sync v2 | ...
+
+The loop is `Pipeline._loop`; everything else in this file prepares a step or writes down what it did.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from one_step_off import core_algos
+from one_step_off.config import Config
+from one_step_off.samples import Batch, Prompt, Sample, assert_versions
+from one_step_off.tracking import Tracker
+
+
+@dataclass
+class Roles:
+    """Who takes part; see `groups.py` for what each must be able to do. `ref` is None without a KL term."""
+
+    actor: Any
+    rollout: Any
+    sync: Any
+    ref: Any = None
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The failure that began it all, out of the groups that asyncio wraps around it."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
+class Pipeline:
+    """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it."""
+
+    def __init__(self, cfg: Config, roles: Roles, stream: Any, val: list[Prompt] | None, tracker: Tracker) -> None:
+        self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
+        self.ahead = cfg.pipeline.staleness
+        self.incarnation = 0
+        self.synced = -1
+        self.evaluation: asyncio.Task | None = None
+        self.rollouts_ended = 0.0
+
+    async def fit(self) -> None:
+        """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
+        try:
+            async with asyncio.TaskGroup() as self.background:
+                await self._loop(self.stream.total_steps)
+        except BaseExceptionGroup as group:
+            raise first_cause(group) from group
+
+    async def _loop(self, total: int) -> None:
+        await self._sync(0)
+        if self.cfg.trainer.val_before_train:
+            self._start_evaluation(0)
+        in_flight = deque(self._launch(step) for step in range(min(self.ahead, total)))
+        for step in range(total):
+            begin = time.perf_counter()
+            if self.ahead:
+                batch, waited = await self._collect(step, in_flight.popleft())
+            synced = await self._sync(step)
+            if step and self.cfg.trainer.test_freq > 0 and step % self.cfg.trainer.test_freq == 0:
+                self._start_evaluation(step)
+            if step + self.ahead < total:
+                in_flight.append(self._launch(step + self.ahead))
+            if not self.ahead:
+                batch, waited = await self._collect(step, in_flight.popleft())
+            metrics = waited | synced | await self._train(batch)
+            metrics["time/step_s"] = time.perf_counter() - begin
+            if step + 1 == total:
+                await self._finish(total)
+            self.tracker.step(batch, step, metrics)
+
+    async def _finish(self, version: int) -> None:
+        """The final sync serves the final evaluation."""
+        if self.cfg.trainer.val_after_train and self.val:
+            await self._sync(version)
+            self._start_evaluation(version)
+            await self.evaluation
+
+    def _launch(self, step: int) -> asyncio.Task:
+        """Start generating the samples of `step` with the weights that the replicas hold now."""
+        prompts = self.stream.next_batch()
+        return self.background.create_task(self._generate(step, prompts))
+
+    async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
+        rollout = self.roles.rollout
+        result = await rollout.generate(prompts, f"step {step}", rollout.train)
+        self.rollouts_ended = time.perf_counter()
+        return result
+
+    async def _collect(self, step: int, task: asyncio.Task) -> tuple[Batch, dict[str, float]]:
+        """The batch of `step`, and how long the trainer waited for it."""
+        begin = time.perf_counter()
+        samples, seconds = await task
+        waited = time.perf_counter() - begin
+        batch = Batch(step, samples, expected=(self.incarnation, max(0, step - self.ahead)))
+        assert_versions(batch)
+        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited}
+
+    async def _sync(self, version: int) -> dict[str, float]:
+        """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
+        if self.evaluation is not None:
+            await self.evaluation
+        idle = {"time/wait_trainer_s": time.perf_counter() - self.rollouts_ended if self.rollouts_ended else 0.0}
+        if self.synced == version:
+            return idle | {"time/sync_s": 0.0}
+        metrics = await self.roles.sync((self.incarnation, version))
+        self.synced = version
+        return idle | metrics
+
+    async def _train(self, batch: Batch) -> dict[str, float]:
+        """Reference and proximal log-probs side by side, then advantages, then the update."""
+        begin = time.perf_counter()
+        calls = {}
+        if self.roles.ref is not None:
+            calls["ref_log_probs"] = self.roles.ref.log_prob(batch)
+        if self.cfg.algorithm.old_log_probs == "recompute":
+            calls["old_log_probs"] = self.roles.actor.log_prob(batch)
+        for name, values in zip(calls, await asyncio.gather(*calls.values()), strict=True):
+            setattr(batch, name, values)
+        algorithm = self.cfg.algorithm
+        per_sample = core_algos.advantages(
+            algorithm.adv_estimator,
+            [s.reward for s in batch.samples],
+            [s.prompt_id for s in batch.samples],
+            algorithm.norm_adv_by_std,
+        )
+        batch.advantages = core_algos.to_tokens(per_sample, [s.loss_mask for s in batch.samples])
+        prepared = time.perf_counter() - begin
+        metrics = await self.roles.actor.update(batch)
+        return metrics | {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
+
+    def _start_evaluation(self, version: int) -> None:
+        """Evaluate the replicas' weights beside training; the next sync waits for it."""
+        if self.val:
+            self.evaluation = self.background.create_task(self._evaluate(version))
+
+    async def _evaluate(self, version: int) -> None:
+        rollout = self.roles.rollout
+        samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
+        assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
+        self.tracker.evaluation(version, samples, seconds)

@@ -1,0 +1,338 @@
+"""Scores for finished responses: two built-in verifiers, your own `module:function`, and a time limit for each sample.
+
+The limit is SIGALRM of this process. It interrupts Python code that never returns, but signals reach only the main
+thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import math as _math
+import numbers
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any
+
+from one_step_off.config import ConfigError, RewardConfig
+from one_step_off.samples import PromptId
+
+logger = logging.getLogger(__name__)
+
+RewardFunction = Callable[..., Any]
+
+
+class RewardError(Exception):
+    """A reward could not be had. The message names the function, the prompt, the sample and the cause."""
+
+
+class _TimeUp(BaseException):
+    """Raised by the alarm. Not an Exception, so that `except Exception` in the scored code cannot swallow it."""
+
+
+@dataclass(frozen=True)
+class RewardItem:
+    """One finished response to score. `index` is its position in the prompt's group."""
+
+    prompt_id: PromptId
+    index: int
+    prompt: str
+    response: str
+    ground_truth: str
+    data_source: str = ""
+
+
+# --- built-in functions -----------------------------------------------------------------------------------------
+
+_PLAIN = re.compile(
+    r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
+)
+# A sum that was not worked out is no final answer; powers and factorials can also take for ever to evaluate.
+_UNWORKED = re.compile(r"[+*^!=]|.-|\\(?:times|cdot|sum|prod|int)")
+_LONGEST_ANSWER = 200
+_LONGEST_TAIL = 4000
+
+
+def _plain_number(text: str) -> Decimal | Fraction | None:
+    """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
+    match = _PLAIN.fullmatch(text)
+    if match is None:
+        return None
+    sign, inner_sign, digits, denominator = match.groups()
+    if sign and inner_sign:
+        return None
+    value: Decimal | Fraction = Decimal((sign or inner_sign) + digits.replace(",", ""))
+    if denominator is not None:
+        return Fraction(value) / int(denominator) if denominator.strip("0") and len(denominator) < 100 else None
+    return value
+
+
+def _final_answer(response: str) -> str | None:
+    """What follows the last `####` on its line, or None without that marker."""
+    at = response.rfind("####")
+    if at < 0:
+        return None
+    return response[at + 4 :].split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
+
+
+def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
+    """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises.
+
+    Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form,
+    as `\\frac{1}{2}`, goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0.
+    """
+    answer = _final_answer(response)
+    if not answer:
+        return 0.0
+    truth = _plain_number(ground_truth.strip())
+    got = _plain_number(answer)
+    if truth is not None and got is not None:
+        if isinstance(truth, Fraction) or isinstance(got, Fraction):
+            return float(Fraction(truth) == Fraction(got))
+        return float(truth == got)
+    if len(answer) > _LONGEST_ANSWER or _UNWORKED.search(answer):
+        return 0.0
+    return _math_equal(answer, ground_truth)
+
+
+def _last_boxed(text: str) -> str | None:
+    """The content of the last complete `\\boxed{...}`, or None."""
+    at = text.rfind("\\boxed{")
+    if at < 0:
+        return None
+    start = at + len("\\boxed{")
+    depth = 1
+    for i in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[i], 0)
+        if depth == 0:
+            return text[start:i]
+    return None
+
+
+@lru_cache(maxsize=4096)
+def _parse_truth(ground_truth: str) -> list[Any]:
+    from math_verify import parse
+
+    written = ground_truth if "\\boxed" in ground_truth or "$" in ground_truth else f"\\boxed{{{ground_truth}}}"
+    return parse(written, parsing_timeout=None)
+
+
+def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
+    """1.0 if math-verify finds the two equal. Our own alarm limits it: its timers would replace ours."""
+    from math_verify import parse, verify
+
+    try:
+        got = parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
+        return float(bool(got) and verify(_parse_truth(ground_truth), got, timeout_seconds=None))
+    except Exception:  # what cannot be parsed is not the answer
+        return 0.0
+
+
+def math(response: str, ground_truth: str, **_: Any) -> float:
+    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises."""
+    answer = _last_boxed(response)
+    if answer is not None:
+        same = answer.strip() == ground_truth.strip() != ""
+        return 1.0 if same else _math_equal(answer, ground_truth)
+    return _math_equal(response[-_LONGEST_TAIL:], ground_truth, boxed=False)
+
+
+BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
+
+
+# --- resolving --------------------------------------------------------------------------------------------------
+
+
+def _load(spec: str) -> RewardFunction:
+    module_name, _, attribute = spec.partition(":")
+    if not module_name or not attribute:
+        raise ConfigError(
+            f"reward.function={spec!r}: unknown; use one of {', '.join(BUILT_IN)}, or your own as module:function"
+        )
+    if not {"", os.getcwd()} & set(sys.path):
+        # `python -m` finds modules beside the user's config, and so must a worker process.
+        sys.path.append(os.getcwd())
+    try:
+        target: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as e:
+        what = "no such module" if f"{module_name}.".startswith(f"{e.name}.") else f"it needs the module {e.name!r}"
+        raise ConfigError(
+            f"reward.function={spec!r}: cannot import {module_name!r}: {what}; start in its folder or set PYTHONPATH"
+        ) from e
+    except Exception as e:
+        raise ConfigError(
+            f"reward.function={spec!r}: importing {module_name!r} raised {type(e).__name__}: {_one_line(e)}"
+        ) from e
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            raise ConfigError(f"reward.function={spec!r}: module {module_name!r} has no {attribute!r}; check the name")
+        target = getattr(target, part)
+    return target
+
+
+def resolve(cfg: RewardConfig) -> RewardFunction:
+    """The function that `reward.function` names, checked to be callable as the trainer will call it.
+
+    Raises:
+        ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit.
+    """
+    spec = cfg.function
+    if spec in BUILT_IN:
+        if cfg.kwargs:
+            raise ConfigError(f"reward.kwargs={cfg.kwargs!r}: the built-in {spec!r} takes none; remove them")
+        return BUILT_IN[spec]
+    function = _load(spec)
+    if not callable(function):
+        raise ConfigError(f"reward.function={spec!r}: is a {type(function).__name__}, not callable; name a function")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward.function={spec!r}: is asynchronous; name a plain function")
+    given = {"prompt", "response", "ground_truth", "data_source"}
+    if given & set(cfg.kwargs):
+        raise ConfigError(
+            f"reward.kwargs: {', '.join(sorted(given & set(cfg.kwargs)))} come from the trainer; rename yours"
+        )
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some C functions do not tell
+        return function
+    try:
+        signature.bind(**dict.fromkeys(given, ""), **cfg.kwargs)
+    except TypeError as e:
+        raise ConfigError(
+            f"reward.function={spec!r}: called as f(prompt=, response=, ground_truth=, data_source=, **reward.kwargs), "
+            f"but {e}; add **kwargs to take what you do not need"
+        ) from e
+    return function
+
+
+# --- scoring ----------------------------------------------------------------------------------------------------
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
+
+
+def _to_reward(result: Any) -> float | None:
+    """The finite number in a function's result (a number, or a dict with "reward"), else None."""
+    value = result.get("reward") if isinstance(result, dict) else result
+    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "size", None) != 0:
+        try:
+            value = value.item()  # numpy and torch scalars
+        except (TypeError, ValueError, RuntimeError):
+            return None
+    if not isinstance(value, numbers.Real):
+        return None
+    try:
+        number = float(value)
+    except (OverflowError, ValueError):
+        return None
+    return number if _math.isfinite(number) else None
+
+
+def _on_alarm(signum: int, frame: Any) -> None:
+    raise _TimeUp
+
+
+class Scorer:
+    """Scores responses one after the other, each within `reward.timeout_s` seconds.
+
+    The limit interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted
+    when it returns to Python; a function that sets SIGALRM itself replaces the limit for its own sample.
+
+    Attributes:
+        timeouts: responses that a built-in verifier could not judge in time, so far. They scored 0.0: the response
+            is the model's doing (`9^{9^{9^9}}`), and must not stop the run.
+    """
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        """Resolve the function.
+
+        Raises:
+            ConfigError: see `resolve`.
+            RewardError: not in the main thread of this process.
+        """
+        self._require_main_thread()
+        self.name = cfg.function
+        self.timeout_s = cfg.timeout_s
+        self.kwargs = dict(cfg.kwargs)
+        self.timeouts = 0
+        self.function = resolve(cfg)
+        self.built_in = cfg.function in BUILT_IN
+        if self.built_in:
+            # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
+            # caller, must limit the time, which we do.
+            importlib.import_module("math_verify")
+            for module in ("math_verify.parser", "math_verify.grader"):
+                logging.getLogger(module).setLevel(logging.CRITICAL)
+
+    @staticmethod
+    def _require_main_thread() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise RewardError(
+                "a Scorer must be made and used in the main thread of its process (a synchronous Ray actor without "
+                "concurrency), because only there can reward.timeout_s interrupt a function"
+            )
+
+    def score_batch(self, items: list[RewardItem]) -> list[float]:
+        """One finite reward per item, in order.
+
+        Raises:
+            RewardError: your function took too long, raised, or returned something else than a finite number (or a
+                dict with one under "reward"); or this is not the main thread.
+        """
+        self._require_main_thread()
+        previous = signal.signal(signal.SIGALRM, _on_alarm)
+        try:
+            return [self._score(item) for item in items]
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, previous)
+
+    def _score(self, item: RewardItem) -> float:
+        who = f"reward.function={self.name!r}, prompt {item.prompt_id}, sample {item.index}"
+        start = time.monotonic()
+        try:
+            result = self._call_within_limit(item)
+        except _TimeUp:
+            late = True
+        except Exception as e:
+            raise RewardError(f"{who}: raised {type(e).__name__}: {_one_line(e)}") from e
+        else:
+            # A function that swallowed the alarm (a bare `except:`) was late all the same.
+            late = time.monotonic() - start > self.timeout_s
+        if late and self.built_in:
+            self.timeouts += 1
+            logger.warning("%s: not judged within %g s (reward.timeout_s); scored 0.0", who, self.timeout_s)
+            return 0.0
+        if late:
+            raise RewardError(f"{who}: took longer than reward.timeout_s={self.timeout_s:g} s")
+        reward = _to_reward(result)
+        if reward is None:
+            shown = repr(result)
+            shown = shown if len(shown) <= 200 else shown[:200] + "..."
+            raise RewardError(f'{who}: returned {shown}, not a finite number or a dict with a finite "reward"')
+        return reward
+
+    def _call_within_limit(self, item: RewardItem) -> Any:
+        # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
+        signal.setitimer(signal.ITIMER_REAL, self.timeout_s, 0.25)
+        try:
+            return self.function(
+                prompt=item.prompt,
+                response=item.response,
+                ground_truth=item.ground_truth,
+                data_source=item.data_source,
+                **self.kwargs,
+            )
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,0 +1,110 @@
+"""What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+PromptId = tuple[int, int]
+"""A prompt's name: (epoch, row). It is unique in a run."""
+
+Stamp = tuple[int, int]
+"""Which weights made a token: (incarnation of the trainer, weight version)."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of data, tokenised.
+
+    `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from;
+    `ground_truth` and `data_source` go to the reward function.
+    """
+
+    id: PromptId
+    ids: np.ndarray
+    text: str
+    ground_truth: str
+    data_source: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Sample:
+    """One trajectory. All per-token arrays have the length R of the response.
+
+    Attributes:
+        prompt_id: (epoch, row) of its prompt; samples with the same prompt_id form a group.
+        index: position in the group, 0 .. n-1.
+        prompt_ids: int32 [P].
+        response_ids: int32 [R]; exactly the ids the engine sampled.
+        log_probs: float32 [R], in nats: log mu(token), from the engine, after temperature.
+        loss_mask: bool [R]; True where the policy made the token.
+        versions: int32 [R]; the weight version that made each token, stamped by the engine.
+        incarnation: which life of the trainer made those weights.
+        reward: score of the whole trajectory; NaN until scored.
+        finish_reason: "stop" or "length", as vLLM says it.
+        response: the decoded response, without special tokens.
+    """
+
+    prompt_id: PromptId
+    index: int
+    prompt_ids: np.ndarray
+    response_ids: np.ndarray
+    log_probs: np.ndarray
+    loss_mask: np.ndarray
+    versions: np.ndarray
+    incarnation: int = 0
+    reward: float = float("nan")
+    finish_reason: str = ""
+    response: str = ""
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens of prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass
+class Batch:
+    """The samples of one training step, ordered by (position of the prompt in the step, index).
+
+    `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
+    where the step does not use them. `old_log_probs` is the proximal policy of decoupled PPO.
+    `expected` is the one stamp that every token must carry.
+    """
+
+    step: int
+    samples: list[Sample]
+    expected: Stamp
+    advantages: list[np.ndarray] | None = None
+    old_log_probs: list[np.ndarray] | None = None
+    ref_log_probs: list[np.ndarray] | None = None
+
+    def prompt_order(self) -> list[PromptId]:
+        """The prompts of this step, each once, in order."""
+        return list(dict.fromkeys(s.prompt_id for s in self.samples))
+
+
+class StalenessError(AssertionError):
+    """A token was made by other weights than the pipeline promises."""
+
+
+def assert_versions(batch: Batch) -> None:
+    """Check for every token that exactly the weights `batch.expected` made it.
+
+    Raises:
+        StalenessError: names the step, the sample, the token and both stamps.
+    """
+    incarnation, version = batch.expected
+    for s in batch.samples:
+        wrong = np.flatnonzero(s.versions != version)
+        if s.incarnation != incarnation or len(wrong) or len(s.versions) != len(s.response_ids):
+            at = int(wrong[0]) if len(wrong) else 0
+            got = int(s.versions[at]) if len(s.versions) > at else None
+            raise StalenessError(
+                f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights "
+                f"(incarnation {s.incarnation}, version {got}), but this step trains on (incarnation {incarnation}, version {version})"
+            )

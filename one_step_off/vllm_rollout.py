@@ -1,0 +1,248 @@
+"""Generation: one vLLM `AsyncLLM` per replica, as a plain class that becomes a Ray actor.
+
+A replica turns prompts into scored samples whose every token carries the stamp of the weights that made it.
+Its engine is told the stamp after each verified sync; before the first one it generates nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from agent_loop import single_turn
+from agent_loop.single_turn import Generated
+from one_step_off.config import Config
+from one_step_off.rewards import RewardItem
+from one_step_off.samples import Prompt, Sample, Stamp
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded."""
+
+    n: int
+    temperature: float
+    seed: int | None
+
+
+def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
+    """A seed of its own for each sample: 63 bits of a hash of (run seed, epoch, row, index).
+
+    Neighbouring integers would not do: vLLM derives further seeds by adding to them, so they would collide.
+    """
+    text = f"{seed}/{prompt_id[0]}/{prompt_id[1]}/{index}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
+    """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]).
+
+    Raises:
+        RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations.
+    """
+    versions = np.full(length, -1, dtype=np.int32)
+    incarnations = set()
+    for span in spans or ():
+        incarnation, version = span.version.split(".")
+        versions[span.start : span.end] = int(version)
+        incarnations.add(int(incarnation))
+    if (length and len(incarnations) != 1) or (versions < 0).any():
+        raise RuntimeError(f"the engine stamped {length} tokens with {spans}: one known version each was expected")
+    return next(iter(incarnations), 0), versions
+
+
+class RewardQueue:
+    """Gathers finished trajectories into calls of the scorer: while one call runs, the next one fills up."""
+
+    def __init__(self, scorer: Any) -> None:
+        self.scorer = scorer
+        self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
+        self.task: asyncio.Task | None = None
+
+    async def score(self, item: RewardItem) -> float:
+        """The reward of one trajectory; raises what the reward function raised."""
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((item, future))
+        if self.task is None or self.task.done():
+            self.task = asyncio.create_task(self._drain())
+        return await future
+
+    async def _drain(self) -> None:
+        while self.waiting:
+            taken, self.waiting = self.waiting, []
+            try:
+                rewards = await self.scorer.score_batch.remote([item for item, _ in taken])
+            except Exception as e:
+                for _, future in taken:
+                    if not future.done():
+                        future.set_exception(e)
+                continue
+            for (_, future), reward in zip(taken, rewards, strict=True):
+                if not future.done():
+                    future.set_result(reward)
+
+
+class RolloutReplica:
+    """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
+
+    def __init__(self, cfg: Config, index: int, device: str, scorer: Any) -> None:
+        self.cfg, self.index, self.device = cfg, index, device
+        self.rewards = RewardQueue(scorer)
+        self.stamp: Stamp | None = None
+        self.requests = 0
+
+    async def start(self) -> dict[str, Any]:
+        """Load the engine. Returns facts: seconds, and the number of tokens its KV cache holds."""
+        from transformers import AutoTokenizer
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        begin = time.perf_counter()
+        model = self.cfg.model
+        self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
+        return {"seconds": time.perf_counter() - begin}
+
+    async def connect_sync(self, info: dict[str, Any]) -> None:
+        """Join the weight-sync groups. `info`: fields of vllm_receiver.InitInfo."""
+        from ray.util import get_node_ip_address
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        info = info | {"host": info["host"] or get_node_ip_address()}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def sync(self, stamp: Stamp) -> dict[str, float]:
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
+
+        Returns:
+            Seconds per phase (pause, wire, load, verify, ...), the slowest worker's, and bytes.
+
+        Raises:
+            SyncError (through Ray): the engine is unusable then, and stays paused.
+        """
+        begin = time.perf_counter()
+        self.stamp = None
+        await self.engine.pause_generation(mode="wait", clear_cache=True)
+        pause = time.perf_counter() - begin
+        reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
+        await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
+        await self.engine.resume_generation()
+        self.stamp = stamp
+        worst = {k: max(r[k] for r in reports) for k in reports[0]}
+        return {**worst, "pause": pause, "total": time.perf_counter() - begin}
+
+    async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
+        """All trajectories of these prompts, scored, in order; and the seconds it took.
+
+        Raises:
+            RuntimeError: no verified weights, or the engine died.
+        """
+        if self.stamp is None:
+            raise RuntimeError(f"rollout replica {self.index} has no verified weights")
+        begin = time.perf_counter()
+        tasks = [
+            asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)
+        ]
+        try:
+            samples = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return list(samples), time.perf_counter() - begin
+
+    async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
+        seed = None if sampling.seed is None else sample_seed(sampling.seed, prompt.id, index)
+        generate = functools.partial(self._generate, seed=seed, temperature=sampling.temperature)
+        sample = await single_turn.run(prompt, index, generate)
+        sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
+        sample.reward = await self.rewards.score(
+            RewardItem(prompt.id, index, prompt.text, sample.response, prompt.ground_truth, prompt.data_source)
+        )
+        return sample
+
+    async def _generate(self, ids: np.ndarray, seed: int | None, temperature: float) -> Generated:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        kwargs = {"detokenize": "stop" in self.cfg.rollout.sampling_kwargs, **self.cfg.rollout.sampling_kwargs}
+        params = SamplingParams(
+            temperature=temperature,
+            max_tokens=self.cfg.data.max_response_length,
+            seed=seed,
+            logprobs=0,
+            flat_logprobs=True,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            **kwargs,
+        )
+        done = (await self._run(ids, params)).outputs[0]
+        tokens = np.asarray(done.token_ids, dtype=np.int32)
+        incarnation, versions = stamps_of(done.weight_versions, len(tokens))
+        log_probs = np.asarray(done.logprobs.logprobs, dtype=np.float32)
+        if len(log_probs) != len(tokens):
+            raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
+        return Generated(tokens, log_probs, versions, incarnation, str(done.finish_reason))
+
+    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """The engine's log-probs (nats, temperature 1) of every token but the first: the canary's half."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        outs = await asyncio.gather(*(self._run(ids, params) for ids in sequences))
+        return [
+            np.array(
+                [row[int(t)].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32
+            )
+            for out, ids in zip(outs, sequences, strict=True)
+        ]
+
+    async def _run(self, ids: np.ndarray, params: Any) -> Any:
+        self.requests += 1
+        final = None
+        prompt = {"prompt_token_ids": ids.tolist()}
+        async for out in self.engine.generate(prompt, params, f"{self.index}-{self.requests}"):
+            final = out
+        return final
+
+    async def stop(self) -> None:
+        """End the engine's processes."""
+        if getattr(self, "engine", None) is not None:
+            self.engine.shutdown()
+
+
+def engine_args(cfg: Config, device: str) -> dict[str, Any]:
+    """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    args: dict[str, Any] = {
+        "model": cfg.model.path,
+        "dtype": cfg.model.dtype,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "tensor_parallel_size": cfg.rollout.tensor_parallel_size,
+        # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
+        "distributed_executor_backend": "mp" if cfg.rollout.tensor_parallel_size > 1 else "uni",
+        "max_model_len": longest,
+        "seed": cfg.trainer.seed,
+        # Log-probs after temperature: those of the distribution that was sampled from.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": "one_step_off"},
+        "worker_extension_cls": "one_step_off.vllm_receiver.SyncWorkerExtension",
+        "disable_log_stats": True,
+    }
+    if device == "cpu":
+        args |= {
+            "enforce_eager": True,
+            "block_size": 32,
+            "kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20,
+            # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(8192, longest),
+            "max_num_seqs": 256,
+        }
+    else:
+        args |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization}
+    return args | dict(cfg.rollout.engine_kwargs)

@@ -1,0 +1,153 @@
+"""Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
+
+`make` builds one-operation word problems for the tiny model that trains on CPUs; `make_gsm_symbolic` passes on
+reasoning-gym's generator of grade-school problems. Train and test never share a problem, whatever their seeds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from math import gcd
+
+Row = dict[str, str]
+Triple = tuple[str, int, int]
+
+MAX_OPERAND = 20
+"""Operands are 1 .. MAX_OPERAND, so sums are at most twice that and differences are 0 or more."""
+
+TEST_PERCENT = 15
+
+NAMES = ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Eva")
+OBJECTS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "balls")
+
+TEMPLATES = {
+    "+": (
+        "{name} has {ax} and gets {b} more. How many {x} does {name} have now?",
+        "{name} has {ax}. {other} gives {name} {b} more. How many {x} does {name} have?",
+        "{name} has {ax} and {other} has {b}. How many {x} do they have together?",
+        "A box holds {ax}. {name} puts in {b} more. How many {x} are in the box?",
+        "{name} finds {ax} today and {b} the next day. How many {x} does {name} find?",
+        "{name} buys {ax}, then {b} more. How many {x} does {name} buy in all?",
+    ),
+    "-": (
+        "{name} has {ax} and loses {b}. How many {x} does {name} have now?",
+        "{name} has {ax} and gives {b} to {other}. How many {x} does {name} have left?",
+        "{name} has {ax} and {other} has {b}. How many more {x} does {name} have?",
+        "A box holds {ax}. {name} takes out {b}. How many {x} are in the box?",
+        "{name} has {ax} and sells {b}. How many {x} are left?",
+        "{name} needs {ax} and has {b}. How many more {x} does {name} need?",
+    ),
+}
+
+_SURFACES = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
+
+
+def _split_of(key: str) -> str:
+    """The split of a problem, from its own content: the same in every run, process and Python version."""
+    return "test" if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < TEST_PERCENT else "train"
+
+
+def triples(split: str) -> list[Triple]:
+    """The (operation, a, b) that belong to one split. `7 + 2` and `2 + 7` are always on the same side."""
+    operands = range(1, MAX_OPERAND + 1)
+    sums = [("+", a, b) for a in operands for b in operands if _split_of(f"+ {min(a, b)} {max(a, b)}") == split]
+    return sums + [("-", a, b) for a in operands for b in range(1, a + 1) if _split_of(f"- {a} {b}") == split]
+
+
+def capacity(split: str) -> int:
+    """How many different questions a split has."""
+    return len(triples(split)) * _SURFACES
+
+
+def _row(triple: Triple, surface: int) -> Row:
+    op, a, b = triple
+    rest, template = divmod(surface, len(TEMPLATES[op]))
+    who, what = divmod(rest, len(OBJECTS))
+    # The second person is a function of the first, so that a surface stays one small number.
+    other = NAMES[(who + 3) % len(NAMES)]
+    x = OBJECTS[what]
+    ax = f"{a} {x[:-1] if a == 1 else x}"
+    question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=ax, b=b)
+    result = a + b if op == "+" else a - b
+    return {"question": question, "answer": f"{a} {op} {b} = {result}\n#### {result}"}
+
+
+def make(split: str, size: int, seed: int) -> list[Row]:
+    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "7 + 2 = 9\\n#### 9"}`.
+
+    Every (operation, a, b) of the split is used once before any is used again, and then with another wording.
+    A shorter list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer
+    than `capacity("train")`.
+
+    Raises:
+        ValueError: unknown split, negative size, or a test split larger than its capacity.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split={split!r}: use train or test")
+    if size < 0:
+        raise ValueError(f"size={size}: must be 0 or more")
+    space = triples(split)
+    if split == "test" and size > len(space) * _SURFACES:
+        raise ValueError(
+            f"size={size}: the test split of word_problems holds {len(space) * _SURFACES} different problems; "
+            "ask for at most that"
+        )
+    rng = random.Random(f"word_problems {split} {seed}")
+    # A stride coprime to the number of wordings visits each of them once before it returns to the first.
+    strides = [s for s in range(1, _SURFACES) if gcd(s, _SURFACES) == 1]
+    walks = {t: (rng.randrange(_SURFACES), rng.choice(strides)) for t in space}
+    rows: list[Row] = []
+    turn = 0
+    while len(rows) < size:
+        rng.shuffle(space)
+        for triple in space[: size - len(rows)]:
+            start, stride = walks[triple]
+            rows.append(_row(triple, (start + turn * stride) % _SURFACES))
+        turn += 1
+    return rows
+
+
+def _gsm_symbolic_candidates(seed: int, chunk: int) -> Iterator[Row]:
+    try:
+        import reasoning_gym
+    except ImportError as e:
+        raise ValueError("generator:gsm_symbolic needs the package reasoning-gym: pip install reasoning-gym") from e
+    at = seed * 1_000_003
+    while True:
+        for item in reasoning_gym.create_dataset("gsm_symbolic", size=chunk, seed=at):
+            yield {"question": item["question"], "answer": item["metadata"]["answer_cot"]}
+        at += chunk
+
+
+def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
+    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions.
+
+    The split is a hash of the question's text, so train and test are disjoint for any two seeds.
+
+    Raises:
+        ValueError: unknown split, negative size, the package is missing, or no new problem comes any more.
+    """
+    if split not in ("train", "test") or size < 0:
+        raise ValueError(f"split={split!r}, size={size}: use train or test, and a size of 0 or more")
+    rows: dict[str, Row] = {}
+    idle = 0
+    candidates = _gsm_symbolic_candidates(seed, 1024)
+    while len(rows) < size:
+        row = next(candidates)
+        known = len(rows)
+        if _split_of(row["question"]) == split and "####" in row["answer"]:
+            rows.setdefault(row["question"], row)
+        idle = 0 if len(rows) > known else idle + 1
+        if idle > 20_000:
+            raise ValueError(f"size={size}: gsm_symbolic made only {known} different {split} problems; ask for fewer")
+    return list(rows.values())
+
+
+GENERATORS: dict[str, Callable[[str, int, int], list[Row]]] = {"word_problems": make, "gsm_symbolic": make_gsm_symbolic}
+
+
+def default_test_size(name: str) -> int:
+    """Held-out problems where the config asks for all: one per held-out (operation, a, b), or 256."""
+    return len(triples("test")) if name == "word_problems" else 256

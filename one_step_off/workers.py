@@ -1,0 +1,64 @@
+"""The interface of the roles that a training back end fills, and the contract of the weight stream.
+
+A back end knows nothing of vLLM, the receiver knows nothing of FSDP or Megatron. Between them stand
+`WeightPiece`s: rows of tensors, named as the Hugging Face checkpoint names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from one_step_off.samples import Batch
+
+
+@dataclass(frozen=True)
+class WeightPiece:
+    """The rows [start, stop) along dimension 0 of one HF-named tensor, owned by one trainer rank.
+
+    `shape` is the shape of the whole tensor, `dtype` the torch dtype's name ("bfloat16") on the wire.
+    A 0-dimensional tensor counts as one row. Pieces of all ranks together cover every tensor once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TrainWorker(Protocol):
+    """One rank of a role that holds a model. All ranks of a role are called together, with the same arguments."""
+
+    def setup(self) -> dict[str, Any]:
+        """Join the role's process group, build and load the model. Returns facts: num_params, device, world_size."""
+        ...
+
+    def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
+        """Log-probs (nats, after temperature) of the response tokens of this rank's share: position in batch -> float32 [R]."""
+        ...
+
+    def update(self, batch: Batch) -> dict[str, float]:
+        """One training step over the batch: v(N) -> v(N+1). Returns metrics, equal on every rank.
+
+        Raises:
+            StalenessError: a token was made by other weights than `batch.expected`. Nothing was changed then.
+        """
+        ...
+
+    def weight_plan(self) -> list[WeightPiece]:
+        """The pieces this rank sends, in a fixed order, without touching any data. Empty on ranks that hold copies."""
+        ...
+
+    def weight_tensors(self) -> Iterator[torch.Tensor]:
+        """The data of `weight_plan()`, in its order, in the wire dtype; no collective is called on the way."""
+        ...
+
+    def save_hf(self, path: str) -> None:
+        """Write a Hugging Face checkpoint with its tokenizer (collective; rank 0 writes)."""
+        ...

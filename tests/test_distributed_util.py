@@ -1,0 +1,226 @@
+"""The bucket plan, and real sends over gloo between threads, each with a group of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from one_step_off.distributed_util import BucketPlan, Receiver, Sender, SyncError, checksum
+from one_step_off.workers import WeightPiece
+
+CPU = torch.device("cpu")
+
+
+def pieces_of(shapes: dict[str, tuple], senders: int, dtype: str = "float32") -> list[list[WeightPiece]]:
+    """Rows of each tensor cut into contiguous shares, as FSDP does: the last ones may be empty."""
+    out: list[list[WeightPiece]] = [[] for _ in range(senders)]
+    for name, shape in shapes.items():
+        rows = shape[0] if shape else 1
+        chunk = -(-rows // senders)
+        for s in range(senders):
+            start, stop = min(rows, s * chunk), min(rows, (s + 1) * chunk)
+            if stop > start:
+                out[s].append(WeightPiece(name, dtype, shape, start, stop))
+    return out
+
+
+shapes_strategy = st.dictionaries(
+    st.text("abc.", min_size=1, max_size=6),
+    st.lists(st.integers(1, 9), min_size=0, max_size=3).map(tuple),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes_strategy, st.integers(1, 4), st.integers(1, 2000))
+def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
+    pieces = pieces_of(shapes, senders)
+    plan = BucketPlan.build(pieces, bucket_bytes)
+    assert sorted(plan.names()) == sorted(shapes)
+    assert sorted(p.piece.name for b in plan.buckets for s in b.slots for p in s) == sorted(
+        p.name for sent in pieces for p in sent
+    )
+    for bucket in plan.buckets:
+        for s, slots in enumerate(bucket.slots):
+            ends = [0] + [slot.offset + slot.nbytes for slot in slots]
+            assert all(slot.offset >= end and slot.offset % 16 == 0 for slot, end in zip(slots, ends, strict=False))
+            assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
+        size = sum(slot.nbytes for slots in bucket.slots for slot in slots)
+        assert size <= bucket_bytes or len(bucket.names) == 1
+    # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
+    for s, sent in enumerate(pieces):
+        assert [slot.piece for b in plan.buckets for slot in b.slots[s]] == sent
+    assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda p: p[0].pop(0), "missing or sent twice"),
+        (lambda p: p[1].append(p[1][0]), "missing or sent twice"),
+        (lambda p: p[1].pop(0), "has 8 rows, but only 4"),
+        (lambda p: p[1].__setitem__(0, WeightPiece("a", "bfloat16", (8, 2), 4, 8)), "disagree about dtype or shape"),
+        (lambda p: p[0].append(WeightPiece("b", "float33", (1,), 0, 1)), "unknown dtype 'float33'"),
+    ],
+)
+def test_plan_refuses_pieces_that_do_not_fit(change, words):
+    pieces = pieces_of({"a": (8, 2)}, 2)
+    change(pieces)
+    with pytest.raises(SyncError, match=words):
+        BucketPlan.build(pieces, 100)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40000), st.data())
+def test_checksum_sees_one_changed_bit_and_a_swap(words, data):
+    flat = torch.randint(0, 256, (16 * words,), dtype=torch.uint8)
+    before = checksum(flat)
+    assert torch.equal(before, checksum(flat.clone()))
+    at, bit = data.draw(st.integers(0, len(flat) - 1)), data.draw(st.integers(0, 7))
+    flat[at] ^= 1 << bit
+    assert not torch.equal(before, checksum(flat))
+    flat[at] ^= 1 << bit
+    i, j = data.draw(st.integers(0, words - 1)), data.draw(st.integers(0, words - 1))
+    rows = flat.view(-1, 16)
+    if not torch.equal(rows[i], rows[j]):
+        rows[[i, j]] = rows[[j, i]]
+        assert not torch.equal(before, checksum(flat))
+
+
+class Net:
+    """Senders and receivers, each on a thread of its own."""
+
+    def __init__(self, shapes, senders, receivers, bucket_bytes=64, timeout_s=5.0, dtype="float32") -> None:
+        self.pieces = pieces_of(shapes, senders, dtype)
+        self.plan = BucketPlan.build(self.pieces, bucket_bytes)
+        self.senders = [Sender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)]
+        self.receivers = [Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)]
+        addresses = [s.listen() for s in self.senders]
+        self.together(
+            [lambda s=s: s.connect(receivers) for s in self.senders]
+            + [lambda r=r: r.connect(addresses, receivers) for r in self.receivers]
+        )
+
+    @staticmethod
+    def together(jobs) -> list:
+        results: list = [None] * len(jobs)
+
+        def work(i, job):
+            try:
+                results[i] = job()
+            except Exception as e:
+                results[i] = e
+
+        threads = [threading.Thread(target=work, args=(i, j), daemon=True) for i, j in enumerate(jobs)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(30)
+        return results
+
+    def sync(self, model, version, receive_as=None, change=None) -> tuple[list, list[dict]]:
+        got: list[dict] = [{} for _ in self.receivers]
+
+        def rows(s):
+            for p in self.pieces[s]:
+                yield model[p.name][p.start : p.stop] if p.shape else model[p.name]
+
+        def load(i):
+            def keep(tensors):
+                got[i].update({n: t.clone() for n, t in tensors})
+
+            return keep
+
+        jobs = [lambda s=s: self.senders[s].send(rows(s), version) for s in range(len(self.senders))]
+        jobs += [
+            lambda i=i: self.receivers[i].receive(load(i), version if receive_as is None else receive_as)
+            for i in range(len(self.receivers))
+        ]
+        if change:
+            change(jobs)
+        return self.together(jobs), got
+
+
+SHAPES = {"embed": (13, 3), "scalar": (), "w": (4, 4, 2), "tiny": (1,), "last": (5,)}
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_arrive_over_gloo(senders, receivers, dtype):
+    net = Net(SHAPES, senders, receivers, dtype=dtype)
+    assert len(net.plan.buckets) > 1
+    for version in range(3):  # the same buffers serve every sync
+        model = {n: torch.randn(s).to(getattr(torch, dtype)) for n, s in SHAPES.items()}
+        results, got = net.sync(model, version)
+        assert not [r for r in results if isinstance(r, Exception)]
+        for one in got:
+            assert set(one) == set(model)
+            assert all(torch.equal(one[n], model[n]) for n in model)
+
+
+def test_a_default_group_is_never_made():
+    Net(SHAPES, 1, 1)
+    assert not torch.distributed.is_initialized()
+
+
+def test_corruption_on_the_wire_is_caught(monkeypatch):
+    import one_step_off.distributed_util as room
+
+    net = Net(SHAPES, 2, 1)
+    receiver, honest, flipped = net.receivers[0], room._broadcast, []
+
+    class Corrupted:
+        def __init__(self, work, tensor):
+            self.work, self.tensor = work, tensor
+
+        def wait(self):
+            self.work.wait()
+            self.tensor[3] ^= 4
+            flipped.append(1)
+
+    def broadcast(group, tensor):
+        work = honest(group, tensor)
+        ours = group is receiver.groups[0] and tensor.dtype == torch.uint8 and receiver.watch.bucket == 1
+        return Corrupted(work, tensor) if ours else work
+
+    monkeypatch.setattr(room, "_broadcast", broadcast)
+    model = {n: torch.randn(s) for n, s in SHAPES.items()}
+    results, _ = net.sync(model, 0)
+    errors = [r for r in results if isinstance(r, SyncError)]
+    assert flipped == [1]
+    assert errors and "checksum of bucket 2" in str(errors[0]) and "sender 0" in str(errors[0])
+
+
+def test_wrong_version_and_wrong_plan_are_refused():
+    net = Net(SHAPES, 1, 1, timeout_s=2.0)
+    model = {n: torch.randn(s) for n, s in SHAPES.items()}
+    results, got = net.sync(model, 7, receive_as=8)
+    assert any("sends version 7, expected 8" in str(r) for r in results) and not got[0]
+    net = Net(SHAPES, 1, 1, timeout_s=2.0)
+    object.__setattr__(net.receivers[0].plan, "digest", 1)
+    net.senders[0].plan = BucketPlan.build(net.pieces, 64)
+    results, got = net.sync(model, 0)
+    assert any("another bucket plan" in str(r) for r in results) and not got[0]
+
+
+def test_a_missing_peer_ends_in_a_named_error_in_bounded_time():
+    net = Net(SHAPES, 1, 2, timeout_s=1.0)
+    model = {n: torch.randn(s) for n, s in SHAPES.items()}
+    begin = time.perf_counter()
+    results, _ = net.sync(model, 0, change=lambda jobs: jobs.pop(0))  # the sender never sends
+    assert time.perf_counter() - begin < 10
+    assert all(isinstance(r, SyncError) and "phase header" in str(r) for r in results)
+
+
+def test_a_tensor_that_is_not_as_planned_is_named():
+    net = Net(SHAPES, 1, 1, timeout_s=1.0)
+    model = {n: torch.randn(s) for n, s in SHAPES.items()}
+    model["w"] = torch.randn(4, 4, 3)
+    results, _ = net.sync(model, 0)
+    assert any("w is (4, 4, 3)" in str(r) and "planned (4, 4, 2)" in str(r) for r in results)

@@ -1,0 +1,209 @@
+"""The schedule, with stand-ins for engine and trainer; the real parts run it in test_e2e_pipeline.py."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from one_step_off.config import Config
+from one_step_off.data import PromptStream
+from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.samples import Prompt, Sample, StalenessError
+from one_step_off.tracking import Tracker
+from one_step_off.vllm_rollout import Sampling
+
+
+class World:
+    """A trainer and an engine that note what happens, with phases of any length."""
+
+    def __init__(self, delays: random.Random, longest: float = 0.003) -> None:
+        self.delays, self.longest = delays, longest
+        self.version = 0
+        self.engine_version: int | None = None
+        self.generating = 0
+        self.events: list[tuple] = []
+        self.trained: list[tuple] = []
+        self.fail_at: tuple | None = None
+        self.alive = 0
+
+    async def phase(self, *event) -> None:
+        self.alive += 1
+        try:
+            self.events.append(("begin", *event))
+            await asyncio.sleep(self.delays.random() * self.longest)
+            if self.fail_at == event:
+                raise ValueError(f"broken on purpose in {event}")
+            self.events.append(("end", *event))
+        finally:
+            self.alive -= 1
+
+
+class FakeRollout:
+    train = Sampling(2, 1.0, 0)
+    val = Sampling(1, 0.0, 0)
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def generate(self, prompts, what, sampling):
+        w = self.world
+        made_by = w.engine_version
+        assert made_by is not None, "generated before any weights came"
+        w.generating += 1
+        await w.phase("generate", what)
+        w.generating -= 1
+        assert w.engine_version == made_by, "weights changed in mid-generation"
+        return [sample(p, i, made_by) for p in prompts for i in range(sampling.n)], 0.001
+
+
+class FakeActor:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def update(self, batch):
+        w = self.world
+        await w.phase("train", batch.step)
+        w.version += 1
+        w.trained.append((batch.step, batch.prompt_order(), {int(v) for s in batch.samples for v in s.versions}))
+        return {"ratio/mean": 1.0}
+
+    async def log_prob(self, batch):
+        await self.world.phase("log_prob", batch.step)
+        return [s.log_probs for s in batch.samples]
+
+
+class FakeSync:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def __call__(self, stamp):
+        w = self.world
+        assert w.generating == 0, "a sync while the engine generates"
+        assert stamp == (0, w.version), "asked for weights that the trainer does not hold"
+        await w.phase("sync", stamp[1])
+        w.engine_version = stamp[1]
+        return {"time/sync_s": 0.0}
+
+
+def sample(prompt: Prompt, index: int, version: int) -> Sample:
+    ids = np.arange(3, dtype=np.int32)
+    return Sample(
+        prompt.id, index, prompt.ids, ids, np.zeros(3, np.float32), np.ones(3, bool), np.full(3, version, np.int32),
+        reward=float(index),
+    )  # fmt: skip
+
+
+def build(tmp_path, world: World, steps: int, staleness: int, rows: int = 7, test_freq: int = -1) -> Pipeline:
+    cfg = Config()
+    cfg.pipeline.staleness = staleness
+    cfg.trainer.test_freq = test_freq
+    prompts = [Prompt((0, r), np.arange(2, dtype=np.int32), "q", "1") for r in range(rows)]
+    stream = PromptStream(prompts, 3, True, 0, total_steps=steps)
+    roles = Roles(FakeActor(world), FakeRollout(world), FakeSync(world))
+    return Pipeline(cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=open("/dev/null", "w")))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.sampled_from([0, 1]), st.integers(0, 10**6), st.sampled_from([-1, 1, 2]))
+def test_any_mix_of_slow_and_fast_phases(tmp_path_factory, steps, staleness, seed, test_freq):
+    world = World(random.Random(seed))
+    pipeline = build(tmp_path_factory.mktemp("run"), world, steps, staleness, test_freq=test_freq)
+    asyncio.run(pipeline.fit())
+    assert [t[0] for t in world.trained] == list(range(steps)), "steps out of order, lost or repeated"
+    for step, _, versions in world.trained:
+        assert versions == {max(0, step - staleness)}
+    twin = build(tmp_path_factory.mktemp("twin"), World(random.Random(0)), steps, staleness)
+    expected = [[p.id for p in twin.stream.next_batch()] for _ in range(steps)]
+    assert [t[1] for t in world.trained] == expected, "prompts lost, repeated or out of order"
+    launched = [e[2] for e in world.events if e[:2] == ("begin", "generate") and e[2].startswith("step")]
+    assert launched == [f"step {s}" for s in range(steps)], "the last step must launch nothing"
+    synced = [e[2] for e in world.events if e[:2] == ("end", "sync")]
+    assert synced == list(range(steps + 1)), "each version once, the final one for the final evaluation"
+    assert pipeline.tracker.evaluations[-1]["val/version"] == steps
+
+
+def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
+    """With phases of 50 ms each, 6 steps: in turns about 2 phases a step, one step off about 1."""
+    seconds = {}
+    for staleness in (0, 1):
+        world = World(random.Random(0))
+        world.delays.random = lambda: 1.0
+        world.longest = 0.05
+        pipeline = build(tmp_path / str(staleness), world, 6, staleness)
+        pipeline.val = None
+        begin = time.perf_counter()
+        asyncio.run(pipeline.fit())
+        seconds[staleness] = time.perf_counter() - begin
+        overlaps = order_of(world.events, ("begin", "generate", "step 3")) < order_of(
+            world.events, ("end", "train", 2)
+        )
+        assert overlaps == bool(staleness)
+    assert seconds[1] < 0.85 * seconds[0]
+
+
+def order_of(events: list[tuple], wanted: tuple) -> int:
+    return events.index(wanted)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    "fail_at",
+    [("generate", "step 0"), ("generate", "step 2"), ("train", 0), ("train", 2), ("sync", 0), ("sync", 2),
+     ("generate", "evaluation of v0"), ("generate", "evaluation of v4"), ("log_prob", 1)],
+)  # fmt: skip
+def test_an_exception_anywhere_ends_the_run_with_it(tmp_path, staleness, fail_at):
+    world = World(random.Random(1))
+    world.fail_at = fail_at
+    pipeline = build(tmp_path, world, 4, staleness)
+    pipeline.cfg.algorithm.old_log_probs = "recompute"
+
+    async def bounded():
+        await asyncio.wait_for(pipeline.fit(), 5)
+
+    with pytest.raises(ValueError, match="broken on purpose"):
+        asyncio.run(bounded())
+    assert world.alive == 0, "something was left running"
+
+
+def test_a_failing_rollout_does_not_wait_for_a_long_training_step(tmp_path):
+    world = World(random.Random(0))
+    world.fail_at = ("generate", "step 1")
+    pipeline = build(tmp_path, world, 4, 1)
+
+    async def long_update(batch):
+        await asyncio.sleep(60)
+
+    pipeline.roles.actor.update = long_update
+    begin = time.perf_counter()
+    with pytest.raises(ValueError, match="broken on purpose"):
+        asyncio.run(pipeline.fit())
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_token_of_another_version_stops_the_run(tmp_path):
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 4, 1)
+    honest = pipeline.roles.rollout.generate
+
+    async def forged(prompts, what, sampling):
+        samples, seconds = await honest(prompts, what, sampling)
+        if what == "step 3":
+            samples[-1].versions[1] -= 1
+        return samples, seconds
+
+    pipeline.roles.rollout.generate = forged
+    with pytest.raises(StalenessError, match="step 3.*token 1.*version 1.*version 2"):
+        asyncio.run(pipeline.fit())
+    assert len(world.trained) == 3
+
+
+def test_the_loop_fits_on_one_screen():
+    import inspect
+
+    assert len(inspect.getsource(Pipeline._loop).splitlines()) <= 100

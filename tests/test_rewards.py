@@ -1,0 +1,272 @@
+"""Rewards: what counts as right, what stops a run, and the time limit."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from one_step_off.config import ConfigError, RewardConfig
+from one_step_off.rewards import RewardError, RewardItem, Scorer, gsm8k, math, resolve
+
+
+def item(response: str = "#### 1", truth: str = "1", prompt: str = "p", n: int = 0) -> RewardItem:
+    """A response to score."""
+    return RewardItem(prompt_id=(2, 17), index=n, prompt=prompt, response=response, ground_truth=truth)
+
+
+GSM8K_RIGHT = [
+    ("7 + 2 = 9\n#### 9", "9"),
+    ("####72", "72"),
+    ("#### 72\nQuestion: something else", "72"),
+    ("#### 5\n#### 72", "72"),
+    ("#### 1,234", "1234"),
+    ("#### 1234", "1,234"),
+    ("#### $72", "72"),
+    ("#### -$72", "-72"),
+    ("#### 72.", "72"),
+    ("#### 72.00", "72"),
+    ("#### 45%", "45"),
+    ("#### 72 apples.", "72"),
+    ("#### **72**", "72"),
+    ("#### 1/2", "0.5"),
+    ("#### 4/2", "2"),
+    ("#### \\frac{1}{2}", "0.5"),
+    ("#### $72$", "72"),
+    ("#### \\boxed{72}", "72"),
+    ("#### 72\r", "72"),
+    ("#### 0", "-0"),
+]
+
+GSM8K_WRONG = [
+    ("", "72"),
+    ("72", "72"),
+    ("The answer is 72", "72"),
+    ("####", "72"),
+    ("#### \n72", "72"),
+    ("#### 71", "72"),
+    ("#### 72\n#### 71", "72"),
+    ("#### 72 or 73", "73"),
+    ("#### 73 or 72", "73"),
+    ("#### 36 + 36", "72"),
+    ("#### 75-3", "72"),
+    ("#### 72 = 72", "72"),
+    ("#### 1/0", "0"),
+    ("#### 1/000", "0"),
+    ("#### +-72", "72"),
+    ("#### 72.0000000000000000000001", "72"),
+    ("#### seventy", "72"),
+    ("#### 9^{9^{9^9}}", "72"),
+    ("#### 99999999!", "72"),
+    ("#### " + "(" * 100_000, "72"),
+    ("#### " + "9" * 100_000, "72"),
+    ("#### \\frac{", "72"),
+    ("#### \ud800", "72"),
+    ("#### \u0667", "7"),
+]
+
+
+@pytest.mark.parametrize(("response", "truth"), GSM8K_RIGHT)
+def test_gsm8k_right(response: str, truth: str) -> None:
+    assert gsm8k(response=response, ground_truth=truth, prompt="", data_source="") == 1.0
+
+
+@pytest.mark.parametrize(("response", "truth"), GSM8K_WRONG)
+def test_gsm8k_wrong(response: str, truth: str) -> None:
+    assert gsm8k(response, truth) == 0.0
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{:d}", "{:,d}", "{:d}.", "{:d}.0", " {:d} ", "{:d} km"]))
+def test_gsm8k_takes_every_spelling_of_an_integer(n: int, spelling: str) -> None:
+    assert gsm8k("so\n#### " + spelling.format(n), str(n)) == 1.0
+    assert gsm8k("so\n#### " + spelling.format(n + 1), str(n)) == 0.0
+
+
+def test_gsm8k_is_fast() -> None:
+    start = time.process_time()
+    for _ in range(2000):
+        gsm8k("7 + 2 = 9\n#### 9", "9")
+    assert (time.process_time() - start) / 2000 < 50e-6
+
+
+@pytest.mark.parametrize(
+    ("response", "truth", "score"),
+    [
+        ("so \\boxed{72}", "72", 1.0),
+        ("\\boxed{\\frac12}", "\\frac{1}{2}", 1.0),
+        ("\\boxed{0.5}", "1/2", 1.0),
+        ("\\boxed{3} no, \\boxed{4}", "4", 1.0),
+        ("\\boxed{4} no, \\boxed{3}", "4", 0.0),
+        ("\\boxed{(1,2)}", "(1,2)", 1.0),
+        ("\\boxed{A}", "A", 1.0),
+        ("\\boxed{B}", "A", 0.0),
+        ("the answer is 12", "12", 1.0),
+        ("we get $x^2+1$", "x^2+1", 1.0),
+        ("x " * 50_000 + "the answer is 12", "12", 1.0),
+        ("", "12", 0.0),
+        ("\\boxed{", "12", 0.0),
+        ("\\boxed{}", "", 0.0),
+        ("no idea", "12", 0.0),
+        ("\ud800 \\boxed{\ud800}", "12", 0.0),
+    ],
+)
+def test_math(response: str, truth: str, score: float) -> None:
+    assert math(response=response, ground_truth=truth, prompt="", data_source="") == score
+
+
+def test_a_response_that_cannot_be_judged_in_time_scores_zero() -> None:
+    scorer = Scorer(RewardConfig(function="math", timeout_s=0.3))
+    start = time.monotonic()
+    items = [item("\\boxed{9^{9^{9^9}}}", "4"), item("\\boxed{4}", "4")]
+    assert scorer.score_batch(items) == [0.0, 1.0]
+    assert time.monotonic() - start < 3 and scorer.timeouts == 1
+
+
+# --- your own functions ---
+
+MODULE = """
+import time
+import numpy as np
+
+NOT_CALLABLE = 3
+
+def good(prompt, response, ground_truth, data_source, bonus=0.0):
+    return len(response) + bonus
+
+def only_response(response, **kwargs):
+    return {"reward": 0.5, "why": response}
+
+def value(prompt, response, ground_truth, data_source):
+    return eval(response)
+
+def too_few(response):
+    return 1.0
+
+async def later(**kwargs):
+    return 1.0
+
+class Judge:
+    @staticmethod
+    def judge(**kwargs):
+        return 2
+
+def spin(**kwargs):
+    while True:
+        pass
+
+def swallow(**kwargs):
+    while True:
+        try:
+            time.sleep(5)
+        except Exception:
+            pass
+
+def swallow_all(**kwargs):
+    try:
+        time.sleep(5)
+    except:
+        pass
+    return 1.0
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of an importable module of reward functions."""
+    (tmp_path / "own_rewards.py").write_text(MODULE)
+    (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    (tmp_path / "needy_rewards.py").write_text("import no_such_package_at_all")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("own_rewards", "broken_rewards", "needy_rewards"):
+        sys.modules.pop(name, None)
+    return "own_rewards"
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "reward"),
+    [("good", {}, 6.0), ("good", {"bonus": 1.5}, 7.5), ("only_response", {}, 0.5), ("Judge.judge", {}, 2.0)],
+)
+def test_own_function(own: str, function: str, kwargs: dict[str, Any], reward: float) -> None:
+    scorer = Scorer(RewardConfig(function=f"{own}:{function}", kwargs=kwargs))
+    assert scorer.score_batch([item("#### 1")]) == [reward]
+
+
+@pytest.mark.parametrize("result", ["1", "True", "0.5", "np.float32(0.5)", "np.array(2)", "{'reward': np.int64(1)}"])
+def test_results_taken(own: str, result: str) -> None:
+    (reward,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
+    value = eval(result, {"np": np})
+    assert type(reward) is float and reward == float(value["reward"] if isinstance(value, dict) else value)
+
+
+@pytest.mark.parametrize(
+    "result",
+    ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]", "np.zeros(2)", "10**400", "1j"],
+)
+def test_results_refused(own: str, result: str) -> None:
+    with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ") as e:
+        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result, n=4)])
+    assert "\n" not in str(e.value)
+
+
+def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
+    with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError"):
+        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("1 / 0")])
+
+
+@pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])
+def test_the_limit_stops_any_python_code(own: str, function: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(RewardError, match=rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s"):
+        Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch([item()])
+    assert time.monotonic() - start < 2
+
+
+def test_no_alarm_is_left_behind(own: str) -> None:
+    Scorer(RewardConfig(function=f"{own}:good", timeout_s=0.1)).score_batch([item()])
+    time.sleep(0.15)
+
+
+def test_refused_outside_the_main_thread() -> None:
+    caught: list[BaseException] = []
+
+    def attempt() -> None:
+        try:
+            Scorer(RewardConfig())
+        except RewardError as e:
+            caught.append(e)
+
+    thread = threading.Thread(target=attempt)
+    thread.start()
+    thread.join()
+    assert len(caught) == 1 and "main thread" in str(caught[0])
+
+
+@pytest.mark.parametrize(
+    ("function", "kwargs", "message"),
+    [
+        ("gsm9k", {}, "use one of gsm8k, math, or your own as module:function"),
+        (":f", {}, "unknown"),
+        ("own_rewards:", {}, "unknown"),
+        ("gsm8k", {"a": 1}, "takes none"),
+        ("no_such_module_here:f", {}, "no such module"),
+        ("needy_rewards:f", {}, "it needs the module 'no_such_package_at_all'"),
+        ("broken_rewards:f", {}, "raised ZeroDivisionError"),
+        ("own_rewards:nothing", {}, "has no 'nothing'"),
+        ("own_rewards:NOT_CALLABLE", {}, "is a int, not callable"),
+        ("own_rewards:later", {}, "asynchronous"),
+        ("own_rewards:too_few", {}, "unexpected keyword argument"),
+        ("own_rewards:good", {"malus": 1}, "unexpected keyword argument 'malus'"),
+        ("own_rewards:good", {"prompt": "x"}, "come from the trainer"),
+    ],
+)
+def test_resolve_refusals(own: str, function: str, kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as e:
+        resolve(RewardConfig(function=function, kwargs=kwargs))
+    assert "reward." in str(e.value) and "\n" not in str(e.value)

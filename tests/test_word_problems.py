@@ -1,0 +1,106 @@
+"""The generated problems: correct, deterministic, and never shared between the splits."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from one_step_off.word_problems import (
+    MAX_OPERAND,
+    TEMPLATES,
+    Row,
+    capacity,
+    default_test_size,
+    make,
+    make_gsm_symbolic,
+    triples,
+)
+
+
+def _triple(row: Row) -> tuple[str, int, int]:
+    a, op, b, result, final = re.fullmatch(r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", row["answer"]).groups()
+    assert int(result) == int(final) == (int(a) + int(b) if op == "+" else int(a) - int(b))
+    return op, int(a), int(b)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
+    space = set(triples(split))
+    for row in make(split, 2000, seed=1):
+        triple = _triple(row)
+        assert triple in space
+        assert re.findall(r"\d+", row["question"]) == [str(n) for n in triple[1:]]
+
+
+def test_splits_are_disjoint_and_whole() -> None:
+    train, test = set(triples("train")), set(triples("test"))
+    assert not train & test
+    assert len(train | test) == MAX_OPERAND**2 + MAX_OPERAND * (MAX_OPERAND + 1) // 2
+    assert 0.1 < len(test) / len(train | test) < 0.2
+    for op, a, b in test:
+        assert op == "-" or (op, b, a) in test
+        assert a >= b or op == "+"
+
+
+def test_deterministic_by_seed_and_a_prefix_when_shorter() -> None:
+    rows = make("train", 3000, seed=5)
+    assert rows == make("train", 3000, seed=5)
+    assert rows[:700] == make("train", 700, seed=5)
+    assert rows != make("train", 3000, seed=6)
+
+
+def test_the_same_in_another_process() -> None:
+    code = "from one_step_off.word_problems import make; print(make('test', 20, 3))"
+    root = Path(__file__).parents[1]
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    assert run.stdout.strip() == repr(make("test", 20, 3))
+
+
+def test_every_triple_once_before_any_twice() -> None:
+    count = len(triples("train"))
+    rows = [_triple(r) for r in make("train", 2 * count, seed=0)]
+    assert set(rows[:count]) == set(rows[count:]) == set(triples("train"))
+
+
+def test_test_split_has_no_duplicates_up_to_capacity() -> None:
+    rows = make("test", capacity("test"), seed=0)
+    assert len({r["question"] for r in rows}) == capacity("test")
+
+
+def test_train_repeats_only_beyond_capacity() -> None:
+    assert len({r["question"] for r in make("train", 20_000, seed=2)}) == 20_000
+
+
+def test_templates_are_balanced() -> None:
+    assert len(TEMPLATES["+"]) == len(TEMPLATES["-"])
+    assert " 1 apples" not in " ".join(r["question"] for r in make("train", 20_000, seed=0))
+
+
+@pytest.mark.parametrize(
+    ("split", "size", "message"),
+    [("val", 1, "split='val'"), ("train", -1, "size=-1"), ("test", capacity("test") + 1, "holds")],
+)
+def test_refusals(split: str, size: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(split, size, 0)
+
+
+def test_zero_rows() -> None:
+    assert make("test", 0, 0) == []
+
+
+def test_gsm_symbolic_splits_are_disjoint() -> None:
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    train, test = make_gsm_symbolic("train", 200, 0), make_gsm_symbolic("test", 50, 0)
+    assert train == make_gsm_symbolic("train", 200, 0)
+    questions = {r["question"] for r in train}
+    assert len(questions) == 200 and not questions & {r["question"] for r in test}
+    assert all("####" in r["answer"] for r in train + test)
+
+
+def test_default_test_size_is_one_per_triple() -> None:
+    assert default_test_size("word_problems") == len(triples("test"))
