@@ -31,7 +31,9 @@ class ModelConfig:
     """The policy."""
 
     path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3 builds a small warm-started model")
-    dtype: str = key("bfloat16", "compute dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32"))
+    dtype: str = key(
+        "bfloat16", "compute dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32")
+    )
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
     attn_implementation: str = key(
         "auto",
@@ -46,8 +48,14 @@ class DataConfig:
 
     train_files: str = key("", "jsonl or parquet file(s, comma-separated), hub id, or generator:word_problems")
     val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation")
-    format: str = key("auto", "columns of the rows: question/answer, or prompt messages/reward_model", choices=("auto", "gsm8k", "messages"))
-    chat_template: str = key("auto", "auto: the tokenizer's template if it has one", choices=("auto", "always", "never"))
+    format: str = key(
+        "auto",
+        "columns of the rows: question/answer, or prompt messages/reward_model",
+        choices=("auto", "gsm8k", "messages"),
+    )
+    chat_template: str = key(
+        "auto", "auto: the tokenizer's template if it has one", choices=("auto", "always", "never")
+    )
     instruction: str = key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", low=1)
@@ -78,7 +86,9 @@ class RolloutConfig:
     top_p: float = key(1.0, "nucleus sampling; other than 1 changes the log-probs and is refused", low=1.0, high=1.0)
     top_k: int = key(-1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1)
     tensor_parallel_size: int = key(1, "GPUs per replica", low=1)
-    seed_samples: str = key("auto", "a seed per sample: reproducible runs; auto: on for CPU, off for GPU", choices=("auto", "on", "off"))
+    seed_samples: str = key(
+        "auto", "a seed per sample: reproducible runs; auto: on for CPU, off for GPU", choices=("auto", "on", "off")
+    )
     gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
     sampling_kwargs: dict[str, Any] = key({}, "more fields of vLLM's SamplingParams, as stop_token_ids")
@@ -119,12 +129,22 @@ class AlgorithmConfig:
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
-    loss_agg: str = key("token-mean", "mean over all tokens, or over sequences of their token means", choices=("token-mean", "sequence-mean"))
+    loss_agg: str = key(
+        "token-mean",
+        "mean over all tokens, or over sequences of their token means",
+        choices=("token-mean", "sequence-mean"),
+    )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
     kl_estimator: str = key("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
-    old_log_probs: str = key("rollout", "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute"))
-    rollout_correction: str = key("none", "recompute only: weight by proximal/mu, truncated (tis) or masked (mis)", choices=("none", "tis", "mis"))
+    old_log_probs: str = key(
+        "rollout",
+        "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal",
+        choices=("rollout", "recompute"),
+    )
+    rollout_correction: str = key(
+        "none", "recompute only: weight by proximal/mu, truncated (tis) or masked (mis)", choices=("none", "tis", "mis")
+    )
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
 
 
@@ -151,7 +171,9 @@ class WeightSyncConfig:
     bucket_mb: int = key(256, "size of the reused send and receive buffers, in MiB", low=1)
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
     canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
-    canary_tolerance: Optional[float] = key(None, "largest log-prob difference; default by dtype: fp32 1e-3, bf16 1.0", above=0.0)
+    canary_tolerance: Optional[float] = key(
+        None, "largest log-prob difference; default by dtype: fp32 1e-3, bf16 1.0", above=0.0
+    )
 
 
 @dataclass

@@ -351,8 +351,7 @@ class Receiver:
                         mine[s, watch.bucket] = checksum(flat)
             with watch.phase("load"):
                 load(self._assemble(bucket))
-        for s, group in enumerate(self.groups):
-            self._check_sums(s, group, mine[s])
+        self._check_sums(mine)
         return {**watch.seconds, "bytes": float(self.plan.total_bytes)}
 
     def _check_header(self, s: int, group: dist.ProcessGroup, version: int) -> None:
@@ -365,15 +364,18 @@ class Receiver:
         if sent != version:
             raise SyncError(f"receiver {self.index}: sender {s} sends version {sent}, expected {version}")
 
-    def _check_sums(self, s: int, group: dist.ProcessGroup, mine: torch.Tensor) -> None:
+    def _check_sums(self, mine: torch.Tensor) -> None:
+        """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
         theirs = torch.zeros_like(mine)
         with self.watch.phase("verify"):
-            _wait(_broadcast(group, theirs), self.device)
-        wrong = (mine != theirs).any(dim=1).nonzero().flatten().tolist()
+            for s, group in enumerate(self.groups):
+                _wait(_broadcast(group, theirs[s]), self.device)
+        wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
+            sender, bucket = wrong[0]
             raise SyncError(
-                f"receiver {self.index}, phase verify: checksum of bucket {wrong[0] + 1} of {len(mine)} "
-                f"from sender {s} differs ({len(wrong)} buckets in all)"
+                f"receiver {self.index}, phase verify: checksum of bucket {bucket + 1} of {mine.shape[1]} "
+                f"from sender {sender} differs ({len(wrong)} buckets in all)"
             )
 
     def _assemble(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:

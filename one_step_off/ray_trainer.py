@@ -46,6 +46,7 @@ class Pipeline:
         self.ahead = cfg.pipeline.staleness
         self.incarnation = 0
         self.synced = -1
+        self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.rollouts_ended = 0.0
 
@@ -112,9 +113,10 @@ class Pipeline:
             await self.evaluation
         idle = {"time/wait_trainer_s": time.perf_counter() - self.rollouts_ended if self.rollouts_ended else 0.0}
         if self.synced == version:
-            return idle | {"time/sync_s": 0.0}
+            return idle | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary
         metrics = await self.roles.sync((self.incarnation, version))
         self.synced = version
+        self.canary = {k: v for k, v in metrics.items() if k.startswith("canary/")}
         return idle | metrics
 
     async def _train(self, batch: Batch) -> dict[str, float]:

@@ -101,7 +101,8 @@ class Tracker:
             total = sum(r["time/step_s"] for r in rows)
             found |= {
                 "overlap_ratio": step / max(gen, train),
-                "idle_share/rollout": 1 - sum(r["time/generate_s"] for r in rows) / total,
+                # The replicas idle from the end of their samples to the end of the next sync.
+                "idle_share/rollout": sum(r["time/wait_trainer_s"] + r["time/sync_s"] for r in rows) / total,
                 "idle_share/trainer": 1 - sum(r["time/train_s"] for r in rows) / total,
                 "samples_per_s": sum(r["samples"] for r in rows) / total,
                 "response_tokens_per_s": sum(r["tokens/response"] for r in rows) / total,

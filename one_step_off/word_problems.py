@@ -14,8 +14,12 @@ from math import gcd
 Row = dict[str, str]
 Triple = tuple[str, int, int]
 
-MAX_OPERAND = 20
-"""Operands are 1 .. MAX_OPERAND, so sums are at most twice that and differences are 0 or more."""
+FIRST, SECOND = range(10, 100), range(1, 10)
+"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow).
+
+So a held-out problem is made of parts that the train split teaches (3 + 5 under other tens): a tiny model
+can solve it, and does so only if it learned the rule. With smaller operands it could but memorise the table.
+"""
 
 TEST_PERCENT = 15
 
@@ -50,10 +54,10 @@ def _split_of(key: str) -> str:
 
 
 def triples(split: str) -> list[Triple]:
-    """The (operation, a, b) that belong to one split. `7 + 2` and `2 + 7` are always on the same side."""
-    operands = range(1, MAX_OPERAND + 1)
-    sums = [("+", a, b) for a in operands for b in operands if _split_of(f"+ {min(a, b)} {max(a, b)}") == split]
-    return sums + [("-", a, b) for a in operands for b in range(1, a + 1) if _split_of(f"- {a} {b}") == split]
+    """The (operation, a, b) that belong to one split."""
+    space = [("+", a, b) for a in FIRST for b in SECOND if a % 10 + b < 10]
+    space += [("-", a, b) for a in FIRST for b in SECOND if a % 10 >= b]
+    return [(op, a, b) for op, a, b in space if _split_of(f"{op} {a} {b}") == split]
 
 
 def capacity(split: str) -> int:
@@ -75,7 +79,7 @@ def _row(triple: Triple, surface: int) -> Row:
 
 
 def make(split: str, size: int, seed: int) -> list[Row]:
-    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "7 + 2 = 9\\n#### 9"}`.
+    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`.
 
     Every (operation, a, b) of the split is used once before any is used again, and then with another wording.
     A shorter list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer

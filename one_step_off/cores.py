@@ -1,0 +1,63 @@
+"""What this machine has: its GPUs, counted without torch, and its cores, divided among processes."""
+
+from __future__ import annotations
+
+import glob
+import os
+import subprocess
+from collections.abc import Sequence
+
+_NVIDIA_SMI_LIMIT_S = 2.0
+
+
+def plan_cores(
+    n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Cores of each rollout process and of each trainer process.
+
+    The two groups work at the same time, so they share no core (unless there is only one). Each group gets its part
+    by its number of processes, at least one core, and divides it evenly; with more processes than cores they wrap.
+
+    Raises:
+        ValueError: there are no cores, or a count is negative.
+    """
+    if not cores or min(n_rollout_procs, n_trainer_procs) < 0:
+        raise ValueError(f"cannot divide cores {cores} among {n_rollout_procs} and {n_trainer_procs} processes")
+    mine = sorted(cores)
+    if len(mine) == 1:
+        return [mine[:] for _ in range(n_rollout_procs)], [mine[:] for _ in range(n_trainer_procs)]
+    if not (n_rollout_procs and n_trainer_procs):
+        return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
+    share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))
+    share = min(max(share, 1), len(mine) - 1)
+    return _divide(n_rollout_procs, mine[:share]), _divide(n_trainer_procs, mine[share:])
+
+
+def _divide(processes: int, cores: list[int]) -> list[list[int]]:
+    if processes > len(cores):
+        return [[cores[i % len(cores)]] for i in range(processes)]
+    return [cores[i * len(cores) // processes : (i + 1) * len(cores) // processes] for i in range(processes)]
+
+
+def count_gpus() -> int:
+    """NVIDIA GPUs that this process may use, by the driver's own word and CUDA_VISIBLE_DEVICES. Imports no torch."""
+    present = _gpus_present()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or not present:
+        return present
+    names = []
+    for name in (part.strip() for part in visible.split(",")):
+        # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
+        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= present):
+            break
+        names.append(name)
+    return len(names)
+
+
+def _gpus_present() -> int:
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        # Slow or absent: the device files tell too, and in a container show only the GPUs that were given to it.
+        return len(glob.glob("/dev/nvidia[0-9]*"))
+    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0

@@ -1,0 +1,346 @@
+"""A Hugging Face causal language model under FSDP2: built, loaded, sharded, and asked for log-probs.
+
+Three things here are easy to get wrong and silent when wrong, so they are checked at start:
+the tie of embedding and head, the layout of the checkpoint against the model's, and what the model does
+to its logits after the head (scale, soft cap), because log-probs are computed here in chunks and not by
+the model's own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any
+
+import accelerate
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils.checkpoint import checkpoint
+
+from one_step_off import core_algos
+from one_step_off.config import Config, ConfigError
+from one_step_off.workers import WeightPiece
+
+
+def attention_for(cfg: Config, device: torch.device) -> str:
+    """The attention implementation that model.attn_implementation means on this device."""
+    wish = cfg.model.attn_implementation
+    if wish != "auto":
+        if wish == "flash_attention_2" and (device.type != "cuda" or cfg.model.dtype != "bfloat16"):
+            raise ConfigError("model.attn_implementation: flash_attention_2 needs a GPU and model.dtype=bfloat16")
+        return wish
+    # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend on the network.
+    flash = transformers.utils.is_flash_attn_2_available()
+    return "flash_attention_2" if flash and device.type == "cuda" and cfg.model.dtype == "bfloat16" else "sdpa"
+
+
+def make_mesh(device: torch.device, world_size: int, fsdp_size: int) -> DeviceMesh:
+    """1-D ("fsdp"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
+    if fsdp_size in (-1, world_size) or fsdp_size > world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
+    if fsdp_size < 1 or world_size % fsdp_size:
+        raise ConfigError(f"actor.fsdp_size: {fsdp_size} does not divide the {world_size} ranks of the actor")
+    return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+
+
+def build(cfg: Config, device: torch.device, mesh: DeviceMesh, trainable: bool) -> transformers.PreTrainedModel:
+    """Build the model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
+
+    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective.
+
+    Raises:
+        ConfigError: on every rank, with the reason that rank 0 met.
+    """
+    # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
+    dtype = torch.float32 if trainable else getattr(torch, cfg.model.dtype)
+    attention = attention_for(cfg, device)
+    source, error = None, None
+    if dist.get_rank() == 0:
+        try:
+            source = _read_checkpoint(cfg, attention, dtype)
+        except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
+            error = e
+    message = [None if error is None else str(error)]
+    dist.broadcast_object_list(message, src=0)
+    if message[0] is not None:
+        raise ConfigError(message[0]) from error
+    model = _empty(cfg, attention, dtype)
+    model.requires_grad_(trainable)
+    model.eval()  # no dropout: it would make theta differ from mu at the same weights
+    model.forward = types.MethodType(_policy_forward, model)
+    if source is not None:
+        model.generation_config = source.generation_config
+    _shard(model, cfg, mesh, device, trainable)
+    _load(model, source, device if not _offloads(cfg, device) else torch.device("cpu"), device)
+    return model
+
+
+def _read_checkpoint(cfg: Config, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """Rank 0: the whole model on the CPU, with everything checked that can be checked on it."""
+    path = cfg.model.path
+    try:
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            attn_implementation=attention,
+            trust_remote_code=cfg.model.trust_remote_code,
+            output_loading_info=True,
+        )
+    except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
+        reason = (str(e).strip() or type(e).__name__).split("\n")[0]
+        raise ConfigError(f"model.path: {path!r} is not a causal language model that can be loaded: {reason}") from e
+    if report["missing_keys"] or report["mismatched_keys"]:
+        lacking = sorted(map(str, report["missing_keys"] or report["mismatched_keys"]))
+        raise ConfigError(f"model.path: the checkpoint {path!r} lacks {len(lacking)} weights, as {lacking[0]}")
+    check_layout(model, path)
+    check_head(model, path)
+    return model
+
+
+def _empty(cfg: Config, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
+    trust = cfg.model.trust_remote_code
+    hf_config = transformers.AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = transformers.AutoModelForCausalLM.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
+        )
+    model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
+    return model
+
+
+def _offloads(cfg: Config, device: torch.device) -> bool:
+    return cfg.actor.param_offload and device.type == "cuda"
+
+
+def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
+    """The repeated blocks: one FSDP group and one activation checkpoint each."""
+    layers = getattr(model.base_model, "layers", None)
+    if isinstance(layers, nn.ModuleList) and len(layers):
+        return list(layers)
+    names = set(model._no_split_modules or ())
+    found = [m for m in model.modules() if type(m).__name__ in names]
+    if not found:
+        raise ConfigError(f"model.path: cannot tell the decoder layers of {type(model).__name__}")
+    return found
+
+
+def _shard(
+    model: transformers.PreTrainedModel, cfg: Config, mesh: DeviceMesh, device: torch.device, trainable: bool
+) -> None:
+    """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if cfg.model.dtype == "bfloat16" else None, reduce_dtype=torch.float32
+    )
+    # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
+    offload = CPUOffloadPolicy() if _offloads(cfg, device) else OffloadPolicy()
+    for layer in decoder_layers(model):
+        if trainable and cfg.actor.activation_checkpointing:
+            # Wrapping the method, not the module, keeps parameter names as the checkpoint has them.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+
+
+def _load(
+    model: transformers.PreTrainedModel,
+    source: transformers.PreTrainedModel | None,
+    home: torch.device,
+    device: torch.device,
+) -> None:
+    """Give the sharded parameters memory on `home` and rank 0's values; buffers end on `device`."""
+    tied = _is_tied(model)
+    buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
+    model.to_empty(device=home)
+    for module, name, value in buffers:
+        module._buffers[name] = value.to(home)  # to_empty has emptied the buffers too
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+    set_model_state_dict(model, source.state_dict() if source is not None else {}, options=options)
+    for module, name, _ in buffers:
+        module._buffers[name] = module._buffers[name].to(device)
+    if tied != _is_tied(model):
+        raise RuntimeError("embedding and head were tied and came apart while loading")
+
+
+def _is_tied(model: transformers.PreTrainedModel) -> bool:
+    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+
+
+# ---- log-probs --------------------------------------------------------------------------------------------------
+
+
+def _policy_forward(
+    self: transformers.PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    at: torch.Tensor,
+    tokens: torch.Tensor,
+    temperature: float = 1.0,
+    entropy: str = "none",
+    chunk: int = 2048,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
+
+    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
+    head) around that method alone. Only wanted positions are projected, `chunk` at a time, and in training
+    each chunk is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a
+    152k vocabulary.
+    """
+    positions = {} if position_ids is None else {"position_ids": position_ids}
+    hidden = self.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+    wanted = len(at)
+    if wanted == 0:
+        # One token nobody asked for, cut off below: its gradient is zero but reaches every parameter, so this
+        # rank takes part in every reduction.
+        at = tokens = torch.zeros(1, dtype=torch.int64, device=hidden.device)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
+    project = functools.partial(_project, self, temperature=temperature, entropy=entropy)
+    if torch.is_grad_enabled() and len(at) > chunk:
+        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
+    parts = [project(h, t) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)]
+    log_probs = torch.cat([p[0] for p in parts])
+    entropies = None if entropy == "none" else torch.cat([p[1] for p in parts])
+    if wanted == 0:  # clones: FSDP2's backward hook must not sit on a view
+        return log_probs[:0].clone(), None if entropies is None else entropies[:0].clone()
+    return log_probs, entropies
+
+
+def _project(
+    model: transformers.PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Head, the model's own treatment of logits, temperature, log-softmax; for one chunk."""
+    logits = finish_logits(model.config, model.get_output_embeddings()(hidden).float())
+    return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
+
+
+def finish_logits(hf_config: Any, logits: torch.Tensor) -> torch.Tensor:
+    """What some families do after the head: Cohere and Granite scale, Falcon-H1 multiplies, Gemma caps softly."""
+    text = hf_config.get_text_config()
+    for factor in (getattr(text, "logit_scale", None), getattr(text, "lm_head_multiplier", None)):
+        logits = logits if factor is None else logits * factor
+    if getattr(text, "logits_scaling", None) is not None:
+        logits = logits / text.logits_scaling
+    cap = getattr(text, "final_logit_softcapping", None)
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+class _Hidden:
+    """Stands for the output of the backbone: given hidden states, and None for whatever else is asked."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.last_hidden_state = hidden
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.last_hidden_state
+
+
+@torch.no_grad()
+def check_head(model: transformers.PreTrainedModel, path: str) -> None:
+    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does.
+
+    The backbone is replaced for the test, so it costs one small product and knows no architecture.
+    """
+    head, name = model.get_output_embeddings(), type(model).__name__
+    if head is None:
+        raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 4, head.weight.shape[1], generator=generator).to(head.weight.dtype)
+    hidden = hidden * (20.0 / head(hidden).float().std().clamp(min=1e-6)).to(hidden.dtype)  # so that a soft cap shows
+    model.base_model.forward = lambda *args, **kwargs: _Hidden(hidden)
+    try:
+        theirs = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.float()
+    except Exception as e:
+        raise ConfigError(f"model.path: {path!r} ({name}): the logits of this architecture cannot be checked") from e
+    finally:
+        del model.base_model.forward
+    ours = finish_logits(model.config, head(hidden).float())
+    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
+    if not difference < (0.5 if head.weight.dtype == torch.bfloat16 else 1e-2):  # "not <" refuses NaN too
+        raise ConfigError(
+            f"model.path: {path!r} ({name}) treats its logits in a way this trainer does not know "
+            f"(log-probs differ by {difference:.3g})"
+        )
+
+
+def check_layout(model: transformers.PreTrainedModel, path: str) -> None:
+    """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say).
+
+    Its parameters could be trained, but not streamed row by row under their checkpoint names.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    meta = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}
+    stored = revert_weight_conversion(model, dict(meta))
+    moved = sorted(set(stored) ^ set(meta)) or sorted(k for k in meta if stored[k].shape != meta[k].shape)
+    if moved:
+        raise ConfigError(
+            f"model.path: {path!r} ({type(model).__name__}) is stored in another layout than it is trained in "
+            f"(as {moved[0]}); the fsdp back end cannot stream its weights"
+        )
+
+
+# ---- weights for the stream -------------------------------------------------------------------------------------
+
+
+class ShardedWeights:
+    """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names.
+
+    References to the sharded parameters are taken once. Between an optimiser step and the next they do not
+    change, so they can be read while a forward or backward pass runs on gathered copies. Tied tensors
+    appear once. Under HSDP the first replica sends and the others hold copies.
+    """
+
+    def __init__(self, model: transformers.PreTrainedModel, wire_dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = wire_dtype, device
+        self._items: list[tuple[WeightPiece, torch.Tensor]] = []
+        for name, parameter in model.named_parameters():
+            assert isinstance(parameter, DTensor), f"{name} is not sharded"
+            coordinate = parameter.device_mesh.get_coordinate()
+            shape, offset = compute_local_shape_and_global_offset(
+                parameter.shape, parameter.device_mesh, parameter.placements
+            )
+            if (len(coordinate) == 2 and coordinate[0] != 0) or shape[0] == 0:
+                continue
+            self._add(name, parameter, tuple(parameter.shape), offset[0], offset[0] + shape[0])
+        if dist.get_rank() == 0:
+            kept = set(model.state_dict())
+            for name, buffer in model.named_buffers():
+                if name in kept:
+                    self._add(name, buffer, tuple(buffer.shape), 0, buffer.shape[0] if buffer.ndim else 1)
+
+    def _add(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], start: int, stop: int) -> None:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        self._items.append((WeightPiece(name, str(dtype).removeprefix("torch."), shape, start, stop), tensor))
+
+    def plan(self) -> list[WeightPiece]:
+        """The pieces, in the order of `tensors`."""
+        return [piece for piece, _ in self._items]
+
+    @torch.no_grad()
+    def tensors(self) -> Any:
+        """The data of the pieces. In fp32 these are the live rows themselves: read them before the next update."""
+        for piece, tensor in self._items:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            yield local.detach().to(self._device, getattr(torch, piece.dtype)).contiguous()
+
+
+def write_checkpoint(
+    model: transformers.PreTrainedModel, state: dict[str, torch.Tensor], cfg: Config, folder: str
+) -> None:
+    """Write a gathered state dict as a Hugging Face checkpoint in model.dtype (rank 0 alone, no collective)."""
+    dtype = getattr(torch, cfg.model.dtype)
+    plain = _empty(cfg, "sdpa", dtype)  # the sharded model's class is FSDP's; this one has the architecture's own
+    plain.generation_config = model.generation_config
+    names = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
+    kept = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items() if k in names}  # tied: once
+    plain.save_pretrained(folder, state_dict=kept)

@@ -1,0 +1,49 @@
+"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]."""
+
+from __future__ import annotations
+
+import sys
+
+from one_step_off.config import ConfigError
+from one_step_off.config_io import help_text, load, placement_text, resolved_yaml, validate
+
+FLAGS = ("--dry-run", "--help", "-h")
+
+
+def main(argv: list[str]) -> int:
+    """Run the program with these arguments; returns its exit code."""
+    try:
+        return _main(argv)
+    except ConfigError as e:
+        # Wherever it comes from, the user gets one line: other programs' messages may hold more.
+        print("error: " + " ".join(str(e).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # as in: --help | head
+        sys.stderr.close()
+        return 1
+
+
+def _main(argv: list[str]) -> int:
+    if not argv or {"--help", "-h"} & set(argv):
+        print(help_text(), end="", flush=True)
+        return 0
+    for argument in argv:
+        if argument.startswith("-") and argument not in FLAGS:
+            raise ConfigError(f"argument {argument}: unknown option; the options are --dry-run and --help")
+    cfg = load([a for a in argv if a not in FLAGS])
+    validate(cfg)
+    if "--dry-run" in argv:
+        print(resolved_yaml(cfg) + "\n# placement")
+        print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
+        return 0
+    # Only now the heavy imports: a wrong config is answered before them.
+    from one_step_off.ray_trainer import run
+
+    return run(cfg)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,311 @@
+"""`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, made on the spot, that RL visibly improves.
+
+It has the architecture, the file layout, the tokenizer and the chat template of a Hugging Face model,
+so every part of the program treats it like one. Nothing is downloaded: the tokenizer is trained on the
+word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their
+train split. Most demonstrations lack or misformat the last line (`#### N`), so that the model knows the
+sums but seldom says them in the form that earns the reward: that gap is what RL closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import random
+import shutil
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Callable, Iterator
+
+from one_step_off import word_problems
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+Progress = Callable[[str, float], None]
+"""Told what is being done and the fraction of it that is done, 0 to 1."""
+
+KINDS = ("qwen2", "qwen3")
+PAD, EOS = "<|endoftext|>", "<|im_end|>"
+
+# One user turn becomes "Question: ...\nAnswer:". The response starts with a space, so that the prompt's
+# last token is the same whether or not the response follows it.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'user' %}Question: {{ message['content'] }}\n"
+    "{% elif message['role'] == 'assistant' %}Answer: {{ message['content'] }}" + EOS + "\n"
+    "{% else %}{{ message['content'] }}\n"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Answer:{% endif %}"
+)
+
+# How often demonstrations end how. All say the sum right; only the first earns the reward. The second is the
+# most frequent, so that greedy decoding starts without reward and sampling with some.
+ENDINGS = {"\n#### {n}": 0.3, "": 0.4, "\n{n}": 0.1, "\n# {n}": 0.1, "\nAnswer: {n}": 0.1}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The constants of the warm start. A change of any of them makes another cached model."""
+
+    vocab_size: int = 384
+    corpus_rows: int = 2000
+    rows: int = 4096
+    data_seed: int = 1234
+    initializer_range: float = 0.05
+    steps: int = 170
+    warmup_steps: int = 10
+    decay: float = 0.6  # the share of the steps, at the end, in which the learning rates fall to 0
+    batch_size: int = 64
+    matrix_lr: float = 0.02
+    other_lr: float = 3e-3
+    weight_decay: float = 0.01
+    grad_clip: float = 1.0
+
+
+RECIPE = Recipe()
+
+
+def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir: str | None = None) -> str:
+    """Path of the warm-started model; builds it once, later calls find it in the cache.
+
+    Args:
+        kind: `qwen2` or `qwen3`, with or without the prefix `tiny:`.
+        seed: of the weights and of the warm start. It is not the seed of a run: all runs start from the
+            same pretrained model unless told otherwise.
+        progress: called as progress(what, fraction) while building.
+        cache_dir: default `$ONE_STEP_OFF_CACHE`, else `$XDG_CACHE_HOME/one_step_off`.
+
+    Returns:
+        A local directory as `from_pretrained` and vLLM read it.
+    """
+    kind = _checked(kind)
+    root = Path(cache_dir) if cache_dir else default_cache_dir()
+    target = root / f"tiny-{kind}-{recipe_hash(kind, seed)}"
+    if target.is_dir():
+        return str(target)
+    root.mkdir(parents=True, exist_ok=True)
+    with _lock(root / f".{target.name}.lock"):
+        if not target.is_dir():  # another process may have built it while this one waited
+            with _atomic_dir(target) as work:
+                _build_warm(kind, seed, work, progress or (lambda what, done: None))
+    return str(target)
+
+
+def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
+    """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second.
+
+    Args:
+        kind: `qwen2` or `qwen3`.
+        path: the directory to fill; made if missing.
+        seed: of the weights.
+        dtype: of the saved weights, `float32` or `bfloat16`.
+        overrides: fields of the HF config, as `tie_word_embeddings=False`, `num_attention_heads=4`,
+            `num_key_value_heads=2`.
+
+    Returns:
+        `path`.
+    """
+    import torch
+
+    tokenizer = build_tokenizer()
+    model = build_model(_checked(kind), tokenizer, seed, **overrides)
+    _save(model.to(getattr(torch, dtype)), tokenizer, Path(path))
+    return path
+
+
+def default_cache_dir() -> Path:
+    """Where built models are kept, by the environment."""
+    own = os.environ.get("ONE_STEP_OFF_CACHE")
+    if own:
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "one_step_off"
+
+
+def recipe_hash(kind: str, seed: int) -> str:
+    """Twelve hex digits of all that the built model depends on, its own source code included."""
+    digest = hashlib.sha256(json.dumps([kind, seed, asdict(RECIPE), ENDINGS]).encode())
+    for source in (__file__, word_problems.__file__):
+        digest.update(Path(source).read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=RECIPE.vocab_size,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rows = word_problems.make("train", RECIPE.corpus_rows, RECIPE.data_seed)
+    core.train_from_iterator((f"Question: {r['question']}\nAnswer: {r['answer']}" for r in rows), trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
+    """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields: dict[str, Any] = dict(
+        vocab_size=RECIPE.vocab_size,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        initializer_range=RECIPE.initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    fields.update(overrides)
+    config = AutoConfig.for_model(kind, **fields)
+    with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
+    """A question as the model sees it: one user turn through the chat template, then the cue to answer."""
+    turns = [{"role": "user", "content": question}]
+    return tokenizer.encode(
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), add_special_tokens=False
+    )
+
+
+def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
+    """An answer as the model says it, end token included."""
+    return tokenizer.encode(" " + answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+
+
+def demonstration(answer: str, rng: random.Random) -> str:
+    """`answer` with its last line as one of `ENDINGS` has it."""
+    body, _, number = answer.rpartition("\n#### ")
+    (ending,) = rng.choices(list(ENDINGS), list(ENDINGS.values()))
+    return body + ending.format(n=number)
+
+
+def _optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps."""
+    import torch
+
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    others = [p for n, p in model.named_parameters() if n not in matrices]
+    decay = RECIPE.weight_decay
+    return [
+        torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
+        torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
+    ]
+
+
+def _lr_factor(step: int) -> float:
+    """Warm-up, plateau, then a straight fall."""
+    up, down = (step + 1) / RECIPE.warmup_steps, (RECIPE.steps - step) / (RECIPE.steps * RECIPE.decay)
+    return min(1.0, up, down)
+
+
+def warm_start(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, what: str
+) -> None:
+    """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on responses only."""
+    import torch
+
+    rng = random.Random(seed)
+    rows = word_problems.make("train", RECIPE.rows, RECIPE.data_seed)
+    prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
+    optimizers = _optimizers(model)
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, _lr_factor) for o in optimizers]
+    model.train()
+    for step in range(RECIPE.steps):
+        chosen = [rng.randrange(len(rows)) for _ in range(RECIPE.batch_size)]
+        answers = [response_ids(tokenizer, demonstration(rows[i]["answer"], rng)) for i in chosen]
+        ids, labels = _padded([prompts[i] for i in chosen], answers, tokenizer.pad_token_id)
+        # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
+        logits = model(input_ids=ids, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.grad_clip)
+        for each in (*optimizers, *schedules):
+            each.step()
+        model.zero_grad()
+        progress(what, (step + 1) / RECIPE.steps)
+    model.eval()
+
+
+def _padded(prompts: list[list[int]], answers: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Right-padded ids, and labels that are -100 outside the answers."""
+    import torch
+
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers))
+    ids = torch.full((len(prompts), width), pad)
+    labels = torch.full((len(prompts), width), -100)
+    for row, (p, a) in enumerate(zip(prompts, answers)):
+        ids[row, : len(p) + len(a)] = torch.tensor(p + a)
+        labels[row, len(p) : len(p) + len(a)] = torch.tensor(a)
+    return ids, labels
+
+
+def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
+    """Build, warm-start and save one model into `path`."""
+    tokenizer = build_tokenizer()
+    model = build_model(kind, tokenizer, seed)
+    warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+    _save(model, tokenizer, path)
+
+
+def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
+    """Write weights, config, generation config and tokenizer as one HF model directory."""
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+
+
+def _checked(kind: str) -> str:
+    """`kind` without the prefix `tiny:`, if there is such a model."""
+    name = kind.removeprefix("tiny:")
+    if name not in KINDS:
+        raise ValueError(f"no tiny model named {kind!r}: choose tiny:qwen2 or tiny:qwen3")
+    return name
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock between processes. The kernel frees it if the holder dies."""
+    with open(path, "w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def _atomic_dir(target: Path) -> Iterator[Path]:
+    """A scratch directory that becomes `target` by one rename if the block ends well, else disappears."""
+    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield work
+        work.chmod(0o755)  # mkdtemp gives 0700; the model may be read by other users of a shared cache
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

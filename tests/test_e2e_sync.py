@@ -1,0 +1,152 @@
+"""Weight sync with real Ray, FSDP2, gloo and vLLM, over layouts chosen so that every pair of choices occurs."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from one_step_off.samples import Batch, Prompt, Sample
+from one_step_off.vllm_rollout import Sampling
+from tests.conftest import tiny_config
+
+pytestmark = pytest.mark.e2e
+
+# (tied, tensor_parallel_size, replicas, trainer ranks): a covering array of strength 2.
+LAYOUTS = [(True, 2, 1, 1), (True, 1, 2, 2), (False, 2, 2, 2), (False, 1, 1, 2), (False, 1, 2, 1)]
+
+
+def test_layouts_cover_all_pairs():
+    for i in range(4):
+        for j in range(i):
+            pairs = {(row[i], row[j]) for row in LAYOUTS}
+            assert len(pairs) == 4
+
+
+def prompts() -> list[Prompt]:
+    return [Prompt((0, i), np.arange(5 + i, 25 + 3 * i, dtype=np.int32), "", "1") for i in range(6)]
+
+
+def batch_for_update() -> Batch:
+    """Random tokens with random advantages: enough to move every weight."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for i in range(16):
+        ids = rng.integers(0, 300, 12).astype(np.int32)
+        logs = np.full(12, -5.9, np.float32)
+        samples.append(
+            Sample((0, i // 4), i % 4, np.arange(8, dtype=np.int32), ids, logs, np.ones(12, bool), np.zeros(12, np.int32))
+        )
+    batch = Batch(0, samples, expected=(0, 0))
+    batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]
+    return batch
+
+
+def hf_answers(path: str, sequences: list[np.ndarray], new_tokens: int) -> list[tuple[list[int], np.ndarray]]:
+    """Greedy continuation and its log-probs by transformers, without a cache: the plainest reference there is."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    out = []
+    for ids in sequences:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        for _ in range(new_tokens):
+            with torch.no_grad():
+                tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+        with torch.no_grad():
+            logs = model(tokens).logits.float().log_softmax(-1)[0, len(ids) - 1 : -1]
+        new = tokens[0, len(ids) :]
+        out.append((new.tolist(), logs.gather(1, new[:, None])[:, 0].numpy()))
+    return out
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("tied", "tp", "replicas", "ranks"), LAYOUTS)
+def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks):
+    """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
+    import ray
+
+    from one_step_off import launch
+
+    other, mine = models(tied=tied, seed=1), models(tied=tied, seed=2)
+    cfg = tiny_config(
+        mine,
+        str(tmp_path),
+        **{
+            "placement.pools": {"rollout": [replicas * tp], "actor": [ranks]},
+            "rollout.tensor_parallel_size": tp,
+            "rollout.engine_kwargs": {"model": other, "tokenizer": mine, "max_model_len": 160},
+            "rollout.sampling_kwargs": {"ignore_eos": True},
+        },
+    )
+
+    async def check() -> None:
+        prepared = launch.prepare(cfg, lambda line: None)
+        roles, _ = launch.spawn_roles(prepared)
+        await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
+        await roles.sync.connect()
+        first = await roles.sync((0, 0))
+        assert first["canary/logprob_diff_max"] < 1e-4
+        await compare(roles, mine)
+        await roles.actor.update(batch_for_update())
+        await roles.sync((0, 1))
+        saved = str(tmp_path / "after")
+        await roles.actor.save_hf(saved)
+        await compare(roles, saved)
+        assert moved(mine, saved), "the update changed nothing, so the second comparison proves nothing"
+        await roles.rollout.stop()
+
+    launch.start_ray(cfg)
+    try:
+        asyncio.run(check())
+    finally:
+        ray.shutdown()
+
+
+async def compare(roles, path: str) -> None:
+    """Every replica, so each prompt goes to each of them."""
+    n = len(roles.rollout.replicas)
+    repeated = [Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)]
+    samples, _ = await roles.rollout.generate(repeated, "test", Sampling(1, 0.0, None))
+    expected = hf_answers(path, [p.ids for p in prompts()], 16)
+    diffs = []
+    for sample in samples:
+        ids, logs = expected[sample.prompt_id[1]]
+        assert sample.response_ids.tolist() == ids, "greedy tokens differ from HF's"
+        # At temperature 0 vLLM reports the log-probs of the unscaled logits.
+        diffs.append(np.abs(sample.log_probs - logs))
+    assert len(samples) == 6 * n
+    assert np.concatenate(diffs).mean() <= 1e-5
+    assert np.concatenate(diffs).max() <= 1e-4
+
+
+def moved(before: str, after: str) -> bool:
+    from safetensors.torch import load_file
+
+    a, b = (load_file(Path(p) / "model.safetensors") for p in (before, after))
+    return all((a[n] != b[n]).float().mean() > 0.5 for n in a)
+
+
+@pytest.mark.timeout(200)
+def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
+    """A trainer whose layers compute something else than the engine's: same names, same bytes, other rope base."""
+    import json
+
+    from one_step_off import launch
+    from one_step_off.distributed_util import SyncError
+
+    mine = models(tied=True, seed=2)
+    twisted = shutil.copytree(mine, tmp_path / "twisted")
+    config = json.loads((twisted / "config.json").read_text())
+    for holder in (config, config.get("rope_parameters") or {}):
+        if "rope_theta" in holder:
+            holder["rope_theta"] = 37.0
+    (twisted / "config.json").write_text(json.dumps(config))
+    cfg = tiny_config(mine, str(tmp_path / "run"), **{"rollout.engine_kwargs": {"model": str(twisted)}})
+    with pytest.raises(SyncError, match=r"canary after the sync of version 0: rollout replica 0.*canary_tolerance"):
+        launch.run(cfg)
+    assert not (tmp_path / "run" / "ledger.jsonl").exists(), "nothing may be trained after a failed canary"
