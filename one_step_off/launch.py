@@ -11,6 +11,7 @@ import platform
 import signal
 import subprocess
 import time
+import traceback
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.tracking import Tracker
 
 CANARY_TOKENS = 64
+RAY_LOGS = "/tmp/ray/session_latest/logs"
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -218,6 +220,17 @@ def run(cfg: Config) -> int:
     for line in closing_lines(summary, cfg):
         tracker.say(line)
     return 0
+
+
+def report_failure(cfg: Config, error: Exception) -> str:
+    """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
+    path = Path(cfg.trainer.output_dir) / "error.log"
+    path.write_text("".join(traceback.format_exception(error)))
+    # Ray wraps what a process raised, with that process's traceback in the message.
+    cause = getattr(error, "cause", None) or error
+    lines = [line for line in str(cause).strip().splitlines() if line.strip()] or [""]
+    said = f"{type(cause).__name__}: {lines[0].strip()}"
+    return f"error: the run ended by {said}\n  traceback: {path}\n  logs of all processes: {RAY_LOGS}"
 
 
 def closing_lines(summary: dict[str, Any], cfg: Config) -> list[str]:

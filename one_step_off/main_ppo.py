@@ -40,9 +40,15 @@ def _main(argv: list[str]) -> int:
         print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
-    from one_step_off.ray_trainer import run
+    from one_step_off.launch import report_failure, run
 
-    return run(cfg)
+    try:
+        return run(cfg)
+    except ConfigError:
+        raise
+    except Exception as e:
+        print(report_failure(cfg, e), file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,0 +1,177 @@
+"""Whole runs with real Ray, vLLM, FSDP2 and gloo on a tiny random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.conftest import tiny_config
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+
+
+def rows(folder: Path, name: str) -> list[dict]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def half_letters(response: str, **_: object) -> float:
+    """A reward that random models do not all get alike, so that advantages are not zero."""
+    return float(sum(c.isalpha() for c in response) / max(1, len(response)))
+
+
+VARIED = {"reward.function": "tests.test_e2e_pipeline:half_letters", "trainer.val_before_train": True}
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_synchronous_ratio_is_one(models, tmp_path, temperature):
+    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's."""
+    from one_step_off import launch
+
+    cfg = tiny_config(
+        models(tied=temperature == 1.0),
+        str(tmp_path),
+        **VARIED,
+        **{"pipeline.staleness": 0, "rollout.temperature": temperature, "trainer.total_steps": 2},
+    )
+    assert launch.run(cfg) == 0
+    for row in rows(tmp_path, "metrics.jsonl"):
+        assert row["staleness/min"] == row["staleness/max"] == 0
+        assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
+        assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)
+        assert row["actor/grad_norm"] > 0
+        assert row["canary/logprob_diff_max"] < 1e-4
+
+
+def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
+    """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
+    from transformers import AutoModelForCausalLM
+
+    from one_step_off import launch
+
+    first = tmp_path / "first"
+    cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4})
+    assert launch.run(cfg) == 0
+    metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
+    assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
+    assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]
+    assert [(r["staleness/min"], r["staleness/max"]) for r in metrics] == [(0, 0)] + [(1, 1)] * 3
+    seen = [tuple(p) for r in ledger for p in r["prompts"]]
+    assert len(seen) == len(set(seen)) == 16
+    assert [r["val/version"] for r in metrics if "val/version" in r] == [0, 2, 4]
+    assert all(r["sync/bytes"] > 1e6 for r in metrics[1:])
+    summary = json.loads((first / "summary.json").read_text())
+    assert summary["steps"] == 4 and summary["overlap_ratio"] > 0 and summary["val/versions"] == [0, 2, 4]
+    assert {"config.yaml", "versions.json"} <= {p.name for p in first.iterdir()}
+    trained = AutoModelForCausalLM.from_pretrained(first / "hf_model").state_dict()
+    start = AutoModelForCausalLM.from_pretrained(models()).state_dict()
+    assert all((trained[n] != start[n]).any() for n in start)
+
+    again = tmp_path / "again"
+    cfg = tiny_config(
+        str(first / "hf_model"),
+        str(again),
+        **VARIED,
+        **{
+            "algorithm.old_log_probs": "recompute",
+            "algorithm.rollout_correction": "tis",
+            "algorithm.kl_coef": 0.01,
+            "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
+            "model.dtype": "bfloat16",
+        },
+    )
+    assert launch.run(cfg) == 0
+    metrics = rows(again, "metrics.jsonl")
+    assert len(metrics) == 3 and all(np.isfinite(r["actor/loss"]) for r in metrics)
+    assert all(r["actor/kl"] >= 0 for r in metrics) and metrics[-1]["actor/kl"] > 0
+    assert all(0 < r["canary/logprob_diff_max"] < 1.0 for r in metrics)
+
+
+def start_run(models, folder: Path, **changes: object) -> subprocess.Popen:
+    keys = {
+        "model.path": models(),
+        "trainer.output_dir": folder,
+        "trainer.total_steps": 500,
+        "data.val_files": "",
+        **changes,
+    }
+    command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
+    return subprocess.Popen(
+        command + [f"{k}={v}" for k, v in keys.items()],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def family_of(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def wait_for_steps(folder: Path, count: int, run: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and run.poll() is None:
+        path = folder / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= count:
+            return
+        time.sleep(0.2)
+    pytest.fail(f"no {count} steps in 120 s: {run.stdout.read() if run.poll() is not None else ''}")
+
+
+def assert_all_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=20)
+    left = [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in alive if p.is_running() and p.status() != "zombie"]
+    assert not left, f"left behind: {left}"
+
+
+def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
+    run = start_run(models, tmp_path)
+    wait_for_steps(tmp_path, 2, run)
+    family = family_of(run.pid)
+    assert len(family) > 4, "Ray, a replica with its engine and a trainer were expected"
+    os.kill(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert "interrupted" in said and "Traceback" not in said
+    assert_all_gone(family)
+
+
+def test_a_killed_trainer_ends_the_run_with_a_named_error(models, tmp_path):
+    run = start_run(models, tmp_path)
+    wait_for_steps(tmp_path, 2, run)
+    family = family_of(run.pid)
+    victims = [p for p in family if "ActorWorker" in " ".join(p.cmdline())]
+    assert len(victims) == 1
+    victims[0].kill()
+    said, _ = run.communicate(timeout=90)
+    assert run.returncode == 1, said
+    last = said.strip().splitlines()
+    assert any("error: the run ended by" in line and "Actor" in line for line in last), said
+    assert "Traceback" not in said
+    assert (tmp_path / "error.log").exists()
+    assert_all_gone(family)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_default_run_learns(tmp_path, seed):
+    """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the first 5."""
+    command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
+    done = subprocess.run(
+        [*command, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert 0.1 < summary["reward/first"] < 0.6
+    assert summary["reward/last"] >= summary["reward/first"] + 0.2
+    assert summary["val/last"] > summary["val/first"]
