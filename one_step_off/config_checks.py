@@ -6,6 +6,7 @@ Each check is one function that raises a `ConfigError` of one line at the first 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -17,6 +18,7 @@ from one_step_off.word_problems import GENERATORS
 ROLES = ("rollout", "actor", "ref")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
+MOST_PER_NODE = 1024
 BUILT_IN_REWARDS = ("gsm8k", "math")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
@@ -128,9 +130,10 @@ def _check_pools(cfg: Config) -> None:
     if not pools:
         raise ConfigError("placement.pools={}: no pools; write {rollout: [1], actor: [1]}")
     for name, shape in pools.items():
-        if not shape or any(n < 1 for n in shape):
+        if not shape or not all(1 <= n <= MOST_PER_NODE for n in shape):
             raise ConfigError(
-                f"placement.pools.{show(name)}={show(shape)}: must list the processes of each node, each at least 1, as [4, 4]"
+                f"placement.pools.{show(name)}={show(shape)}: must list the "
+                f"processes (GPUs) of each node, each from 1 to {MOST_PER_NODE}, as [4, 4]"
             )
 
 
@@ -191,7 +194,8 @@ def _check_batch(cfg: Config) -> None:
 
 def _divisor(whole: int, near: int) -> int:
     """The largest divisor of `whole` that is not above `near`."""
-    return next(d for d in range(min(near, whole), 0, -1) if whole % d == 0)
+    pairs = ((d, whole // d) for d in range(1, math.isqrt(whole) + 1) if whole % d == 0)
+    return max(d for pair in pairs for d in pair if d <= near)
 
 
 def _check_algorithm(cfg: Config) -> None:

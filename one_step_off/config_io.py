@@ -106,10 +106,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-# YAML 1.1 wants a dot and a sign in floats, so that PyYAML reads 1e-6 as text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
-)
+# YAML 1.1 wants a dot and a sign in floats, so that PyYAML reads 1e-6 as text. The dumper must know it too, to quote
+# a text that looks like that.
+_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
 
 
 def _parse(text: str) -> tuple[Any, dict[str, int]]:
@@ -162,7 +162,7 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _nearest(word: str, names: list[str], what: str) -> str:
-    close = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    close = names if len(names) == 1 else difflib.get_close_matches(word, names, n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else f"{what}: {', '.join(names)}"
 
 
@@ -192,7 +192,8 @@ def _convert(key: Key, value: Any) -> Any:
     if value is None:
         if key.optional:
             return None
-        raise wrong
+        mend = f"; for none write {key.dotted}= with nothing after it" if key.default == "" else ""
+        raise ConfigError(f"{wrong}{mend}")
     if isinstance(value, str) and "${" in value:
         return value  # an interpolation of OmegaConf; its result is checked when it is known
     if key.type is str:
@@ -203,14 +204,21 @@ def _convert(key: Key, value: Any) -> Any:
             raise wrong
     if key.type in (int, float) and isinstance(value, (bool, dict, list)):
         raise wrong
+    if key.type is bool:
+        word = str(value).lower()
+        if word not in ("true", "false", "1", "0"):
+            raise wrong
+        return word in ("true", "1")
     if key.type is int and isinstance(value, float) and value.is_integer():
         return int(value)
-    if key.type is bool and not (isinstance(value, bool) or str(value).lower() in ("true", "false", "0", "1")):
-        raise wrong
+    if key.type in (float, str):
+        return key.type(value)
     if (get_origin(key.type) is dict) != isinstance(value, dict) or (get_origin(key.type) is list) != isinstance(
         value, list
     ):
         raise wrong
+    if key.type == list[float]:
+        return [float(item) if isinstance(item, int) and not isinstance(item, bool) else item for item in value]
     return value
 
 
@@ -268,7 +276,7 @@ def _apply_argument(tree: Any, argument: str) -> None:
     key = KEYS.get(dotted)
     # Text is taken as it stands: YAML would cut "... end with #### number" at its comment sign.
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if not (key and key.type is str) or quoted:
+    if not (key and key.type is str) or quoted or text in ("null", "~"):
         try:
             value, _ = _parse(text)
         except _YAML_FAULTS as e:
@@ -304,19 +312,33 @@ def load(argv: list[str]) -> Config:
         _apply_argument(tree, argument)
     for key in KEYS.values():
         try:
-            OmegaConf.to_container(
-                OmegaConf.create({"v": tree[key.section][key.name]}), resolve=True, throw_on_missing=True
-            )
+            value = tree[key.section][key.name]
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         except (OmegaConfBaseException, ValueError, RecursionError) as e:
             reason = " ".join(str(e).split("full_key")[0].split())
             raise ConfigError(f"{key.dotted}: cannot be resolved: {reason}; write the value itself") from None
     try:
-        return OmegaConf.to_object(tree)  # type: ignore[return-value]
+        return _at_home(OmegaConf.to_object(tree))  # type: ignore[arg-type]
     except (OmegaConfBaseException, ValueError, RecursionError) as e:
         raise ConfigError(f"config: {' '.join(str(e).split())}; write the values themselves") from None
 
 
+def _at_home(cfg: Config) -> Config:
+    """A leading ~ becomes the home directory: the libraries that open these paths do not know it."""
+    cfg.model.path = os.path.expanduser(cfg.model.path)
+    cfg.trainer.output_dir = os.path.expanduser(cfg.trainer.output_dir)
+    for name in ("train_files", "val_files"):
+        parts = [os.path.expanduser(part.strip()) for part in getattr(cfg.data, name).split(",")]
+        setattr(cfg.data, name, ",".join(parts))
+    return cfg
+
+
 # --- checks -----------------------------------------------------------------------------------------------------
+
+
+_LARGEST = 2**31 - 1
+"""No number of a config means anything beyond it, and the C code below wants 32 bits."""
 
 
 def _check_range(key: Key, value: Any) -> None:
@@ -331,6 +353,8 @@ def _check_range(key: Key, value: Any) -> None:
         return
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{wrong}a finite number")
+    if abs(value) > _LARGEST:
+        raise ConfigError(f"{wrong}at most {_LARGEST}")
     low, high, above = meta["low"], meta["high"], meta["above"]
     if low is not None and low == high and value != low:
         raise ConfigError(
@@ -371,10 +395,16 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Short lists on one line, and no anchors where two keys hold the same list."""
+    """Lists on one line, and no anchors where two keys hold the same list."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
+
+
+_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.add_representer(
+    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+)
 
 
 def _escape(value: Any) -> Any:
@@ -388,16 +418,8 @@ def _escape(value: Any) -> Any:
 
 def resolved_yaml(cfg: Config) -> str:
     """The whole config as YAML that `load` reads back to an equal one."""
-    lines = []
-    for section in SECTIONS:
-        lines.append(f"{section}:")
-        for name, value in dataclasses.asdict(getattr(cfg, section)).items():
-            one = {name: _escape(value)}
-            text = yaml.dump(
-                one, Dumper=_Dumper, default_flow_style=None, sort_keys=False, allow_unicode=True, width=10**6
-            )
-            lines += ["  " + line for line in text.splitlines()]
-    return "\n".join(lines) + "\n"
+    tree = _escape(dataclasses.asdict(cfg))
+    return yaml.dump(tree, Dumper=_Dumper, default_flow_style=False, sort_keys=False, allow_unicode=True, width=10**6)
 
 
 def _type_name(key: Key) -> str:
@@ -451,7 +473,9 @@ class PoolPlan:
         unit = "GPU" if self.device == "cuda" else "CPU process"
         many = "" if sum(self.shape) == 1 else "s" if unit == "GPU" else "es"
         nodes = "" if len(self.shape) == 1 else f" on {len(self.shape)} nodes {self.shape}"
-        what = f"{self.processes} replicas x TP {self.width}" if "rollout" in self.roles else f"{self.processes} ranks"
+        unit_of_work = "replica" if "rollout" in self.roles else "rank"
+        what = f"{self.processes} {unit_of_work}" + ("" if self.processes == 1 else "s")
+        what += f" x TP {self.width}" if "rollout" in self.roles else ""
         text = f"{self.name}: {sum(self.shape)} {unit}{many}{nodes}; {', '.join(self.roles)}: {what}"
         if any(self.cores):
             text += "; cores " + " ".join(",".join(map(str, c)) for c in self.cores)

@@ -17,9 +17,10 @@ import os
 import random
 import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from one_step_off import word_problems
 
@@ -44,9 +45,9 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}Answer:{% endif %}"
 )
 
-# How often demonstrations end how. All say the sum right; only the first earns the reward. The second is the
-# most frequent, so that greedy decoding starts without reward and sampling with some.
-ENDINGS = {"\n#### {n}": 0.3, "": 0.4, "\n{n}": 0.1, "\n# {n}": 0.1, "\nAnswer: {n}": 0.1}
+# How often demonstrations end how. All say the sum right; only the first earns the reward. Stopping after the sum
+# has more than half, so that greedy decoding, which decides token by token, starts without reward.
+ENDINGS = {"\n#### {n}": 0.3, "": 0.55, "\n{n}": 0.05, "\n# {n}": 0.05, "\nAnswer: {n}": 0.05}
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,8 @@ def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir
     root.mkdir(parents=True, exist_ok=True)
     with _lock(root / f".{target.name}.lock"):
         if not target.is_dir():  # another process may have built it while this one waited
+            for left in root.glob(f".{target.name}.*/"):  # of a builder that was killed: the lock is ours now
+                shutil.rmtree(left, ignore_errors=True)
             with _atomic_dir(target) as work:
                 _build_warm(kind, seed, work, progress or (lambda what, done: None))
     return str(target)
@@ -258,10 +261,10 @@ def _padded(prompts: list[list[int]], answers: list[list[int]], pad: int) -> tup
     """Right-padded ids, and labels that are -100 outside the answers."""
     import torch
 
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers))
+    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
     ids = torch.full((len(prompts), width), pad)
     labels = torch.full((len(prompts), width), -100)
-    for row, (p, a) in enumerate(zip(prompts, answers)):
+    for row, (p, a) in enumerate(zip(prompts, answers, strict=True)):
         ids[row, : len(p) + len(a)] = torch.tensor(p + a)
         labels[row, len(p) : len(p) + len(a)] = torch.tensor(a)
     return ids, labels

@@ -1,0 +1,471 @@
+"""The config: what is accepted, and that every fault is one line that names the key, the value and the mend."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from one_step_off import config_checks, config_io
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_io import KEYS, help_text, load, placement_plan, placement_text, resolved_yaml, validate
+from one_step_off.cores import count_gpus, plan_cores
+
+# A warning would be a second line on the user's screen.
+pytestmark = pytest.mark.filterwarnings("error")
+ROOT = Path(__file__).parent.parent
+GOOD = (
+    "model.path=tiny:qwen2",
+    "data.train_files=generator:word_problems",
+    "trainer.total_steps=2",
+    "placement.device=cpu",
+    "model.dtype=float32",
+)
+
+
+def good(*overrides: str) -> Config:
+    """A valid config with these changes."""
+    return load([*GOOD, *overrides])
+
+
+def fault(*argv: str, num_gpus: int = 0, base: tuple[str, ...] = GOOD) -> str:
+    """The one line that these arguments are refused with."""
+    with pytest.raises(ConfigError) as caught:
+        validate(load([*base, *argv]), num_gpus)
+    line = str(caught.value)
+    assert line and len(line.splitlines()) == 1 and len(line) < 400, line
+    return line
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+# --- faults of arguments: (arguments, parts that the line must hold) ---------------------------------------------
+
+SHARED = "placement.pools={all: [2]}", "placement.roles={rollout: all, actor: all}"
+BAD = [
+    # unknown keys
+    (["actor.lrr=1"], ["actor.lrr", "did you mean actor.lr?"]),
+    (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),
+    (["lr=1"], ["lr", "did you mean actor.lr?"]),
+    (["rollout.staleness=0"], ["rollout.staleness", "did you mean pipeline.staleness?"]),
+    (["zzz=1"], ["zzz", "the sections are", "model"]),
+    (["actor=1"], ["actor", "a section", "actor.KEY=VALUE"]),
+    (["actor.=1"], ["actor.", "section"]),
+    (["actor.lr.x=1"], ["actor.lr.x", "has no parts"]),
+    (["placement.pools..x=1"], ["placement.pools..x", "empty"]),
+    # no key=value
+    (["actor.lr"], ["actor.lr", "add the '='"]),
+    (["=3"], ["=3", "section.key=value"]),
+    # types
+    (["actor.lr=fast"], ["actor.lr=fast", "must be a number"]),
+    (["actor.lr=[1]"], ["actor.lr=[1]", "must be a number"]),
+    (["actor.lr=null"], ["actor.lr=null", "must be a number"]),
+    (["actor.lr=true"], ["actor.lr=true", "must be a number"]),
+    (["actor.lr=.nan"], ["actor.lr=nan", "finite"]),
+    (["actor.lr=1e999"], ["actor.lr=inf", "finite"]),
+    (["actor.lr=[1"], ["actor.lr=[1", "not valid YAML", "quote"]),
+    (["rollout.n=2.5"], ["rollout.n=2.5", "must be a whole number"]),
+    (["rollout.n=many"], ["rollout.n=many", "must be a whole number"]),
+    (["rollout.n={a: 1}"], ["rollout.n=", "must be a whole number"]),
+    (["rollout.n=99999999999999"], ["rollout.n=99999999999999", "at most 2147483647"]),
+    (["trainer.total_steps=soon"], ["trainer.total_steps=soon", "whole number or null"]),
+    (["model.trust_remote_code=perhaps"], ["model.trust_remote_code=perhaps", "true or false"]),
+    (["model.trust_remote_code=3"], ["model.trust_remote_code=3", "true or false"]),
+    (["data.val_files=null"], ["data.val_files=null", "must be text", "data.val_files="]),
+    (["actor.betas=0.9"], ["actor.betas=0.9", "list of numbers"]),
+    (["actor.betas=[a, b]"], ["actor.betas=[a, b]", "list of numbers"]),
+    (["placement.pools=3"], ["placement.pools=3", "mapping of lists"]),
+    (["placement.pools={rollout: 1}"], ["placement.pools=", "mapping of lists"]),
+    (["placement.pools.rollout=[a]"], ["placement.pools.rollout=[a]", "mapping of lists"]),
+    (["placement.roles={rollout: [1]}"], ["placement.roles=", "mapping of names"]),
+    (["model.path=${nowhere}"], ["model.path", "nowhere", "write the value itself"]),
+    (["model.path=???"], ["model.path", "write the value itself"]),
+    # ranges and choices
+    (["rollout.n=0"], ["rollout.n=0", "at least 1"]),
+    (["actor.lr=0"], ["actor.lr=0", "above 0"]),
+    (["actor.lr=-1e-6"], ["actor.lr=-1e-06", "above 0"]),
+    (["actor.min_lr_ratio=2"], ["actor.min_lr_ratio=2", "at most 1"]),
+    (["rollout.gpu_memory_utilization=1.5"], ["rollout.gpu_memory_utilization=1.5", "at most 1"]),
+    (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
+    (["rollout.top_p=0.9"], ["rollout.top_p=0.9", "another distribution", "remove it"]),
+    (["rollout.top_k=50"], ["rollout.top_k=50", "another distribution", "remove it"]),
+    (["pipeline.staleness=2"], ["pipeline.staleness=2", "at most 1"]),
+    (["model.dtype=bfloat61"], ["model.dtype=bfloat61", "did you mean bfloat16?"]),
+    (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "grpo"]),
+    (["actor.betas=[0.9]"], ["actor.betas=[0.9]", "two numbers"]),
+    (["actor.betas=[0.9, 1.0]"], ["actor.betas=[0.9, 1.0]", "below 1"]),
+    (["actor.fsdp_size=0"], ["actor.fsdp_size=0", "-1"]),
+    (["data.val_size=0"], ["data.val_size=0", "-1"]),
+    (["trainer.test_freq=0"], ["trainer.test_freq=0", "-1"]),
+    # what does not go together
+    (["trainer.test_freq=5"], ["trainer.test_freq=5", "data.val_files"]),
+    (["trainer.total_epochs=1"], ["trainer.total_steps=2", "trainer.total_epochs=1", "null"]),
+    (["trainer.total_steps=null"], ["trainer.total_steps", "trainer.total_epochs", "set one"]),
+    (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], ["ppo_mini_batch_size=4", "=10", "use 2"]),
+    (["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"], ["ppo_mini_batch_size=128", "use 64"]),
+    (
+        ["placement.pools.actor=[8]", "actor.ppo_mini_batch_size=1", "rollout.n=4"],
+        ["ppo_mini_batch_size=1", "8 trainer ranks", "at least 2"],
+    ),
+    (["placement.pools.rollout=[3]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "use 1"]),
+    (["placement.pools.rollout=[3, 1]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "node 0"]),
+    (["placement.pools.actor=[4]", "actor.fsdp_size=3"], ["actor.fsdp_size=3", "4 ranks", "use 2"]),
+    (["placement.pools={}"], ["placement.pools", "no pools"]),
+    (["placement.pools.actor=[0]"], ["placement.pools.actor=[0]", "from 1"]),
+    (["placement.pools.actor=[]"], ["placement.pools.actor=[]", "from 1"]),
+    (["placement.pools.actor=[1000000]"], ["placement.pools.actor=[1000000]", "1024"]),
+    (["placement.roles.actor=nowhere"], ["placement.roles.actor=nowhere", "rollout, actor"]),
+    (["placement.roles.critic=actor"], ["placement.roles.critic=actor", "unknown role", "ref"]),
+    (["placement.pools.spare=[1]"], ["placement.pools.spare=[1]", "remove it"]),
+    (["placement.roles={rollout: rollout}"], ["placement.roles", "actor", "add"]),
+    (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
+    ([*SHARED], ["placement.roles.actor=all", "one step off", "pools of their own"]),
+    ([*SHARED, "pipeline.staleness=0"], ["placement.roles.actor=all", "not supported yet"]),
+    (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
+    (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
+    (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
+    (["algorithm.rollout_correction=tis"], ["rollout_correction=tis", "twice", "recompute"]),
+    (["actor.param_offload=true"], ["actor.param_offload=true", "CPU", "false"]),
+    (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),
+    (["model.attn_implementation=flash_attention_2"], ["flash_attention_2", "CPU", "sdpa"]),
+    # what goes to vLLM
+    (["rollout.sampling_kwargs.temperature=0.5"], ["sampling_kwargs.temperature=0.5", "use rollout.temperature"]),
+    (["rollout.sampling_kwargs.max_tokens=5"], ["sampling_kwargs.max_tokens=5", "data.max_response_length"]),
+    (["rollout.sampling_kwargs.top_p=0.5"], ["sampling_kwargs.top_p=0.5", "log-probs", "remove it"]),
+    (["rollout.sampling_kwargs={min_p: 0.1}"], ["sampling_kwargs.min_p=0.1", "log-probs", "remove it"]),
+    (["rollout.sampling_kwargs.repetition_penalty=1.1"], ["repetition_penalty=1.1", "log-probs"]),
+    (["rollout.engine_kwargs.model=x"], ["engine_kwargs.model=x", "use model.path"]),
+    (["rollout.engine_kwargs.logprobs_mode=raw_logprobs"], ["logprobs_mode=raw_logprobs", "remove it"]),
+    (["rollout.engine_kwargs.max_model_len=64"], ["max_model_len=64", "1536"]),
+    # model, data, reward, folder
+    (["model.path="], ["model.path", "not set"]),
+    (["model.path=tiny:qwen4"], ["model.path=tiny:qwen4", "tiny:qwen2"]),
+    (["model.path=no-such-model"], ["model.path=no-such-model", "hub id"]),
+    (["model.path=/nowhere/model"], ["model.path=/nowhere/model", "no such directory"]),
+    (["data.train_files="], ["data.train_files", "not set"]),
+    (["data.train_files= , "], ["data.train_files", "not set"]),
+    (["data.train_files=/nowhere/a.jsonl"], ["data.train_files=/nowhere/a.jsonl", "no such file"]),
+    (["data.val_files=generator:wordproblems"], ["data.val_files=generator:wordproblems", "word_problems"]),
+    (["data.train_files=/tmp"], ["data.train_files=/tmp", ".jsonl"]),
+    (["data.train_files=a/b/c"], ["data.train_files=a/b/c", "hub id"]),
+    (["reward.function=gsm9k"], ["reward.function=gsm9k", "module:function"]),
+    (["reward.function=no_such_mod:f"], ["reward.function=no_such_mod:f", "no_such_mod", "PYTHONPATH"]),
+    (["reward.kwargs.a=1"], ["reward.kwargs", "gsm8k"]),
+    (["trainer.output_dir="], ["trainer.output_dir", "outputs/run"]),
+    ([f"trainer.output_dir={__file__}"], ["trainer.output_dir", "a file of that name exists"]),
+    ([f"trainer.output_dir={__file__}/run"], ["trainer.output_dir", "not a folder"]),
+    # the machine (num_gpus is 0 here)
+    (["placement.device=cuda"], ["placement.device=cuda", "no GPU"]),
+    # the file
+    (["config="], ["config=", "names no file"]),
+    (["config=/nowhere/x.yaml"], ["config=/nowhere/x.yaml", "No such file", "check the path"]),
+    (["config=/tmp"], ["config=/tmp", "directory"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "parts"), BAD, ids=[" ".join(a)[:70] or "none" for a, _ in BAD])
+def test_fault_is_one_clear_line(argv: list[str], parts: list[str]) -> None:
+    line = fault(*argv)
+    for part in parts:
+        assert part in line, line
+
+
+BAD_FILES = [
+    ("", ["is empty", "mapping"]),
+    ("- 1\n- 2\n", ["holds a list", "mapping"]),
+    ("model: {path: x\ndata: 1", ["not valid YAML", "line 2"]),
+    ("model:\n  path: 'x\n", ["not valid YAML", "line"]),
+    ("model:\n\tpath: x\n", ["not valid YAML", "line 2"]),
+    ("model: {path: x}\nmodle: {}\n", ["x.yaml:2:", "modle", "did you mean model?"]),
+    ("model: tiny:qwen2\n", ["x.yaml:1:", "model=tiny:qwen2", "mapping"]),
+    ("model:\n  path: x\nactor:\n  lrr: 1\n", ["x.yaml:4:", "actor.lrr", "did you mean actor.lr?"]),
+    ("actor:\n  lr: fast\n", ["x.yaml:2:", "actor.lr=fast", "must be a number"]),
+    ("actor:\n  lr: 1\n  lr: 2\n", ["line 3", "'lr'", "twice"]),
+    ("actor: {1: 2}\n", ["actor.1", "unknown key"]),
+    ("actor: {betas.x: 2}\n", ["actor.betas.x", "unknown key"]),
+    ("actor: {? [a] : 2}\n", ["x.yaml"]),
+    ("actor: &a\n  betas: [*a]\n", ["actor.betas"]),
+    ("rollout:\n  engine_kwargs: &a {x: *a}\n", ["x.yaml:2:", "rollout.engine_kwargs"]),
+    ("model: {path: !!python/object:os.system x}\n", ["not valid YAML"]),
+    ("actor: {lr: *nothing}\n", ["not valid YAML", "line 1"]),
+    ("a: 1\n---\nb: 2\n", ["not valid YAML"]),
+    ("model: {path: \x00}\n", ["not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize(("text", "parts"), BAD_FILES, ids=[repr(t)[:40] for t, _ in BAD_FILES])
+def test_fault_in_the_file_names_file_and_line(text: str, parts: list[str], tmp_path: Path) -> None:
+    line = fault(f"config={write(tmp_path / 'x.yaml', text)}")
+    for part in ["x.yaml", *parts]:
+        assert part in line, line
+
+
+def test_file_that_is_not_text(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00model")
+    assert "UTF-8" in fault(f"config={tmp_path / 'x.yaml'}")
+    assert "2 times" in fault("config=a", "config=b")
+
+
+# --- models, data and folders on disk ----------------------------------------------------------------------------
+
+
+def test_model_directory_must_be_whole(tmp_path: Path) -> None:
+    missing = []
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        missing.append(fault(f"model.path={tmp_path}"))
+        (tmp_path / name).write_text("{}")
+    for line, what in zip(missing, ("config.json", "tokenizer", "weights"), strict=True):
+        assert f"no {what}" in line.replace("no a ", "no ")
+    validate(good(f"model.path={tmp_path}"), 0)
+
+
+@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])
+def test_hub_and_tiny_models_pass(path: str) -> None:
+    validate(good(f"model.path={path}"), 0)
+
+
+def test_data_files(tmp_path: Path) -> None:
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.parquet"
+    one.write_text('{"question": "1+1", "answer": "#### 2"}\n')
+    two.write_text("")
+    validate(good(f"data.train_files={one}, {one}", "data.val_files=openai/gsm8k:main"), 0)
+    assert "b.parquet: the file is empty" in fault(f"data.train_files={one},{two}")
+
+
+def test_paths_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    cfg = good("model.path=~/m", "data.train_files=~/a.jsonl,openai/gsm8k", "trainer.output_dir=~/out")
+    assert cfg.model.path == f"{tmp_path}/m" and cfg.trainer.output_dir == f"{tmp_path}/out"
+    assert cfg.data.train_files == f"{tmp_path}/a.jsonl,openai/gsm8k"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_output_dir_without_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert "cannot be written" in fault(f"trainer.output_dir={tmp_path}/run")
+
+
+def test_user_reward_is_found_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward_module.py").write_text("raise SystemExit('imported')")
+    validate(good("reward.function=my_reward_module:score", "reward.kwargs.a=1"), 0)
+
+
+# --- what is accepted --------------------------------------------------------------------------------------------
+
+
+def test_values_are_read_as_meant(tmp_path: Path) -> None:
+    text = "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\nrollout: {seed_samples: on}\ntrainer: {total_steps: null}\n"
+    cfg = load([f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"])
+    assert (cfg.actor.lr, cfg.actor.eps, cfg.actor.weight_decay) == (1e-6, 1e-8, 0.01)
+    assert isinstance(cfg.actor.grad_clip, float) and cfg.rollout.n == 4 and cfg.rollout.seed_samples == "on"
+    assert cfg.trainer.total_steps is None
+    assert good("data.instruction=Think: end with #### number").data.instruction == "Think: end with #### number"
+    assert good("data.instruction='  a'").data.instruction == "  a"
+    assert good("rollout.seed_samples=off").rollout.seed_samples == "off"
+    assert good("trainer.output_dir=2026-01-01").trainer.output_dir == "2026-01-01"
+
+
+def test_arguments_go_over_the_file_in_any_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "x.yaml", "actor: {lr: 1.0, eps: 2.0}\n")
+    cfg = load(["actor.lr=3", f"config={path}"])
+    assert (cfg.actor.lr, cfg.actor.eps) == (3.0, 2.0)
+
+
+def test_mappings_replace_and_dots_add(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "x.yaml", "placement: {pools: {gen: [2], train: [1]}, roles: {rollout: gen, actor: train}}\n"
+    )
+    cfg = load(
+        [f"config={path}", "placement.pools.gen=[4]", "rollout.engine_kwargs.foo=bar", "rollout.engine_kwargs.a.b=1"]
+    )
+    assert cfg.placement.pools == {"gen": [4], "train": [1]}
+    assert cfg.placement.roles == {"rollout": "gen", "actor": "train"}
+    assert cfg.rollout.engine_kwargs == {"foo": "bar", "a": {"b": 1}}
+    assert load(["placement.pools={x: [1]}"]).placement.pools == {"x": [1]}
+    assert load([]).placement.pools == {"rollout": [1], "actor": [1]}, "the defaults must not be shared"
+
+
+def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WHERE", "/data")
+    assert good("trainer.output_dir=${oc.env:WHERE}/run").trainer.output_dir == "/data/run"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "config").glob("*.yaml")), ids=lambda p: p.name)
+def test_shipped_configs_are_valid(path: Path) -> None:
+    cfg = load([f"config={path}"])
+    validate(cfg, num_gpus=8)
+    assert load_text(resolved_yaml(cfg)) == cfg
+
+
+def load_text(text: str, folder: Path = Path("/tmp")) -> Config:
+    path = folder / f"one_step_off_test_{os.getpid()}.yaml"
+    try:
+        return load([f"config={write(path, text)}"])
+    finally:
+        path.unlink()
+
+
+def test_valid_combinations() -> None:
+    validate(good("algorithm.kl_coef=0.1", "placement.roles.ref=actor"), 0)
+    validate(good("algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"), 0)
+    validate(good("rollout.sampling_kwargs={stop: [x], stop_token_ids: [1], ignore_eos: true}"), 0)
+    validate(good("rollout.engine_kwargs={tokenizer: x, max_num_seqs: 8}", "pipeline.staleness=0"), 0)
+    validate(
+        good("placement.pools={rollout: [4], actor: [4]}", "actor.fsdp_size=2", "rollout.tensor_parallel_size=2"), 0
+    )
+    validate(good("actor.param_offload=true", "placement.device=auto"), 2)
+
+
+def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    gpu, eight = "placement.device=cuda", "placement.pools={rollout: [2], actor: [6]}"
+    line = fault(gpu, eight, num_gpus=4)
+    assert "{rollout: [2], actor: [6]}" in line and "8 GPUs" in line and "has 4" in line
+    validate(good(gpu, eight), 8)
+    validate(good(gpu, "placement.pools={rollout: [2], actor: [8, 8]}"), 2)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    validate(good(gpu, eight), 0)
+
+
+def test_cpu_runs_count_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise AssertionError("counted")
+
+    monkeypatch.setattr(config_io, "count_gpus", refuse)
+    validate(good())
+
+
+# --- fuzz --------------------------------------------------------------------------------------------------------
+
+_values = st.one_of(
+    st.text(max_size=12),
+    st.integers().map(str),
+    st.floats().map(str),
+    st.sampled_from(
+        "null true on ~ ??? ${a} ${actor.lr} ${model} {} [] {a:1} [1] {a:[1]} {1:2} !!set{a} tiny:qwen2 &a[*a] /".split()
+    ),
+    st.recursive(
+        st.integers(-3, 3) | st.sampled_from(["a", "1e-6", "x: y"]),
+        lambda inner: (
+            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "rollout"]), inner, max_size=2)
+        ),
+        max_leaves=4,
+    ).map(str),
+)
+_names = (
+    st.sampled_from(sorted(KEYS))
+    | st.text(max_size=8)
+    | st.tuples(st.sampled_from(sorted(KEYS)), st.text(max_size=3)).map(".".join)
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(_names, _values), max_size=3))
+def test_any_override_gives_a_config_or_one_line(pairs: list[tuple[str, str]]) -> None:
+    argv = [f"{name}={value}" for name, value in pairs if name != "config"]
+    try:
+        cfg = good(*argv)
+        assert load_text(resolved_yaml(cfg)) == cfg
+        validate(cfg, 0)
+        placement_text(cfg, [0, 1], 0)
+    except ConfigError as e:
+        assert str(e) and len(str(e).splitlines()) == 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(st.sampled_from("model:path{}[]&*!|>-? \n'\"#,1.\t%@x"), max_size=60) | st.text(max_size=40))
+def test_any_file_gives_a_config_or_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
+    path.write_bytes(text.encode("utf-8", "replace"))
+    try:
+        load([f"config={path}"])
+    except ConfigError as e:
+        assert str(e) and len(str(e).splitlines()) == 1
+
+
+# --- text, placement, cores --------------------------------------------------------------------------------------
+
+
+def test_every_key_has_help() -> None:
+    text = help_text()
+    for key in KEYS.values():
+        assert key.meta["help"].strip() and f"  {key.dotted}  (" in text
+
+
+def test_the_checks_know_the_same_rewards_and_endings_as_their_owners() -> None:
+    rewards, data = pytest.importorskip("one_step_off.rewards"), pytest.importorskip("one_step_off.data")
+    assert set(config_checks.BUILT_IN_REWARDS) == set(rewards.BUILT_IN)
+    assert config_checks.FILE_ENDINGS == data.FILE_ENDINGS
+
+
+def test_resolved_yaml_keeps_awkward_texts() -> None:
+    for text in ("a: b # c", "${x}", "\\${x}", "two\nlines", "on", "1e-6", " x ", "null", "é\u2028", "[1"):
+        cfg = dataclasses.replace(good())
+        cfg.data.instruction = text
+        assert load_text(resolved_yaml(cfg)).data.instruction == text
+
+
+def test_placement_plan() -> None:
+    cfg = good("placement.pools={rollout: [4], actor: [2]}", "rollout.tensor_parallel_size=2")
+    rollout, actor = placement_plan(cfg, cores=[0, 1, 2, 3])
+    assert (rollout.processes, rollout.width, rollout.roles) == (2, 2, ["rollout"])
+    assert (rollout.cores, actor.cores, actor.processes) == ([[0], [1]], [[2], [3]], 2)
+    assert "2 replicas x TP 2" in placement_text(cfg, [0, 1]) and "2 ranks" in placement_text(cfg, [0, 1])
+    gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
+    text = placement_text(gpu, [0, 1])
+    assert "8 GPUs on 2 nodes [4, 4]" in text and "cores" not in text
+
+
+def test_plan_cores_by_hand() -> None:
+    assert plan_cores(1, 1, [4, 7]) == ([[4]], [[7]])
+    assert plan_cores(1, 3, list(range(8))) == ([[0, 1]], [[2, 3], [4, 5], [6, 7]])
+    assert plan_cores(2, 1, [5]) == ([[5], [5]], [[5]])
+    assert plan_cores(3, 1, [0, 1]) == ([[0], [0], [0]], [[1]])
+    assert plan_cores(0, 2, [0, 1, 2, 3]) == ([], [[0, 1], [2, 3]])
+    with pytest.raises(ValueError):
+        plan_cores(1, 1, [])
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.sets(st.integers(0, 99), min_size=1, max_size=40))
+def test_plan_cores_shares_nothing_between_groups(rollout: int, trainer: int, cores: set[int]) -> None:
+    a, b = plan_cores(rollout, trainer, sorted(cores))
+    assert (len(a), len(b)) == (rollout, trainer) and all(a) and all(b)
+    mine, theirs = {c for p in a for c in p}, {c for p in b for c in p}
+    assert mine | theirs == cores or rollout < len(mine) or trainer < len(theirs) or len(cores) == 1
+    assert mine | theirs <= cores and (len(cores) == 1 or not mine & theirs)
+    for group in (a, b):
+        assert max(map(len, group)) - min(map(len, group)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("smi", "visible", "count"),
+    [
+        ("GPU 0: A\nGPU 1: B\n", None, 2),
+        ("GPU 0: A\nGPU 1: B\n", "1", 1),
+        ("GPU 0: A\nGPU 1: B\n", "", 0),
+        ("GPU 0: A\nGPU 1: B\n", "-1", 0),
+        ("GPU 0: A\nGPU 1: B\n", "0,5,1", 1),
+        ("GPU 0: A\n  MIG 1g: X\n", "MIG-abc", 1),
+        ("No devices were found\n", None, 0),
+        ("", "0", 0),
+    ],
+)
+def test_count_gpus(smi: str, visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "answer").write_text(smi)
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/answer\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
