@@ -96,8 +96,7 @@ async def measure(cfg: Config, repeats: int) -> dict[str, Any]:
     n = len(roles.rollout.replicas)
     # Rank 0 where the first trainer rank is pinned, the others where the replicas are.
     peers = [
-        ray.remote(RawPeer).options(num_cpus=0).remote(i, (cores[-1],) if i == 0 else (cores[0],))
-        for i in range(n + 1)
+        ray.remote(RawPeer).options(num_cpus=0).remote(i, (cores[-1],) if i == 0 else (cores[0],)) for i in range(n + 1)
     ]
     first = await roles.sync((0, 0))
     bucket, total = cfg.weight_sync.bucket_mb << 20, int(first["sync/bytes"])

@@ -317,14 +317,10 @@ class Receiver:
             with self.watch.phase("connect"):
                 store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
                 self.groups.append(
-                    make_group(
-                        store, f"sync{s}", self.index + 1, receivers + 1, self.device, self.host, self.timeout_s
-                    )
+                    make_group(store, f"sync{s}", self.index + 1, receivers + 1, self.device, self.host, self.timeout_s)
                 )
 
-    def receive(
-        self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int
-    ) -> dict[str, float]:
+    def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, float]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes

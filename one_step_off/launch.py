@@ -63,11 +63,12 @@ def prepare(cfg: Config, say: Any) -> Prepared:
         def progress(what: str, done: float) -> None:
             if not said or done - said[-1] >= 0.25:
                 said.append(done)
-                say(f"building {cfg.model.path} (once, then cached): {what} {done:.0%}")
+                say(f"{what} (once, then cached): {done:.0%}")
 
         cfg.model.path = tiny_qwen.ensure(cfg.model.path, progress=progress)
         if said:
             say(f"built {cfg.model.path} in {time.perf_counter() - begin:.0f} s")
+    check_model(cfg)
     tokenizer = load_tokenizer(cfg)
     data = data_room.build(cfg, tokenizer)
     for line in data.lines():
@@ -77,18 +78,57 @@ def prepare(cfg: Config, say: Any) -> Prepared:
     return Prepared(cfg, resolved_device(cfg), data, canary)
 
 
+def check_model(cfg: Config) -> None:
+    """What the model's config tells before anything is loaded. Raises ConfigError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    name = f"model.path={cfg.model.path}"
+    try:
+        found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+    except Exception as e:
+        raise ConfigError(
+            f"{name}: its config cannot be loaded ({_first_line(e)}); give a model directory or a hub id that this "
+            "machine can reach (gated models: log in first)"
+        ) from e
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not cfg.model.trust_remote_code:
+        raise ConfigError(
+            f"{name}: model type {found.model_type!r} is no causal language model that transformers knows"
+        )
+    text = found.get_text_config()
+    needed = cfg.data.max_prompt_length + cfg.data.max_response_length
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is not None and needed > limit:
+        raise ConfigError(
+            f"data.max_prompt_length + data.max_response_length = {needed}: {name} takes {limit} tokens; lower one of them"
+        )
+    heads, width = getattr(text, "num_attention_heads", None), cfg.rollout.tensor_parallel_size
+    if heads is not None and heads % width:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={width}: does not divide the {heads} attention heads of {name}"
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def load_tokenizer(cfg: Config) -> Any:
     """The model's tokenizer. Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
 
+    mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     try:
-        return AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
     except Exception as e:
-        cause = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise ConfigError(
-            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({cause}); "
-            "give a model directory or a hub id that this machine can reach (gated models: log in first)"
+            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({_first_line(e)}); {mend}"
         ) from e
+    if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
+        # Without files transformers may make up a tokenizer of the right class and no vocabulary.
+        raise ConfigError(f"model.path={cfg.model.path}: its tokenizer cannot be loaded (no vocabulary); {mend}")
+    return tokenizer
 
 
 def write_run_folder(cfg: Config, device: str) -> None:

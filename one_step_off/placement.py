@@ -79,9 +79,7 @@ def _core_plan(cfg: Config, device: str) -> dict[str, list[tuple[int, ...]]]:
         return {pool: [()] * n for pool, n in counts.items()}
     rollout_pool = cfg.placement.roles["rollout"]
     others = [pool for pool in counts if pool != rollout_pool]
-    rollout, trainer = plan_cores(
-        counts[rollout_pool], sum(counts[p] for p in others), sorted(os.sched_getaffinity(0))
-    )
+    rollout, trainer = plan_cores(counts[rollout_pool], sum(counts[p] for p in others), sorted(os.sched_getaffinity(0)))
     plan, at = {rollout_pool: [tuple(c) for c in rollout]}, 0
     for pool in others:
         plan[pool] = [tuple(c) for c in trainer[at : at + counts[pool]]]

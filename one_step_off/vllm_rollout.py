@@ -146,9 +146,7 @@ class RolloutReplica:
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
         begin = time.perf_counter()
-        tasks = [
-            asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)
-        ]
+        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)]
         try:
             samples = await asyncio.gather(*tasks)
         finally:
@@ -195,9 +193,7 @@ class RolloutReplica:
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
         outs = await asyncio.gather(*(self._run(ids, params) for ids in sequences))
         return [
-            np.array(
-                [row[int(t)].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32
-            )
+            np.array([row[int(t)].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
             for out, ids in zip(outs, sequences, strict=True)
         ]
 

@@ -8,7 +8,14 @@
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
 set -euo pipefail
 
+# Paths are meant from where the user stands, and we are about to leave it.
+absolute() {
+    if [[ -e "$1" ]]; then realpath -- "$1"; else echo "$1"; fi
+}
+MODEL="$(absolute "${MODEL:-}")"
+DATA="$(absolute "${DATA:-}")"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
 die() {
     echo "run_qwen_gsm8k: error: $*" >&2
     exit 2
@@ -30,10 +37,10 @@ else
     args=(config=config/qwen_gsm8k_fsdp.yaml "placement.pools={rollout: [$rollout], actor: [$((gpus - rollout))]}")
 fi
 
-if [[ -n "${MODEL:-}" ]]; then
+if [[ -n "$MODEL" ]]; then
     args+=("model.path=$MODEL")
 fi
-if [[ -n "${DATA:-}" ]]; then
+if [[ -n "$DATA" ]]; then
     if [[ -d "$DATA" ]]; then
         args+=("data.train_files=$DATA/gsm8k_train.jsonl" "data.val_files=$DATA/gsm8k_test.jsonl")
     elif [[ -f "$DATA" ]]; then

@@ -20,16 +20,21 @@ die() {
 }
 
 find_python() {
-    local found="none" candidate
-    for candidate in ${PYTHON:-python3 python3.12 python3.11 python3.13 python3.14}; do
-        found="$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
+    local candidate version old=""
+    local candidates=(python3 python3.12 python3.11 python3.13 python3.14)
+    if [[ -n "${PYTHON:-}" ]]; then
+        candidates=("$PYTHON")
+    fi
+    for candidate in "${candidates[@]}"; do
+        version="$("$candidate" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" || continue
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
             echo "$candidate"
             return
         fi
-        found_old="${found_old:-} $candidate=$found"
+        old+=" $candidate is $version"
     done
-    die "needs Python 3.11 or newer, found:${found_old:- none}; install one, or name it with PYTHON=/path/to/python3"
+    die "needs Python 3.11 or newer (tried ${candidates[*]};${old:- none of them runs});" \
+        "install one, or name it with PYTHON=/path/to/python3"
 }
 
 choose_extra() {
@@ -122,6 +127,8 @@ main() {
     touch "$unfinished"
     rm -f "$stamp"
     if [[ ! -x "$venv/bin/python" ]]; then
+        # On Debian and Ubuntu the module is a package of its own, python3-venv.
+        "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python has no venv module; install python3-venv"
         stage "new .venv with $("$python" --version)" "$python" -m venv "$venv"
     fi
     if [[ "$extra" == cpu ]]; then

@@ -39,7 +39,9 @@ def batch_for_update() -> Batch:
         ids = rng.integers(0, 300, 12).astype(np.int32)
         logs = np.full(12, -5.9, np.float32)
         samples.append(
-            Sample((0, i // 4), i % 4, np.arange(8, dtype=np.int32), ids, logs, np.ones(12, bool), np.zeros(12, np.int32))
+            Sample(
+                (0, i // 4), i % 4, np.arange(8, dtype=np.int32), ids, logs, np.ones(12, bool), np.zeros(12, np.int32)
+            )
         )
     batch = Batch(0, samples, expected=(0, 0))
     batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]

@@ -140,9 +140,7 @@ def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
         begin = time.perf_counter()
         asyncio.run(pipeline.fit())
         seconds[staleness] = time.perf_counter() - begin
-        overlaps = order_of(world.events, ("begin", "generate", "step 3")) < order_of(
-            world.events, ("end", "train", 2)
-        )
+        overlaps = order_of(world.events, ("begin", "generate", "step 3")) < order_of(world.events, ("end", "train", 2))
         assert overlaps == bool(staleness)
     assert seconds[1] < 0.85 * seconds[0]
 

@@ -1,0 +1,67 @@
+"""What is refused after the config and before any engine: models and data that only their files can tell of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from one_step_off import launch
+from one_step_off.config import ConfigError
+from tests.conftest import tiny_config
+
+
+def changed(model: str, folder: Path, **keys: object) -> str:
+    """A copy of a model directory with other config keys."""
+    import shutil
+
+    copy = Path(shutil.copytree(model, folder / "model"))
+    config = json.loads((copy / "config.json").read_text()) | keys
+    (copy / "config.json").write_text(json.dumps(config))
+    return str(copy)
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"model_type": "qwen99"}, "its config cannot be loaded"),
+        ({"model_type": "vit"}, "'vit' is no causal language model"),
+        ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
+    ],
+)
+def test_models_that_do_not_fit(models, tmp_path, keys, words):
+    cfg = tiny_config(changed(models(), tmp_path, **keys), str(tmp_path / "out"))
+    with pytest.raises(ConfigError, match=words):
+        launch.prepare(cfg, lambda line: None)
+
+
+def test_heads_must_split(models, tmp_path):
+    cfg = tiny_config(models(), str(tmp_path), **{"rollout.tensor_parallel_size": 3})
+    with pytest.raises(ConfigError, match="tensor_parallel_size=3: does not divide the 4 attention heads"):
+        launch.prepare(cfg, lambda line: None)
+
+
+def test_a_missing_tokenizer_is_named(models, tmp_path):
+    path = Path(changed(models(), tmp_path))
+    for file in path.glob("*token*"):
+        file.unlink()
+    with pytest.raises(ConfigError, match="its tokenizer cannot be loaded"):
+        launch.prepare(tiny_config(str(path), str(tmp_path / "out")), lambda line: None)
+
+
+def test_prepared_runs_know_their_canary_and_steps(models, tmp_path):
+    prepared = launch.prepare(tiny_config(models(), str(tmp_path)), lambda line: None)
+    assert len(prepared.canary) == 4 and all(2 <= len(ids) <= launch.CANARY_TOKENS for ids in prepared.canary)
+    assert prepared.data.stream.total_steps == 3 and len(prepared.data.val) == 8
+    assert prepared.device == "cpu"
+
+
+def test_a_failure_is_told_in_one_line_and_kept_whole(tmp_path, models):
+    cfg = tiny_config(models(), str(tmp_path))
+    try:
+        raise ValueError("first line\nsecond line")
+    except ValueError as e:
+        said = launch.report_failure(cfg, e)
+    assert said.startswith("error: the run ended by ValueError: first line\n") and "second line" not in said
+    assert "second line" in (tmp_path / "error.log").read_text()

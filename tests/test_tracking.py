@@ -1,0 +1,61 @@
+"""What a run writes down."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import numpy as np
+
+from one_step_off.samples import Batch, Sample
+from one_step_off.tracking import Tracker, staleness
+
+
+def sample(reward, length, version=0, row=0, index=0):
+    z = np.zeros(length)
+    return Sample((0, row), index, np.arange(2), z, z, z > -1, np.full(length, version), reward=reward,
+                  finish_reason="length" if length > 3 else "stop")  # fmt: skip
+
+
+def times(step_s=2.0, gen=1.0, train=1.5):
+    return {
+        "time/step_s": step_s, "time/generate_s": gen, "time/train_s": train, "time/sync_s": 0.1,
+        "time/wait_trainer_s": 0.4, "time/wait_rollout_s": 0.0,
+    }  # fmt: skip
+
+
+def test_rows_ledger_and_summary(tmp_path):
+    tracker = Tracker(str(tmp_path), 3, out=io.StringIO())
+    tracker.evaluation(0, [sample(0.0, 2), sample(1.0, 2)], 0.5)
+    for step in range(3):
+        batch = Batch(step, [sample(step, 2, row=step), sample(step + 1.0, 4, row=step, index=1)], (0, 0))
+        tracker.step(batch, step, times(step_s=2.0 + step, gen=1.0) | {"actor/grad_norm": float("nan")})
+    summary = tracker.summary()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert rows[0]["val/reward"] == 0.5 and rows[0]["val/version"] == 0 and "val/reward" not in rows[1]
+    assert rows[1]["reward/mean"] == 1.5 and rows[1]["reward/std"] == 0.5
+    assert rows[2]["response_length/mean"] == 3 and rows[2]["response_length/cut_share"] == 0.5
+    assert rows[2]["staleness/min"] == rows[2]["staleness/max"] == 2
+    assert rows[0]["actor/grad_norm"] is None, "JSON has no NaN"
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert ledger == [{"step": s, "prompts": [[0, s]]} for s in range(3)]
+    # Medians and shares over the steps after the first: 3 s and 4 s.
+    assert summary["median/time/step_s"] == 3.5
+    assert summary["overlap_ratio"] == 3.5 / 1.5
+    assert summary["idle_share/rollout"] == 2 * 0.5 / 7.0
+    assert summary["idle_share/trainer"] == 1 - 3.0 / 7.0
+    assert summary["samples_per_s"] == 4 / 7.0
+    assert (summary["reward/first"], summary["reward/last"]) == (1.5, 1.5)
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_a_new_run_does_not_append_to_the_old_ones_files(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    Tracker(str(tmp_path), 1, out=io.StringIO())
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_staleness_is_over_all_tokens():
+    batch = Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0))
+    assert staleness(batch, 5) == {"staleness/min": 0.0, "staleness/max": 2.0}

@@ -1,0 +1,120 @@
+"""What a replica does around the engine; the engine itself is in the e2e tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import namedtuple
+
+import pytest
+
+from one_step_off.config import Config
+from one_step_off.rewards import RewardItem
+from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling, engine_args, sample_seed, stamps_of
+
+Span = namedtuple("Span", "version start end")
+
+
+def test_stamps_are_read_per_token():
+    incarnation, versions = stamps_of([Span("2.7", 0, 3), Span("2.8", 3, 5)], 5)
+    assert incarnation == 2
+    assert versions.tolist() == [7, 7, 7, 8, 8]
+
+
+@pytest.mark.parametrize(
+    "spans", [None, [], [Span("0.1", 0, 2)], [Span("0.1", 1, 3)], [Span("0.1", 0, 2), Span("1.1", 2, 3)]]
+)
+def test_a_token_without_one_known_stamp_is_refused(spans):
+    with pytest.raises(RuntimeError, match="stamped 3 tokens"):
+        stamps_of(spans, 3)
+
+
+def test_seeds_differ_for_all_neighbours_and_fit_into_63_bits():
+    seeds = {sample_seed(s, (e, r), i) for s in range(3) for e in range(-1, 3) for r in range(20) for i in range(16)}
+    assert len(seeds) == 3 * 4 * 20 * 16
+    assert all(0 <= s < 2**63 for s in seeds)
+    assert sample_seed(1, (0, 5), 2) == sample_seed(1, (0, 5), 2)
+    # vLLM makes child seeds by adding: no two of ours may be that close.
+    ordered = sorted(seeds)
+    assert min(b - a for a, b in zip(ordered, ordered[1:], strict=False)) > 64
+
+
+class FakeScorer:
+    """Answers like a Ray actor's method; notes how its calls were filled."""
+
+    def __init__(self, delay: float = 0.0, fail_on: str = "") -> None:
+        self.calls: list[int] = []
+        self.delay, self.fail_on = delay, fail_on
+        self.score_batch = self
+
+    async def remote(self, items: list[RewardItem]) -> list[float]:
+        self.calls.append(len(items))
+        await asyncio.sleep(self.delay)
+        if any(i.response == self.fail_on for i in items):
+            raise ValueError("bad reward")
+        return [float(i.index) for i in items]
+
+
+def item(index: int, response: str = "x") -> RewardItem:
+    return RewardItem((0, 0), index, "q", response, "1")
+
+
+def test_rewards_come_back_to_their_own_samples_in_few_calls():
+    async def main():
+        queue = RewardQueue(FakeScorer(0.02))
+        rewards = await asyncio.gather(*(queue.score(item(i)) for i in range(50)))
+        return rewards, queue.scorer.calls
+
+    rewards, calls = asyncio.run(main())
+    assert rewards == [float(i) for i in range(50)]
+    assert len(calls) <= 2 and sum(calls) == 50
+
+
+def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
+    async def main():
+        queue = RewardQueue(FakeScorer(fail_on="boom"))
+        with pytest.raises(ValueError, match="bad reward"):
+            await queue.score(item(0, "boom"))
+        return await queue.score(item(3))
+
+    assert asyncio.run(main()) == 3.0
+
+
+def test_nothing_is_generated_before_verified_weights():
+    replica = RolloutReplica(Config(), 4, "cpu", FakeScorer())
+    with pytest.raises(RuntimeError, match="rollout replica 4 has no verified weights"):
+        asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
+
+
+class BrokenEngine:
+    def __init__(self) -> None:
+        self.resumed = False
+
+    async def pause_generation(self, **_):
+        pass
+
+    async def collective_rpc(self, *_, **__):
+        raise RuntimeError("checksum of bucket 1 differs")
+
+    async def resume_generation(self):
+        self.resumed = True
+
+
+def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
+    replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
+    replica.engine, replica.stamp = BrokenEngine(), (0, 3)
+    with pytest.raises(RuntimeError, match="checksum"):
+        asyncio.run(replica.sync((0, 4)))
+    assert not replica.engine.resumed
+    with pytest.raises(RuntimeError, match="no verified weights"):
+        asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
+
+
+def test_engine_arguments():
+    cfg = Config()
+    cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
+    cpu, gpu = engine_args(cfg, "cpu"), engine_args(cfg, "cuda")
+    assert cpu["max_num_seqs"] == gpu["max_num_seqs"] == 7
+    assert cpu["kv_cache_memory_bytes"] == 256 << 20 and not cpu["enable_chunked_prefill"]
+    assert cpu["max_num_batched_tokens"] >= cpu["max_model_len"] == 512 + 1024
+    assert gpu["gpu_memory_utilization"] == 0.85 and "kv_cache_memory_bytes" not in gpu
+    assert cpu["logprobs_mode"] == gpu["logprobs_mode"] == "processed_logprobs"
