@@ -21,7 +21,7 @@ import numpy as np
 
 from one_step_off import data as data_room
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_io import resolved_yaml, resolved_device
+from one_step_off.config_io import resolved_device, resolved_yaml
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.tracking import Tracker
