@@ -73,6 +73,14 @@ class TrainGroup:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
         return (await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences))[0]
 
+    async def save_state(self, folder: str) -> None:
+        """Write the role's part of a checkpoint."""
+        await every(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
+
+    async def load_state(self, folder: str) -> None:
+        """Go to a checkpoint's state; after `setup`."""
+        await every(self.limit, f"checkpoint, {self.role}", self.ranks, "load_state", folder)
+
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
         await every(self.limit, self.role, self.ranks, "save_hf", path)

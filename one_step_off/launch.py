@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,10 +20,11 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import resolved_device, resolved_yaml
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.tracking import Tracker
 
@@ -50,6 +52,7 @@ class Prepared:
     device: str
     data: data_room.Data
     canary: list[np.ndarray]
+    resume_from: Path | None = None
 
 
 def prepare(cfg: Config, say: Any) -> Prepared:
@@ -75,7 +78,10 @@ def prepare(cfg: Config, say: Any) -> Prepared:
         say(line)
     resolve_reward(cfg.reward)
     canary = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(cfg.weight_sync.canary_sequences)]
-    return Prepared(cfg, resolved_device(cfg), data, canary)
+    resume_from = checkpoint.find(cfg)
+    if resume_from:
+        data.stream.load_state_dict(checkpoint.read_state(resume_from)["stream"])
+    return Prepared(cfg, resolved_device(cfg), data, canary, resume_from)
 
 
 def check_model(cfg: Config) -> None:
@@ -215,10 +221,57 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
         f"{len(roles.rollout.replicas)} rollout replica(s), {len(roles.actor.ranks)} trainer rank(s) on "
         f"{prepared.device}, staleness {cfg.pipeline.staleness}"
     )
-    await Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker).fit()
+    resumed = await resume(prepared, roles, tracker)
+    checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
+    pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
+    with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
+        await pipeline.fit()
     if cfg.trainer.save_hf_model:
         path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
         await roles.actor.save_hf(path)
+
+
+async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
+    """Bring trainer and tracker to the checkpoint, if there is one."""
+    path = prepared.resume_from
+    if path is None:
+        tracker.start(0)
+        return None
+    state = checkpoint.read_state(path)
+    await roles.actor.load_state(str(path.resolve()))
+    tracker.start(state["step"], state["evaluations"], state["unwritten"])
+    tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
+    samples = checkpoint.read_samples(path) if state["has_samples"] else None
+    return Resumed(state["step"], samples, state["generate_s"])
+
+
+@contextlib.contextmanager
+def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+
+    def give_up() -> None:
+        tracker.say("stopping at once: no checkpoint was written")
+        main.cancel()
+
+    def on_signal() -> None:
+        if pipeline.stopping or grace_s == 0:
+            give_up()
+            return
+        pipeline.stopping = True
+        loop.call_later(grace_s, give_up)
+        tracker.say(
+            f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
+        )
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
@@ -253,6 +306,14 @@ def run(cfg: Config) -> int:
     try:
         start_ray(cfg)
         asyncio.run(_to_the_end(prepared, tracker))
+    except Stopped as e:
+        newest = checkpoint.finished(checkpoint.folder_of(cfg))
+        tracker.say(
+            f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
+        )
+        raise KeyboardInterrupt from e
+    except asyncio.CancelledError as e:
+        raise KeyboardInterrupt from e
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, previous)

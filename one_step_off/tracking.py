@@ -44,8 +44,22 @@ class Tracker:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
-        for name in ("metrics.jsonl", "ledger.jsonl", "summary.json"):
-            (self.folder / name).unlink(missing_ok=True)
+
+    def start(
+        self, step: int, evaluations: list[dict[str, float]] = (), unwritten: dict[str, float] | None = None
+    ) -> None:
+        """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
+        self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
+        (self.folder / "summary.json").unlink(missing_ok=True)
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            path = self.folder / name
+            rows = [json.loads(line) for line in path.read_text().splitlines()] if step and path.exists() else []
+            rows = [row for row in rows if row["step"] < step]
+            if name == "metrics.jsonl":
+                self.steps = rows
+            path.unlink(missing_ok=True)
+            for row in rows:
+                self._append(name, row)
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
@@ -58,7 +72,7 @@ class Tracker:
         self.unwritten = {}
         row["tokens/response"] = float(sum(len(s.response_ids) for s in batch.samples))
         row["samples"] = float(len(batch.samples))
-        if not self.steps:
+        if math.isnan(self.first_step_s):
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)

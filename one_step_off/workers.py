@@ -62,3 +62,15 @@ class TrainWorker(Protocol):
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint with its tokenizer (collective; rank 0 writes)."""
         ...
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimiser, counters and RNG state into a checkpoint's folder (collective)."""
+        ...
+
+    def load_state(self, folder: str) -> None:
+        """Go to the state that `save_state` wrote (collective; another number of ranks is allowed).
+
+        Raises:
+            ConfigError: the checkpoint is of another model or cannot be read.
+        """
+        ...
