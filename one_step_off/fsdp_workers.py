@@ -65,17 +65,18 @@ class FSDPWorker:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def free_address(self) -> tuple[str, int]:
-        """This machine's address and a free port on it (ask rank 0)."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel which interface leads outside
-                ip = probe.getsockname()[0]
-            except OSError:
-                ip = "127.0.0.1"
+    def free_address(self, host: str = "") -> tuple[str, int]:
+        """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this machine's own address."""
+        if not host:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel which interface leads outside
+                    host = probe.getsockname()[0]
+                except OSError:
+                    host = "127.0.0.1"
         with socket.socket() as s:
-            s.bind((ip, 0))
-            return ip, s.getsockname()[1]
+            s.bind((host, 0))
+            return host, s.getsockname()[1]
 
     def rendezvous(self, master_addr: str, master_port: int) -> None:
         """Tell where rank 0 listens; before `setup`."""
@@ -333,8 +334,9 @@ class FSDPWorker:
                 # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
                 if to_host:
                     local = value._local_tensor
-                    host = self._host_state.setdefault(value, torch.empty_like(local, device="cpu", pin_memory=True))
-                    value._local_tensor = host.copy_(local, non_blocking=True)
+                    if value not in self._host_state:
+                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
+                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
                 elif value._local_tensor.device.type == "cpu":
                     value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
         if to_host:

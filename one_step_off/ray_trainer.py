@@ -215,5 +215,6 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
+        self.rollouts_ended = time.perf_counter()
         assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)

@@ -50,7 +50,10 @@ class Tracker:
     ) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
-        (self.folder / "summary.json").unlink(missing_ok=True)
+        for name in ("summary.json", "error.log", "evaluations.jsonl"):
+            (self.folder / name).unlink(missing_ok=True)
+        for found in self.evaluations:
+            self._append("evaluations.jsonl", found)
         for name in ("metrics.jsonl", "ledger.jsonl"):
             path = self.folder / name
             rows = [json.loads(line) for line in path.read_text().splitlines()] if step and path.exists() else []
@@ -82,7 +85,8 @@ class Tracker:
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`.
 
-        It ran beside a step, so it is written into the row of the step that ends next; "val/version" tells its weights.
+        `evaluations.jsonl` has them all. The row of the step that ends next repeats the newest; "val/version" tells its
+        weights, since it ran beside that step.
         """
         found = {
             "val/version": float(version),
@@ -93,6 +97,7 @@ class Tracker:
         }
         self.evaluations.append(found)
         self.unwritten = found
+        self._append("evaluations.jsonl", found)
         self.say(f"held-out reward of v{version}: {found['val/reward']:.3f} over {len(samples)} samples")
 
     def summary(self) -> dict[str, Any]:

@@ -35,12 +35,24 @@ class WeightPiece:
 class TrainWorker(Protocol):
     """One rank of a role that holds a model. All ranks of a role are called together, with the same arguments."""
 
+    def free_address(self, host: str = "") -> tuple[str, int]:
+        """Where the ranks are to meet, a free port included (asked of rank 0). `host` empty: this machine's address."""
+        ...
+
+    def rendezvous(self, master_addr: str, master_port: int) -> None:
+        """Told to every rank before `setup`."""
+        ...
+
     def setup(self) -> dict[str, Any]:
         """Join the role's process group, build and load the model. Returns facts: num_params, device, world_size."""
         ...
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs (nats, after temperature) of the response tokens of this rank's share: position in batch -> float32 [R]."""
+        ...
+
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first; the whole answer on every rank."""
         ...
 
     def update(self, batch: Batch) -> dict[str, float]:

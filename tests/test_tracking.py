@@ -69,6 +69,16 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     assert [r["prompts"] for r in ledger] == [[[0, 0]], [[0, 1]], [[0, 9]]]
     summary = second.summary()
     assert summary["steps"] == 3 and summary["val/first"] == 0.25
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
+    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+    for version in (3, 4):
+        tracker.evaluation(version, [sample(0.5, 2)], 0.1)
+    tracker.step(Batch(3, [sample(1, 2)], (0, 0)), 3, times())
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [r["val/version"] for r in rows] == [3, 4]
 
 
 def test_staleness_is_over_all_tokens():
