@@ -58,6 +58,9 @@ class Prepared:
 
 def prepare(cfg: Config, say: Any) -> Prepared:
     """Find or build the model, read and check the data. Raises ConfigError."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     asked_for = cfg.model.path
     if asked_for.startswith("tiny:"):
         from one_step_off import tiny_qwen
@@ -93,9 +96,7 @@ def prepare(cfg: Config, say: Any) -> Prepared:
 def check_model(cfg: Config) -> None:
     """What the model's config tells before anything is loaded. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
