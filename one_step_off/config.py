@@ -91,7 +91,9 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
-    sampling_kwargs: dict[str, Any] = key({}, "more fields of vLLM's SamplingParams, as stop_token_ids")
+    sampling_kwargs: dict[str, Any] = key(
+        {}, "more fields of vLLM's SamplingParams: stop, stop_token_ids, ignore_eos and the like"
+    )
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
@@ -136,7 +138,9 @@ class AlgorithmConfig:
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_estimator: str = key("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
+    kl_estimator: str = key(
+        "k3", "estimator of that KL; as a loss k1 only adds noise and is refused", choices=("k1", "k2", "k3")
+    )
     old_log_probs: str = key(
         "rollout",
         "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal",
