@@ -24,6 +24,7 @@ import numpy as np
 from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.config import Config, ConfigError
+from one_step_off.config_checks import check_engine_names
 from one_step_off.config_io import resolved_device, resolved_yaml
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
@@ -77,6 +78,10 @@ def prepare(cfg: Config, say: Any) -> Prepared:
         if said:
             say(f"built {cfg.model.path} in {time.perf_counter() - begin:.0f} s")
     check_model(cfg)
+    if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
+        from vllm import AsyncEngineArgs
+
+        check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg)
     data = data_room.build(cfg, tokenizer)
     for line in data.lines():
