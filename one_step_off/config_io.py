@@ -280,7 +280,9 @@ def _apply_argument(tree: Any, argument: str) -> None:
         try:
             value, _ = _parse(text)
         except _YAML_FAULTS as e:
-            raise ConfigError(f"{show(dotted)}={show(text)}: not valid YAML: {_yaml_fault(e)}; quote the value") from None
+            raise ConfigError(
+                f"{show(dotted)}={show(text)}: not valid YAML: {_yaml_fault(e)}; quote the value"
+            ) from None
     if "." not in dotted:
         find_key(dotted)
     _assign(tree, dotted, value)
