@@ -10,6 +10,7 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -267,7 +268,7 @@ def run(cfg: Config) -> int:
         finally:
             ray.shutdown()
             signal.signal(signal.SIGTERM, previous)
-            tracker.close()
+            tracker.close(failed=sys.exc_info()[0] is not None)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 

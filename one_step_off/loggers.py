@@ -41,8 +41,8 @@ class Logger(Protocol):
         """One evaluation; its figures come with the row of the next step."""
         ...
 
-    def close(self) -> None:
-        """The run is over."""
+    def close(self, failed: bool) -> None:
+        """The run is over; `failed` tells how."""
         ...
 
 
@@ -72,7 +72,7 @@ class TensorBoard:
     def evaluation(self, version: int, samples: list[Sample]) -> None:
         """Comes with the next row."""
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Write what is left."""
         self.writer.close()
 
@@ -118,9 +118,9 @@ class Wandb:
     def evaluation(self, version: int, samples: list[Sample]) -> None:
         """Comes with the next row."""
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Send what is left."""
-        self.run.finish()
+        self.run.finish(exit_code=int(failed))
 
 
 class SampleDump:
@@ -141,7 +141,7 @@ class SampleDump:
         """samples/val_vNNNNNN.jsonl"""
         self._write(val_file(version), samples, None)
 
-    def close(self) -> None:
+    def close(self, failed: bool) -> None:
         """Nothing is held back."""
 
     def _write(self, name: str, samples: list[Sample], advantages: list[float | None] | None) -> None:
@@ -211,9 +211,9 @@ class Loggers:
         """Tell all of an evaluation; returns at once."""
         self._put(lambda: self._tell(lambda logger: logger.evaluation(version, samples)))
 
-    def close(self) -> None:
-        """Wait until all is written, a minute at most."""
-        self._put(lambda: self._tell(lambda logger: logger.close()))
+    def close(self, failed: bool = False) -> None:
+        """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
+        self._put(lambda: self._tell(lambda logger: logger.close(failed)))
         self._put(None)
         self.thread.join(_PATIENCE_S)
         if self.thread.is_alive():

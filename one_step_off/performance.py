@@ -47,11 +47,10 @@ def peak_flops(device_name: str) -> float | None:
 class ModelShape:
     """What the count needs of a dense decoder.
 
-    `params`: all parameters. `matmul_params`: those that every token is multiplied with; an input embedding that is not
-    the head as well is only looked up. `attention_width`: heads * head size.
+    `matmul_params` (N): parameters that every token is multiplied with; an input embedding that is not the head as well
+    is only looked up. `attention_width`: heads * head size.
     """
 
-    params: int
     matmul_params: int
     layers: int
     attention_width: int
@@ -92,7 +91,7 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
         return None
     width = heads * (getattr(text, "head_dim", None) or hidden // heads)
     tied = getattr(text, "tie_word_embeddings", False) or getattr(hf_config, "tie_word_embeddings", False)
-    return ModelShape(params, params if tied else params - vocabulary * hidden, layers, width)
+    return ModelShape(params if tied else params - vocabulary * hidden, layers, width)
 
 
 @dataclass

@@ -124,11 +124,11 @@ class Tracker:
             self.loggers.evaluation(version, samples)
         self.say(f"held-out reward of v{version}: {found['val/reward']:.3f} over {len(samples)} samples")
 
-    def close(self) -> None:
-        """Wait for what the loggers still write."""
+    def close(self, failed: bool = False) -> None:
+        """Wait for what the loggers still write. `failed`: the run ended by an error."""
         loggers, self.loggers = self.loggers, None
         if loggers:
-            loggers.close()
+            loggers.close(failed)
 
     def summary(self) -> dict[str, Any]:
         """Write and return `summary.json`. Medians leave the first step out (caches and buffers warm up in it)."""

@@ -104,6 +104,20 @@ def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
+def test_loggers_are_told_how_the_run_ended():
+    class Ending:
+        told = None
+
+        def close(self, failed):
+            Ending.told = failed
+
+    for failed in (True, False):
+        found = Loggers(print)
+        found.add("ending", Ending)
+        found.close(failed)
+        assert Ending.told is failed
+
+
 def test_a_logger_that_cannot_start_is_told():
     said: list[str] = []
     found = Loggers(said.append)

@@ -11,7 +11,7 @@ from one_step_off.config import Config
 from one_step_off.performance import Meter, ModelShape, peak_flops, shape_of
 from one_step_off.samples import Batch, Sample
 
-SHAPE = ModelShape(params=1000, matmul_params=1000, layers=2, attention_width=8)
+SHAPE = ModelShape(matmul_params=1000, layers=2, attention_width=8)
 
 
 def sample(row: int, index: int, prompt: int, response: int) -> Sample:
@@ -60,8 +60,8 @@ def hf_config(**keys: object) -> types.SimpleNamespace:
 
 
 def test_shapes():
-    assert shape_of(hf_config(tie_word_embeddings=True), 500) == ModelShape(500, 500, 2, 8)
-    assert shape_of(hf_config(head_dim=5), 500) == ModelShape(500, 420, 2, 20), "an untied embedding is only looked up"
+    assert shape_of(hf_config(tie_word_embeddings=True), 500) == ModelShape(500, 2, 8)
+    assert shape_of(hf_config(head_dim=5), 500) == ModelShape(420, 2, 20), "an untied embedding is only looked up"
     assert shape_of(hf_config(num_experts=8), 500) is None
     assert shape_of(hf_config(hidden_size=None), 500) is None
 
