@@ -28,6 +28,7 @@ from typing import Any, TextIO
 Facts = Iterable[tuple[str, str]]
 """(name, what is so); an empty name continues the one above."""
 
+_NAMES = 13
 _TREND = 24
 _RECENT = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -54,7 +55,7 @@ class PlainScreen:
     def table(self, facts: Facts) -> None:
         """Named facts, one per line, aligned."""
         for name, text in facts:
-            self.say(f"{name:<12}{text}")
+            self.say(f"{name:<{_NAMES}}{text}")
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -99,16 +100,11 @@ class LiveScreen(PlainScreen):
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def table(self, facts: Facts) -> None:
-        """Named facts; the names are bold, long texts are folded under themselves."""
-        from rich.table import Table
+        """Named facts, the names bold. Long texts are left to the terminal to wrap: a command must copy as one line."""
         from rich.text import Text
 
-        grid = Table.grid(padding=(0, 2))
-        grid.add_column(style="bold", no_wrap=True)
-        grid.add_column(overflow="fold")
         for name, text in facts:
-            grid.add_row(Text(name), Text(text))
-        self.console.print(grid)
+            self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), text), soft_wrap=True)
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:

@@ -54,7 +54,7 @@ def test_plain_lines_are_one_per_step():
     assert [line for line in lines if line.startswith("building")] == [
         "building: 0%", "building: 30%", "building: 60%", "building: 90%",
     ]  # fmt: skip
-    assert "starting engines ..." in lines and "model       tiny" in lines and "            two" in lines
+    assert "starting engines ..." in lines and "model        tiny" in lines and "             two" in lines
     assert "\x1b" not in out.getvalue()
 
 
@@ -84,6 +84,12 @@ def test_the_live_part_goes_and_what_was_said_stays():
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, "the cursor is hidden and comes back"
+
+
+def test_a_long_command_stays_one_line():
+    console = terminal(40)
+    LiveScreen(console).table([("to go on", "python -m " + "x" * 100)])
+    assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
 
 
 def test_an_error_ends_the_live_part_and_threads():
