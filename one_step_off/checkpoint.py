@@ -138,6 +138,11 @@ class Checkpointer:
         freq = self.cfg.trainer.save_freq
         return freq > 0 and step > 0 and step % freq == 0
 
+    @property
+    def in_use(self) -> bool:
+        """Whether this run writes checkpoints, or has; then its end is one too, or it would be resumed from before."""
+        return self.cfg.trainer.save_freq > 0 or bool(finished(self.folder))
+
     async def save(self, step: int, samples: list[Sample] | None, state: dict[str, Any]) -> Path:
         """Write the checkpoint of `step`; `samples` None where none are in flight. Returns its folder."""
         target = self.folder / f"step_{step:06d}"

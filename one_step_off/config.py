@@ -201,6 +201,21 @@ class TrainerConfig:
 
 
 @dataclass
+class LoggingConfig:
+    """What a run writes down besides metrics.jsonl, ledger.jsonl and summary.json."""
+
+    tensorboard: bool = key(True, "write tensorboard/ in the run folder")
+    wandb: bool = key(False, "log to Weights & Biases; needs the package wandb")
+    wandb_project: str = key("one_step_off", "project in W&B")
+    wandb_mode: str = key(
+        "online",
+        "offline: stays in wandb/ of the run folder until `wandb sync` sends it",
+        choices=("online", "offline"),
+    )
+    sample_dump: bool = key(True, "write all samples to samples/ (read them with python -m one_step_off.view)")
+
+
+@dataclass
 class Config:
     """A run's whole configuration."""
 
@@ -214,6 +229,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
 class ConfigError(Exception):

@@ -153,6 +153,7 @@ def check_combinations(cfg: Config, device: str, num_gpus: int) -> None:
     _check_reward(cfg)
     _check_output_dir(cfg.trainer.output_dir)
     _check_resume(cfg.trainer.resume)
+    _check_logging(cfg)
     _check_machine(cfg, device, num_gpus)
 
 
@@ -474,6 +475,22 @@ def _check_output_dir(path: str) -> None:
     too_long = [part for part in full.split("/") if len(os.fsencode(part)) > 255]
     if too_long:
         raise ConfigError(f"{where}: a folder's name may have 255 bytes; shorten it")
+
+
+def _check_logging(cfg: Config) -> None:
+    for name in ("tensorboard", "wandb"):
+        if getattr(cfg.logging, name) and not _installed(name):
+            raise ConfigError(
+                f"logging.{name}=true: the package {name} is missing; pip install {name}, or set it to false"
+            )
+    if cfg.logging.wandb and not cfg.logging.wandb_project.strip():
+        raise ConfigError("logging.wandb_project: empty; name a project")
+
+
+def _installed(package: str) -> bool:
+    """Whether a package can be imported, without doing so. A mere folder of that name (W&B makes wandb/) is none."""
+    found = sys.modules.get(package) or importlib.util.find_spec(package)
+    return getattr(found, "origin", None) is not None or getattr(found, "__file__", None) is not None
 
 
 def _check_resume(wish: str) -> None:

@@ -40,10 +40,11 @@ from torch.distributed.tensor import DTensor
 from one_step_off import batching, core_algos, fsdp_model
 from one_step_off.config import Config, ConfigError
 from one_step_off.samples import Batch, Sample, assert_versions
+from one_step_off.usage import UsageProbe
 from one_step_off.workers import WeightPiece
 
 
-class FSDPWorker:
+class FSDPWorker(UsageProbe):
     """Implements `workers.TrainWorker` for the roles "actor" (trained) and "ref" (frozen, log_prob only).
 
     `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the

@@ -11,9 +11,10 @@ import os
 import platform
 import signal
 import subprocess
+import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -23,12 +24,17 @@ import numpy as np
 
 from one_step_off import checkpoint
 from one_step_off import data as data_room
+from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import check_engine_names
 from one_step_off.config_io import resolved_device, resolved_yaml
+from one_step_off.loggers import open_loggers
+from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
+from one_step_off.screen import open_screen, quiet_libraries
 from one_step_off.tracking import Tracker
+from one_step_off.usage import watching
 
 CANARY_TOKENS = 64
 
@@ -55,10 +61,15 @@ class Prepared:
     canary: list[np.ndarray]
     asked_for: str
     resume_from: Path | None = None
+    state: dict[str, Any] | None = None  # of that checkpoint
 
 
-def prepare(cfg: Config, say: Any) -> Prepared:
-    """Find or build the model, read and check the data. Raises ConfigError."""
+def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] | None = None) -> Prepared:
+    """Find or build the model, read and check the data, find the checkpoint. Raises ConfigError.
+
+    Args:
+        progress: told what is being built and how much of it is done, 0 to 1.
+    """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -66,17 +77,10 @@ def prepare(cfg: Config, say: Any) -> Prepared:
     if asked_for.startswith("tiny:"):
         from one_step_off import tiny_qwen
 
-        begin = time.perf_counter()
-        said = []
-
-        def progress(what: str, done: float) -> None:
-            if not said or done - said[-1] >= 0.25:
-                said.append(done)
-                say(f"{what} (once, then cached): {done:.0%}")
-
-        cfg.model.path = tiny_qwen.ensure(cfg.model.path, progress=progress)
-        if said:
-            say(f"built {cfg.model.path} in {time.perf_counter() - begin:.0f} s")
+        told = progress or (lambda what, done: None)
+        cfg.model.path = tiny_qwen.ensure(
+            cfg.model.path, progress=lambda what, done: told(f"{what} (once, then cached)", done)
+        )
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -93,9 +97,10 @@ def prepare(cfg: Config, say: Any) -> Prepared:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
     resume_from = checkpoint.find(cfg)
-    if resume_from:
-        data.stream.load_state_dict(checkpoint.read_state(resume_from)["stream"])
-    return Prepared(cfg, resolved_device(cfg), data, canary, asked_for, resume_from)
+    state = checkpoint.read_state(resume_from) if resume_from else None
+    if state:
+        data.stream.load_state_dict(state["stream"])
+    return Prepared(cfg, resolved_device(cfg), data, canary, asked_for, resume_from, state)
 
 
 def check_model(cfg: Config) -> None:
@@ -228,35 +233,35 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
 
 async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
     """Start everybody, run the pipeline, save the model."""
-    cfg = prepared.cfg
+    cfg, screen = prepared.cfg, tracker.screen
     begin = time.perf_counter()
     trainers = [group for group in (roles.actor, roles.ref) if group is not None]
-    facts, *_ = await asyncio.gather(*(g.setup() for g in trainers), roles.rollout.setup())
-    await roles.sync.connect()
-    tracker.say(
-        f"started in {time.perf_counter() - begin:.0f} s: {facts['num_params'] / 1e6:.2f}M parameters, "
-        f"{len(roles.rollout.replicas)} rollout replica(s), {len(roles.actor.ranks)} trainer rank(s) on "
-        f"{prepared.device}, staleness {cfg.pipeline.staleness}"
-    )
+    with screen.working(
+        f"starting {len(roles.rollout.replicas)} rollout replica(s) and {len(roles.actor.ranks)} trainer rank(s)"
+    ):
+        await asyncio.gather(*(g.setup() for g in trainers), roles.rollout.setup())
+        await roles.sync.connect()
+    screen.say(f"started in {time.perf_counter() - begin:.0f} s")
     resumed = await resume(prepared, roles, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
-        await pipeline.fit()
+    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
+    async with watching(groups, prepared.device == "cuda", tracker.report_usage):
+        with screen.training(tracker.total_steps, len(tracker.steps)):
+            with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
+                await pipeline.fit()
     if cfg.trainer.save_hf_model:
-        path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
-        await roles.actor.save_hf(path)
+        with screen.working("writing hf_model"):
+            path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
+            await roles.actor.save_hf(path)
 
 
 async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
-    """Bring trainer and tracker to the checkpoint, if there is one."""
-    path = prepared.resume_from
+    """Bring the trainer to the checkpoint, if there is one."""
+    path, state = prepared.resume_from, prepared.state
     if path is None:
-        tracker.start(0)
         return None
-    state = checkpoint.read_state(path)
     await roles.actor.load_state(str(path.resolve()))
-    tracker.start(state["step"], state["evaluations"], state["unwritten"])
     tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     return Resumed(state["step"], samples, state["generate_s"])
@@ -313,35 +318,84 @@ def run(cfg: Config) -> int:
         ConfigError: bad input, before any engine or GPU is taken.
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
     """
-    tracker = Tracker(cfg.trainer.output_dir, 0)
-    prepared = prepare(cfg, tracker.say)
-    tracker.total_steps = prepared.data.stream.total_steps
-    write_run_folder(prepared)
-    import ray
+    quiet_libraries()
+    with open_screen() as screen:
+        tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
+        with screen.working("reading model and data"):
+            prepared = prepare(cfg, screen.say, screen.progress)
+        state, total = prepared.state, prepared.data.stream.total_steps
+        if state and state["step"] >= total:
+            screen.say(
+                f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; raise "
+                "trainer.total_steps, or start anew with trainer.resume=never"
+            )
+            return 0
+        write_run_folder(prepared)
+        tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
+        observe(prepared, tracker, prepared.asked_for)
+        import ray
 
-    previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-    logs = "none: Ray did not start"
-    try:
-        logs = f"{start_ray(cfg)}/logs"
-        asyncio.run(_to_the_end(prepared, tracker))
-    except Stopped as e:
-        newest = checkpoint.finished(checkpoint.folder_of(cfg))
-        tracker.say(
-            f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
-        )
-        raise KeyboardInterrupt from e
-    except asyncio.CancelledError as e:
-        raise KeyboardInterrupt from e
-    except Exception as e:
-        e.add_note(f"logs of all processes: {logs}")
-        raise
-    finally:
-        ray.shutdown()
-        signal.signal(signal.SIGTERM, previous)
-    summary = tracker.summary()
-    for line in closing_lines(summary, cfg):
-        tracker.say(line)
+        previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+        logs = "none: Ray did not start"
+        try:
+            logs = f"{start_ray(cfg)}/logs"
+            asyncio.run(_to_the_end(prepared, tracker))
+        except Stopped as e:
+            newest = checkpoint.finished(checkpoint.folder_of(cfg))
+            screen.say(
+                f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
+            )
+            raise KeyboardInterrupt from e
+        except asyncio.CancelledError as e:
+            raise KeyboardInterrupt from e
+        except Exception as e:
+            e.add_note(f"logs of all processes: {logs}")
+            raise
+        finally:
+            ray.shutdown()
+            signal.signal(signal.SIGTERM, previous)
+            tracker.close(failed=sys.exc_info()[0] is not None)
+        screen.table(end_facts(tracker.summary(), cfg))
     return 0
+
+
+def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
+    """Open the loggers, count the model, and say what is about to run. After `tracker.start`.
+
+    Raises:
+        ConfigError: W&B does not start.
+    """
+    cfg, data = prepared.cfg, prepared.data
+    params, shape = measure_model(cfg)
+    places = {name: sum(cfg.placement.pools[cfg.placement.roles[name]]) for name in ("rollout", "actor")}
+    tracker.meter = Meter(cfg, shape, rollout=places["rollout"], trainer=places["actor"])
+    tracker.total_steps = data.stream.total_steps
+    # A prompt's row does not change from epoch to epoch.
+    prompts = {p.id[1]: p for p in data.stream.first_rows(len(data.stream))}
+    held_out = {p.id: p for p in data.val or ()}
+    tracker.loggers = open_loggers(
+        cfg, len(tracker.steps), lambda id: held_out.get(id) or prompts.get(id[1]), tracker.say
+    )
+    used = [len(prompts)] + ([len(held_out)] if held_out else [])
+    links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
+    tracker.screen.table(start_facts(cfg, asked_model, params, used, tracker.total_steps, links))
+
+
+def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
+    """Parameters (tied ones once) and the shape for counting FLOPs, from the model's code without weights."""
+    import accelerate
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    trust = cfg.model.trust_remote_code
+    try:
+        config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
+        with accelerate.init_empty_weights():
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        model.tie_weights()
+        params = sum(p.numel() for p in model.parameters())
+    except Exception:  # code of others; the trainer says in its own words what does not fit
+        return None, None
+    return params, shape_of(config, params)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
@@ -350,21 +404,3 @@ def report_failure(cfg: Config, error: Exception) -> str:
     path.write_text("".join(traceback.format_exception(error)))
     said = [f"error: the run ended by {type(error).__name__}: {_first_line(error)}", f"traceback: {path}"]
     return "\n  ".join(said + getattr(error, "__notes__", []))
-
-
-def closing_lines(summary: dict[str, Any], cfg: Config) -> list[str]:
-    """What the run came to, for people."""
-    lines = [
-        f"reward {summary['reward/first']:.3f} -> {summary['reward/last']:.3f} "
-        f"(means of the first and last {summary['reward/averaged_steps']} steps)"
-    ]
-    if "val/first" in summary:
-        lines.append(f"held-out reward {summary['val/first']:.3f} -> {summary['val/last']:.3f}")
-    lines.append(
-        f"median step {summary['median/time/step_s']:.2f} s, generate {summary['median/time/generate_s']:.2f} s, "
-        f"train {summary['median/time/train_s']:.2f} s, sync {summary['median/time/sync_s']:.3f} s; "
-        f"idle: rollout {summary['idle_share/rollout']:.0%}, trainer {summary['idle_share/trainer']:.0%}; "
-        f"{summary['samples_per_s']:.0f} samples/s"
-    )
-    lines.append(f"{summary['seconds']:.0f} s in all; everything is in {cfg.trainer.output_dir}")
-    return lines

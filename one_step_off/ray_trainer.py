@@ -105,7 +105,7 @@ class Pipeline:
             if step + 1 == total:
                 await self._finish(total)
             self.tracker.step(batch, step, metrics)
-        if self.checkpointer and self.cfg.trainer.save_freq > 0 and self.start < total:
+        if self.checkpointer and self.checkpointer.in_use:
             await self._save(total, None)
 
     async def _begin(self, total: int) -> deque[asyncio.Future]:

@@ -1,4 +1,4 @@
-"""What a run leaves behind: the run folder's files, and a line per step for whoever watches."""
+"""What a run leaves behind in files that other programs rely on; screen and loggers are told of each step too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
+from one_step_off.loggers import Loggers
+from one_step_off.performance import Meter
 from one_step_off.samples import Batch, Sample
+from one_step_off.screen import PlainScreen
 
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
@@ -34,19 +38,32 @@ def staleness(batch: Batch, version: int) -> dict[str, float]:
 
 
 class Tracker:
-    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and prints the progress lines."""
+    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and the loggers.
 
-    def __init__(self, folder: str, total_steps: int, out: TextIO | None = None) -> None:
-        self.folder, self.total_steps, self.out = Path(folder), total_steps, out
+    Attributes:
+        loggers: TensorBoard and the like, once they are open.
+        meter: counts tokens and FLOPs, once the model is known.
+        usage: the latest figures of memory and GPU utilisation; `report_usage` keeps them fresh.
+    """
+
+    def __init__(
+        self, folder: str, total_steps: int, out: TextIO | None = None, screen: PlainScreen | None = None
+    ) -> None:
+        """`screen` None: plain lines to `out`."""
+        self.folder, self.total_steps = Path(folder), total_steps
+        self.screen = screen or PlainScreen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step_s = math.nan
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
+        self.loggers: Loggers | None = None
+        self.meter: Meter | None = None
+        self.usage: dict[str, float] = {}
 
     def start(
-        self, step: int, evaluations: list[dict[str, float]] = (), unwritten: dict[str, float] | None = None
+        self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
     ) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
@@ -66,21 +83,31 @@ class Tracker:
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
-        print(line, file=self.out, flush=True)
+        self.screen.say(line)
+
+    def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
+        """What `usage.watching` found; it goes into the rows from now on."""
+        self.usage |= metrics
+        if self.meter and device_name:
+            self.meter.device_name = device_name
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
         row = {"step": batch.step, "weight_version": version}
-        row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.unwritten
+        row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.unwritten | self.usage
         self.unwritten = {}
         row["tokens/response"] = float(sum(len(s.response_ids) for s in batch.samples))
         row["samples"] = float(len(batch.samples))
+        if self.meter:
+            row |= self.meter.step(batch, row["time/generate_s"], row["time/train_s"], row["time/step_s"])
         if math.isnan(self.first_step_s):
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)
         self._append("ledger.jsonl", {"step": batch.step, "prompts": batch.prompt_order()})
-        self.say(progress_line(row, self.total_steps))
+        if self.loggers:
+            self.loggers.step(row, batch)
+        self.screen.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`.
@@ -98,7 +125,15 @@ class Tracker:
         self.evaluations.append(found)
         self.unwritten = found
         self._append("evaluations.jsonl", found)
+        if self.loggers:
+            self.loggers.evaluation(version, samples)
         self.say(f"held-out reward of v{version}: {found['val/reward']:.3f} over {len(samples)} samples")
+
+    def close(self, failed: bool = False) -> None:
+        """Wait for what the loggers still write. `failed`: the run ended by an error."""
+        loggers, self.loggers = self.loggers, None
+        if loggers:
+            loggers.close(failed)
 
     def summary(self) -> dict[str, Any]:
         """Write and return `summary.json`. Medians leave the first step out (caches and buffers warm up in it)."""
@@ -106,31 +141,16 @@ class Tracker:
         found: dict[str, Any] = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
         found["time_to_first_step_s"] = self.first_step_s
         if rows:
-            k = min(5, len(self.steps))
-            rewards = [r["reward/mean"] for r in self.steps]
-            found |= {
-                "reward/first": statistics.fmean(rewards[:k]),
-                "reward/last": statistics.fmean(rewards[-k:]),
-                "reward/averaged_steps": k,
-            }
-            names = [n for n in rows[-1] if n.startswith("time/")]
-            found |= {f"median/{n}": statistics.median(r[n] for r in rows if n in r) for n in names}
-            step, gen = found["median/time/step_s"], found["median/time/generate_s"]
-            train = found["median/time/train_s"]
-            total = sum(r["time/step_s"] for r in rows)
-            found |= {
-                "overlap_ratio": step / max(gen, train),
-                # The replicas idle from the end of their samples to the end of the next sync.
-                "idle_share/rollout": sum(r["time/wait_trainer_s"] + r["time/sync_s"] for r in rows) / total,
-                "idle_share/trainer": 1 - sum(r["time/train_s"] for r in rows) / total,
-                "samples_per_s": sum(r["samples"] for r in rows) / total,
-                "response_tokens_per_s": sum(r["tokens/response"] for r in rows) / total,
-                "canary/logprob_diff_max": max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps),
-            }
+            found |= _learning(self.steps) | _speed(rows)
+            found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
             found["val/first"] = self.evaluations[0]["val/reward"]
             found["val/last"] = self.evaluations[-1]["val/reward"]
             found["val/versions"] = [e["val/version"] for e in self.evaluations]
+        # The last look at memory was after the last row.
+        found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
+        if self.meter:
+            found["device"] = self.meter.device_name or "cpu"
         found = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
         (self.folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
         return found
@@ -141,13 +161,35 @@ class Tracker:
             f.write(json.dumps(clean) + "\n")
 
 
-def progress_line(row: dict[str, Any], total: int) -> str:
-    """One step in one line."""
-    width = len(str(total))
-    return (
-        f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
-        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
-        f"step {row['time/step_s']:.2f}s = gen {row['time/generate_s']:.2f} | train {row['time/train_s']:.2f}"
-        f" | sync {row.get('time/sync_s', 0.0):.2f}  ratio {row.get('ratio/mean', math.nan):.3f}"
-        f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
-    )
+def _learning(steps: list[dict[str, Any]]) -> dict[str, float]:
+    """The rewards of the first and the last steps."""
+    k, rewards = min(5, len(steps)), [r["reward/mean"] for r in steps]
+    return {
+        "reward/first": statistics.fmean(rewards[:k]),
+        "reward/last": statistics.fmean(rewards[-k:]),
+        "reward/averaged_steps": k,
+    }
+
+
+def _speed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Medians, idle shares and rates over these steps; a rate is None where no step has it."""
+    names = [n for n in rows[-1] if n.startswith("time/")]
+    found: dict[str, float | None] = {f"median/{n}": _median(rows, n) for n in names}
+    step, gen = found["median/time/step_s"], found["median/time/generate_s"]
+    train = found["median/time/train_s"]
+    total = sum(r["time/step_s"] for r in rows)
+    found |= {
+        "overlap_ratio": step / max(gen, train),
+        # The replicas idle from the end of their samples to the end of the next sync.
+        "idle_share/rollout": sum(r["time/wait_trainer_s"] + r["time/sync_s"] for r in rows) / total,
+        "idle_share/trainer": 1 - sum(r["time/train_s"] for r in rows) / total,
+        "samples_per_s": sum(r["samples"] for r in rows) / total,
+        "response_tokens_per_s": sum(r["tokens/response"] for r in rows) / total,
+    }
+    rates = ("tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")
+    return found | {n: _median(rows, n) for n in rows[-1] if n.startswith(rates)}
+
+
+def _median(rows: list[dict[str, Any]], name: str) -> float | None:
+    values = [r[name] for r in rows if r.get(name) is not None]
+    return statistics.median(values) if values else None

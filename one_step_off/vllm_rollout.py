@@ -21,6 +21,7 @@ from one_step_off.config import Config
 from one_step_off.distributed_util import SyncError
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt, Sample, Stamp
+from one_step_off.usage import UsageProbe
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class RewardQueue:
                     future.set_result(reward)
 
 
-class RolloutReplica:
+class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
     def __init__(self, cfg: Config, index: int, device: str, scorer: Any) -> None:

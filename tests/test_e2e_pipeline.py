@@ -73,6 +73,13 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     summary = json.loads((first / "summary.json").read_text())
     assert summary["steps"] == 4 and summary["overlap_ratio"] > 0 and summary["val/versions"] == [0, 2, 4]
     assert {"config.yaml", "versions.json"} <= {p.name for p in first.iterdir()}
+    samples = rows(first, "samples/step_000003.jsonl")
+    assert len(samples) == metrics[3]["samples"] and samples[0]["prompt"] and samples[0]["versions"] == [2]
+    assert np.mean([s["reward"] for s in samples]) == pytest.approx(metrics[3]["reward/mean"])
+    assert [s["prompt_id"][0] for s in rows(first, "samples/val_v000002.jsonl")] == [-1] * 8
+    assert len(list((first / "tensorboard").glob("events.out.tfevents.*"))) == 1
+    assert summary["memory/trainer_peak_bytes"] > 1e8 and summary["memory/rollout_peak_bytes"] > 1e8
+    assert summary["flops_per_s/trainer"] > 0 and summary["mfu/trainer"] is None
     trained = AutoModelForCausalLM.from_pretrained(first / "hf_model").state_dict()
     start = AutoModelForCausalLM.from_pretrained(models()).state_dict()
     assert all((trained[n] != start[n]).any() for n in start)

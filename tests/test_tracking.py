@@ -7,6 +7,8 @@ import json
 
 import numpy as np
 
+from one_step_off.config import Config
+from one_step_off.performance import Meter, ModelShape
 from one_step_off.samples import Batch, Sample
 from one_step_off.tracking import Tracker, staleness
 
@@ -79,6 +81,36 @@ def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
     tracker.step(Batch(3, [sample(1, 2)], (0, 0)), 3, times())
     rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [r["val/version"] for r in rows] == [3, 4]
+
+
+def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
+    first = Tracker(str(tmp_path), 3, out=io.StringIO())
+    first.start(0)
+    for step in range(3):
+        first.step(Batch(step, [sample(step, 2, row=step)], (0, 0)), step, times())
+    first.summary()
+    again = Tracker(str(tmp_path), 3, out=io.StringIO())
+    again.start(2, [{"val/version": 0.0, "val/reward": 0.5}], {"val/reward": 0.7})
+    assert not (tmp_path / "summary.json").exists()
+    again.step(Batch(2, [sample(9, 2, row=9)], (0, 0)), 2, times())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2]["val/reward"] == 0.7
+    assert again.summary()["steps"] == 3 and again.evaluations[0]["val/reward"] == 0.5
+
+
+def test_speed_and_memory_in_rows_and_summary(tmp_path):
+    tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
+    tracker.meter = Meter(Config(), ModelShape(1000, 2, 8), 1, 1)
+    tracker.report_usage({"memory/trainer_peak_bytes": 5.0}, "NVIDIA H100 80GB HBM3")
+    for step in range(2):
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times(gen=0.5))
+    tracker.report_usage({"memory/trainer_peak_bytes": 7.0, "memory/rollout_peak_bytes": 9.0}, "")
+    summary = tracker.summary()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["memory/trainer_peak_bytes"] == 5 and row["tokens_per_s/rollout"] == 4
+    assert summary["memory/trainer_peak_bytes"] == 7 and summary["memory/rollout_peak_bytes"] == 9
+    assert summary["tokens_per_s/rollout"] == 4 and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
+    assert summary["device"] == "NVIDIA H100 80GB HBM3"
 
 
 def test_staleness_is_over_all_tokens():

@@ -1,0 +1,274 @@
+"""What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
+
+All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
+broken dashboard must not end a run of days.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_io import resolved_yaml
+from one_step_off.samples import Batch, Prompt, PromptId, Sample
+
+Find = Callable[[PromptId], Prompt | None]
+"""The prompt of an id, where it is known."""
+
+RUN_ID_FILE = "wandb_run_id"
+SAMPLES = "samples"
+_PATIENCE_S = 60.0
+_QUEUE = 8
+
+
+class Logger(Protocol):
+    """Told of every step and every evaluation, in order, in one thread."""
+
+    def step(self, row: dict[str, Any], batch: Batch) -> None:
+        """One finished step: its row of metrics.jsonl, and its samples."""
+        ...
+
+    def evaluation(self, version: int, samples: list[Sample]) -> None:
+        """One evaluation; its figures come with the row of the next step."""
+        ...
+
+    def close(self, failed: bool) -> None:
+        """The run is over; `failed` tells how."""
+        ...
+
+
+def numbers(row: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers of a row, without its counters."""
+    kept = {k: float(v) for k, v in row.items() if k != "step" and isinstance(v, (int, float))}
+    return {k: v for k, v in kept.items() if math.isfinite(v)}
+
+
+class TensorBoard:
+    """Event files in tensorboard/. Held-out figures stand at the version that was evaluated."""
+
+    def __init__(self, folder: Path, config_text: str, first_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # What an earlier run in this folder wrote from here on is hidden.
+        self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
+        self.writer.add_text("config", "    " + config_text.replace("\n", "\n    "), first_step)
+
+    def step(self, row: dict[str, Any], batch: Batch) -> None:
+        """Each figure is a scalar."""
+        for name, value in numbers(row).items():
+            at = row["val/version"] if name.startswith("val/") else row["step"]
+            self.writer.add_scalar(name, value, int(at))
+        self.writer.flush()
+
+    def evaluation(self, version: int, samples: list[Sample]) -> None:
+        """Comes with the next row."""
+
+    def close(self, failed: bool) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+class Wandb:
+    """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
+
+    def __init__(self, cfg: Config, folder: Path) -> None:
+        """Raises ConfigError if W&B does not start (not logged in, say)."""
+        import wandb
+
+        file = folder / RUN_ID_FILE
+        run_id = file.read_text().strip() if file.exists() else secrets.token_hex(4)
+        try:
+            self.run = wandb.init(
+                project=cfg.logging.wandb_project,
+                name=folder.resolve().name,
+                id=run_id,
+                # Offline there is nothing to ask; runs of one id become one when they are sent.
+                resume="allow" if cfg.logging.wandb_mode == "online" else None,
+                mode=cfg.logging.wandb_mode,
+                dir=str(folder),
+                config=asdict(cfg),
+                settings=wandb.Settings(silent=True, console="off"),
+            )
+        except Exception as e:  # wandb has many, and each means that the user has to do something
+            raise ConfigError(
+                f"logging.wandb=true: W&B does not start ({' '.join(str(e).split()) or type(e).__name__}); "
+                "run `wandb login`, or set logging.wandb_mode=offline"
+            ) from e
+        file.write_text(run_id + "\n")
+        # Asking an offline run for its address makes W&B warn.
+        self.link = f"offline, in {folder / 'wandb'}" if cfg.logging.wandb_mode == "offline" else self.run.url
+        # Our own steps, not W&B's: those only count upwards, and a resumed run may start before the last row.
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")
+        self.run.define_metric("val/*", step_metric="val/version")
+
+    def step(self, row: dict[str, Any], batch: Batch) -> None:
+        """One row of figures."""
+        self.run.log(numbers(row) | {"step": row["step"]})
+
+    def evaluation(self, version: int, samples: list[Sample]) -> None:
+        """Comes with the next row."""
+
+    def close(self, failed: bool) -> None:
+        """Send what is left."""
+        self.run.finish(exit_code=int(failed))
+
+
+class SampleDump:
+    """All samples of each step and evaluation, one JSON object per line."""
+
+    def __init__(self, folder: Path, find: Find) -> None:
+        self.folder, self.find = folder / SAMPLES, find
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def step(self, row: dict[str, Any], batch: Batch) -> None:
+        """samples/step_NNNNNN.jsonl"""
+        advantages = None
+        if batch.advantages is not None:
+            advantages = [float(a[0]) if len(a) else None for a in batch.advantages]
+        self._write(step_file(batch.step), batch.samples, advantages)
+
+    def evaluation(self, version: int, samples: list[Sample]) -> None:
+        """samples/val_vNNNNNN.jsonl"""
+        self._write(val_file(version), samples, None)
+
+    def close(self, failed: bool) -> None:
+        """Nothing is held back."""
+
+    def _write(self, name: str, samples: list[Sample], advantages: list[float | None] | None) -> None:
+        lines = []
+        for i, sample in enumerate(samples):
+            found = describe(sample, self.find(sample.prompt_id))
+            if advantages is not None:
+                found["advantage"] = advantages[i]
+            lines.append(json.dumps(found, ensure_ascii=False))
+        # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
+        temporary = self.folder / f".{name}.tmp"
+        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
+        os.replace(temporary, self.folder / name)
+
+
+def step_file(step: int) -> str:
+    """The file of a step's samples."""
+    return f"step_{step:06d}.jsonl"
+
+
+def val_file(version: int) -> str:
+    """The file of the samples of an evaluation of weight version `version`."""
+    return f"val_v{version:06d}.jsonl"
+
+
+def describe(sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
+    """A sample as people read it. `length` counts response tokens; `versions` are those of the weights that made it."""
+    return {
+        "prompt_id": list(sample.prompt_id),
+        "index": sample.index,
+        "reward": sample.reward if math.isfinite(sample.reward) else None,
+        "length": len(sample.response_ids),
+        "finish_reason": sample.finish_reason,
+        "versions": sorted(set(sample.versions.tolist())),
+        "ground_truth": prompt.ground_truth if prompt else None,
+        "prompt": prompt.text if prompt else None,
+        "response": sample.response,
+    }
+
+
+class Loggers:
+    """All loggers of a run behind one queue and one thread. `link`: where the run can be seen, if anywhere."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say, self.link = say, ""
+        self.live: list[Logger] = []
+        self.jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_QUEUE)
+        self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
+        self.thread.start()
+
+    def add(self, what: str, make: Callable[[], Logger]) -> None:
+        """Make a logger in the thread: TensorBoard's import takes seconds."""
+
+        def job() -> None:
+            try:
+                self.live.append(make())
+            except Exception as e:
+                self.say(f"warning: {what} is left out: {type(e).__name__}: {e}")
+
+        self._put(job)
+
+    def step(self, row: dict[str, Any], batch: Batch) -> None:
+        """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
+        self._put(lambda: self._tell(lambda logger: logger.step(row, batch)))
+
+    def evaluation(self, version: int, samples: list[Sample]) -> None:
+        """Tell all of an evaluation; returns at once."""
+        self._put(lambda: self._tell(lambda logger: logger.evaluation(version, samples)))
+
+    def close(self, failed: bool = False) -> None:
+        """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
+        self._put(lambda: self._tell(lambda logger: logger.close(failed)))
+        self._put(None)
+        self.thread.join(_PATIENCE_S)
+        if self.thread.is_alive():
+            self.say(f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing")
+
+    def _put(self, job: Callable[[], None] | None) -> None:
+        try:
+            self.jobs.put(job, timeout=_PATIENCE_S)
+        except queue.Full:
+            self.say(f"warning: the loggers are {_QUEUE} steps behind; this step is left out of them")
+
+    def _work(self) -> None:
+        while (job := self.jobs.get()) is not None:
+            job()
+
+    def _tell(self, call: Callable[[Logger], None]) -> None:
+        for logger in list(self.live):
+            try:
+                call(logger)
+            except Exception as e:
+                self.live.remove(logger)
+                self.say(
+                    f"warning: {type(logger).__name__} failed and is left out from now on: {type(e).__name__}: {e}"
+                )
+
+
+def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None]) -> Loggers:
+    """The loggers that the section `logging` asks for. A run from step 0 removes what an earlier one left.
+
+    Raises:
+        ConfigError: W&B does not start.
+    """
+    folder = Path(cfg.trainer.output_dir)
+    _clear(folder, first_step)
+    # First, because it may refuse, and before any thread of ours runs.
+    online = Wandb(cfg, folder) if cfg.logging.wandb else None
+    loggers = Loggers(say)
+    if online:
+        loggers.link = online.link
+        loggers.add("W&B", lambda: online)
+    if cfg.logging.sample_dump:
+        loggers.add("the sample dump", lambda: SampleDump(folder, find))
+    if cfg.logging.tensorboard:
+        text = resolved_yaml(cfg)
+        loggers.add("TensorBoard", lambda: TensorBoard(folder, text, first_step))
+    return loggers
+
+
+def _clear(folder: Path, first_step: int) -> None:
+    """Remove samples from `first_step` on; at step 0 also the W&B id and the event files, for it is another run."""
+    for path in (folder / SAMPLES).glob("*.jsonl"):
+        number = path.stem.removeprefix("step_").removeprefix("val_v")
+        if number.isdecimal() and int(number) >= first_step + (first_step > 0 and path.stem.startswith("val_")):
+            path.unlink()
+    if first_step == 0:
+        (folder / RUN_ID_FILE).unlink(missing_ok=True)
+        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
+            path.unlink()

@@ -1,0 +1,150 @@
+"""How much arithmetic a step needs, and what share of the hardware's peak that is. Pure functions, no torch.
+
+Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of it per token of a
+forward pass, and the attention of a sequence of T tokens on top, 12 * layers * (heads * head size) * T per trained
+token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config import Config
+from one_step_off.samples import Batch
+
+# Dense bf16 FLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
+PEAKS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250e12),
+    ("GH200", 989e12),
+    ("H200", 989e12),
+    ("H100 PCIE", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("H800", 989e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
+    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    return next((peak for name, peak in PEAKS if set(name.split()) <= words), None)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """What the count needs of a dense decoder.
+
+    `matmul_params` (N): parameters that every token is multiplied with; an input embedding that is not the head as well
+    is only looked up. `attention_width`: heads * head size.
+    """
+
+    matmul_params: int
+    layers: int
+    attention_width: int
+
+    def forward_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
+        """One forward pass over whole sequences: 2N + 4 * layers * width * T for each of their T tokens."""
+        n = np.asarray(lengths, dtype=np.float64)
+        return float((2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum())
+
+    def train_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
+        """Forward and backward, which costs twice as much, over whole sequences."""
+        return 3 * self.forward_flops(lengths)
+
+    def generate_flops(self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]) -> float:
+        """Each prompt once (its samples share it), then token by token: 2N, and attention to what stands before.
+
+        Args:
+            prompts: tokens of each prompt.
+            before: for each sample the tokens of its prompt.
+            made: for each sample the tokens of its response.
+        """
+        p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
+        seen = r * p + r * (r - 1) / 2
+        own = 2 * self.matmul_params * r + 4 * self.layers * self.attention_width * seen
+        return self.forward_flops(prompts) + float(own.sum())
+
+
+def shape_of(hf_config: Any, params: int) -> ModelShape | None:
+    """The shape by a Hugging Face config and the number of parameters (tied ones once).
+
+    None where the count would be wrong or cannot be made: mixtures of experts, and configs without the usual names.
+    """
+    text = hf_config.get_text_config()
+    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
+    hidden, vocabulary = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
+    if experts or not all((layers, heads, hidden, vocabulary)):
+        return None
+    width = heads * (getattr(text, "head_dim", None) or hidden // heads)
+    tied = getattr(text, "tie_word_embeddings", False) or getattr(hf_config, "tie_word_embeddings", False)
+    return ModelShape(params if tied else params - vocabulary * hidden, layers, width)
+
+
+@dataclass
+class Meter:
+    """Tokens/s, FLOP/s and MFU of both groups, step by step. `rollout` and `trainer` count GPUs (CPU runs: processes).
+
+    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None.
+    """
+
+    cfg: Config
+    shape: ModelShape | None
+    rollout: int
+    trainer: int
+    device_name: str = ""
+
+    @property
+    def peak(self) -> float | None:
+        """FLOP/s of one device, where it is known. The table is for bf16; fp32 runs have another peak."""
+        return peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
+
+    def step(self, batch: Batch, generate_s: float, train_s: float, step_s: float) -> dict[str, float | None]:
+        """The figures of one step. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
+        lengths = np.array([s.length for s in batch.samples])
+        made = np.array([len(s.response_ids) for s in batch.samples])
+        epochs = self.cfg.actor.ppo_epochs
+        found: dict[str, float | None] = {
+            "tokens_per_s/rollout": _rate(float(made.sum()), generate_s),
+            "tokens_per_s/trainer": _rate(float(lengths.sum()) * epochs, train_s),
+        }
+        if self.shape is None:
+            return found
+        prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
+        # Reference and proximal log-probs are forward passes within time/train_s.
+        passes = (batch.ref_log_probs is not None) + (batch.old_log_probs is not None)
+        work = {
+            "rollout": (
+                self.shape.generate_flops(list(prompts.values()), lengths - made, made),
+                generate_s,
+                self.rollout,
+            ),
+            "trainer": (
+                epochs * self.shape.train_flops(lengths) + passes * self.shape.forward_flops(lengths),
+                train_s,
+                self.trainer,
+            ),
+        }
+        for group, (flops, seconds, devices) in work.items():
+            found[f"flops_per_s/{group}"] = _rate(flops, seconds)
+            whole = None if self.peak is None else self.peak * devices
+            found[f"mfu/{group}"] = None if whole is None else _rate(flops, seconds * whole)
+            found[f"mfu/{group}_of_step"] = None if whole is None else _rate(flops, step_s * whole)
+        return found
+
+
+def _rate(amount: float, per: float) -> float | None:
+    return amount / per if per > 0 else None

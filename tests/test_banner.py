@@ -1,0 +1,80 @@
+"""What a run says before and after, and that its config and last command really work."""
+
+from __future__ import annotations
+
+import shlex
+
+from one_step_off.banner import count, end_facts, going_on, start_facts
+from one_step_off.config import Config
+from one_step_off.config_io import load, resolved_yaml
+from tests.conftest import tiny_config
+
+SUMMARY = {
+    "steps": 40, "seconds": 74.2, "reward/first": 0.3, "reward/last": 0.95, "reward/averaged_steps": 5, "val/first": 0.0,
+    "val/last": 0.99, "val/versions": [0, 40], "median/time/step_s": 1.17, "median/time/generate_s": 0.5,
+    "median/time/train_s": 0.54, "median/time/sync_s": 0.042, "idle_share/rollout": 0.51, "idle_share/trainer": 0.53,
+    "samples_per_s": 214.2, "tokens_per_s/rollout": 9000.4, "tokens_per_s/trainer": 18000.0, "flops_per_s/rollout": 1e9,
+    "flops_per_s/trainer": 2.5e10, "mfu/rollout": None, "mfu/trainer": None, "device": "cpu",
+    "memory/rollout_peak_bytes": 2**30, "memory/trainer_peak_bytes": 2**29,
+}  # fmt: skip
+
+
+def test_the_banner():
+    cfg = load(["config=config/gsm8k_tiny_cpu.yaml"])
+    cfg.model.path = "/cache/tiny-qwen2-abc"
+    facts = start_facts(cfg, "tiny:qwen2", 345_000, [4096, 128], 40, [("wandb", "offline")])
+    text = "\n".join(f"{k}: {v}" for k, v in facts)
+    for part in (
+        "model: tiny:qwen2, 345k parameters, float32",
+        "data: 4096 prompts of generator:word_problems",
+        "held out: 128 prompts of generator:word_problems",
+        "placement: rollout: 1 CPU process; rollout: 1 replica x TP 1",
+        ": actor: 1 CPU process; actor: 1 rank",
+        "staleness: 1 (one step off",
+        "steps: 40, each 16 prompts x 16 samples",
+        "output: outputs/gsm8k_tiny_cpu",
+        "wandb: offline",
+    ):
+        assert part in text
+    assert "held out: none" in "\n".join(f"{k}: {v}" for k, v in start_facts(cfg, "m", None, [5], 1, []))
+
+
+def test_counts():
+    assert [count(n) for n in (5, 345_000, 999_999, 494_032_768, 1_543_714_304)] == ["5", "345k", "1M", "494M", "1.54B"]
+
+
+def test_the_end(tmp_path):
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path / "my run")
+    (tmp_path / "my run" / "samples").mkdir(parents=True)
+    facts = dict(end_facts(SUMMARY, cfg))
+    assert facts["reward"] == "0.300 -> 0.950 (means of the first and last 5 steps)"
+    assert facts["held out"] == "0.000 -> 0.990"
+    assert facts["median step"] == "1.17 s: generate 0.50 s, train 0.54 s, sync 0.042 s"
+    assert facts["idle"] == "rollout 51%, trainer 53%"
+    assert facts["tokens/s"] == "rollout 9,000, trainer 18,000 while they work"
+    assert facts["GFLOP/s"] == "rollout 1, trainer 25" and "MFU" not in facts
+    assert facts["peak memory"] == "rollout 1.00 GiB, trainer 0.50 GiB"
+    assert facts["tensorboard"] == f"tensorboard --logdir '{tmp_path}/my run/tensorboard'"
+    on_gpus = dict(end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg))
+    assert on_gpus["MFU"] == "rollout 5.0%, trainer 40.0% of NVIDIA H100 in bf16" and "GFLOP/s" not in on_gpus
+
+
+def test_a_run_without_steps_or_evaluation_still_ends_in_words():
+    facts = dict(end_facts({"steps": 0, "seconds": 1.0}, Config()))
+    assert facts["whole run"] == "0 steps in 1 s"
+
+
+def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
+    cfg = tiny_config(
+        models(), str(tmp_path / "a run"), **{"data.instruction": 'a ${x} "b" #### c', "logging.wandb": False}
+    )
+    (tmp_path / "a run").mkdir()
+    (tmp_path / "a run" / "config.yaml").write_text(resolved_yaml(cfg))
+    python, module, *arguments = shlex.split(going_on(cfg))[1:]
+    assert (python, module) == ("-m", "one_step_off.main_ppo")
+    again = load(arguments)
+    assert again.model.path == str(tmp_path / "a run" / "hf_model")
+    assert again.trainer.output_dir == str(tmp_path / "a run_next")
+    again.model.path, again.trainer.output_dir = cfg.model.path, cfg.trainer.output_dir
+    assert again == cfg

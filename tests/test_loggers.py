@@ -1,0 +1,200 @@
+"""TensorBoard, W&B and sample dumps: what they write, and that their failures are told and harmless."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from one_step_off import loggers
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_io import validate
+from one_step_off.loggers import Loggers, open_loggers
+from one_step_off.samples import Batch, Prompt, Sample
+
+PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
+
+
+def sample(row: int = 0, index: int = 0, reward: float = 1.0, text: str = "zwei ü") -> Sample:
+    z = np.zeros(3)
+    return Sample(
+        (0, row), index, np.arange(2), z, z, z > -1, np.full(3, 4), reward=reward, finish_reason="stop", response=text
+    )
+
+
+def config(folder: Path, **changes: object) -> Config:
+    cfg = Config()
+    cfg.trainer.output_dir = str(folder)
+    for name, value in changes.items():
+        setattr(cfg.logging, name, value)
+    return cfg
+
+
+def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
+    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append)
+    found.evaluation(steps[0], [sample(text="held out")])
+    for step in steps:
+        row = {"step": step, "reward/mean": step / 10, "mfu/trainer": None, "actor/grad_norm": math.nan}
+        row |= {"val/version": float(step), "val/reward": 0.5} if step == steps[0] else {}
+        batch = Batch(step, [sample(0, 0), sample(7, 1, reward=math.nan, text="\ud83d")], (0, 0))
+        batch.advantages = [np.full(3, 0.5), np.zeros(0)]
+        found.step(row, batch)
+    found.close()
+
+
+def test_samples_as_people_read_them(tmp_path):
+    said: list[str] = []
+    log_steps(config(tmp_path, tensorboard=False), range(2), said)
+    rows = [json.loads(line) for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()]
+    assert rows[0] == {
+        "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
+        "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü", "advantage": 0.5,
+    }  # fmt: skip
+    assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage"] is None
+    assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
+    assert not said and not list((tmp_path / "samples").glob(".*"))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {t: [(e.step, round(e.value, 3)) for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
+
+
+def test_tensorboard_is_read_back_and_a_resumed_run_replaces_what_comes_after(tmp_path):
+    pytest.importorskip("tensorboard")
+    cfg = config(tmp_path, sample_dump=False)
+    said: list[str] = []
+    log_steps(cfg, range(4), said)
+    found = scalars(tmp_path)
+    assert found["reward/mean"] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
+    assert found["val/reward"] == [(0, 0.5)]
+    assert "mfu/trainer" not in found and "actor/grad_norm" not in found
+    log_steps(cfg, range(2, 5), said)
+    assert [s for s, _ in scalars(tmp_path)["reward/mean"]] == [0, 1, 2, 3, 4]
+    log_steps(cfg, range(0, 1), said)
+    assert scalars(tmp_path)["reward/mean"] == [(0, 0.0)], "another run, another history"
+    assert not said
+
+
+def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
+    cfg = config(tmp_path, tensorboard=False)
+    log_steps(cfg, range(4), [])
+    (tmp_path / "samples" / "mine.jsonl").write_text("kept")
+    open_loggers(cfg, 2, PROMPTS.get, print).close()
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
+        "mine.jsonl", "step_000000.jsonl", "step_000001.jsonl", "val_v000000.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
+    def broken(self, row, batch):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(loggers.SampleDump, "step", broken)
+    said: list[str] = []
+    log_steps(config(tmp_path), range(3), said)
+    assert said == ["warning: SampleDump failed and is left out from now on: OSError: No space left on device"]
+    assert len(scalars(tmp_path)["reward/mean"]) == 3
+
+
+def test_loggers_are_told_how_the_run_ended():
+    class Ending:
+        told = None
+
+        def close(self, failed):
+            Ending.told = failed
+
+    for failed in (True, False):
+        found = Loggers(print)
+        found.add("ending", Ending)
+        found.close(failed)
+        assert Ending.told is failed
+
+
+def test_a_logger_that_cannot_start_is_told():
+    said: list[str] = []
+    found = Loggers(said.append)
+
+    def make():
+        raise ImportError("no module")
+
+    found.add("TensorBoard", make)
+    found.close()
+    assert said == ["warning: TensorBoard is left out: ImportError: no module"]
+
+
+def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
+    import threading
+
+    monkeypatch.setattr(loggers, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(loggers, "_QUEUE", 1)
+    said: list[str] = []
+    found, gate = Loggers(said.append), threading.Event()
+    found.add("slow", gate.wait)
+    for step in range(3):
+        found.step({"step": step}, Batch(step, [], (0, 0)))
+    found.close()
+    gate.set()
+    assert any("behind" in line for line in said) and "have not ended" in said[-1]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name):
+    from one_step_off import config_checks
+
+    cfg = config(tmp_path, **{name: True})
+    cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
+    cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
+    honest = config_checks._installed
+    monkeypatch.setattr(config_checks, "_installed", lambda package: package != name and honest(package))
+    with pytest.raises(ConfigError, match=rf"logging.{name}=true: the package {name} is missing; pip install {name}"):
+        validate(cfg)
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    from one_step_off.config_checks import _installed
+
+    (tmp_path / "some_logger").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not _installed("some_logger") and _installed("json")
+
+
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed (extra wandb)"
+)
+
+
+@needs_wandb
+@pytest.mark.timeout(120)
+def test_wandb_offline_and_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    cfg = config(tmp_path, wandb=True, wandb_mode="offline", tensorboard=False, sample_dump=False)
+    said: list[str] = []
+    log_steps(cfg, range(3), said)
+    first = (tmp_path / "wandb_run_id").read_text().strip()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))) == 1
+    log_steps(cfg, range(2, 4), said)
+    assert (tmp_path / "wandb_run_id").read_text().strip() == first, "a resumed run goes on in the same W&B run"
+    log_steps(cfg, range(1), said)
+    assert (tmp_path / "wandb_run_id").read_text().strip() != first, "a new run is another one"
+    assert not said
+
+
+@needs_wandb
+def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**kwargs):
+        assert kwargs["resume"] == "allow" and kwargs["dir"] == str(tmp_path)
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"does not start \(api_key not configured \(no-tty\)\); run `wandb login`"):
+        open_loggers(config(tmp_path, wandb=True), 0, PROMPTS.get, print)

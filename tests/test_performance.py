@@ -1,0 +1,100 @@
+"""FLOPs by hand, and what is made of them."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+
+from one_step_off.config import Config
+from one_step_off.performance import Meter, ModelShape, peak_flops, shape_of
+from one_step_off.samples import Batch, Sample
+
+SHAPE = ModelShape(matmul_params=1000, layers=2, attention_width=8)
+
+
+def sample(row: int, index: int, prompt: int, response: int) -> Sample:
+    z = np.zeros(response)
+    return Sample((0, row), index, np.arange(prompt), z, z, z > -1, z.astype(int), reward=0.0)
+
+
+def test_palm_formula_by_hand():
+    # One sequence of 10 tokens: 6 * 1000 * 10 + 12 * 2 * 8 * 10 * 10
+    assert SHAPE.train_flops([10]) == 60_000 + 19_200
+    assert SHAPE.forward_flops([10]) == 79_200 / 3
+    assert SHAPE.train_flops([10, 20]) == SHAPE.train_flops([10]) + SHAPE.train_flops([20])
+
+
+def test_generation_by_hand():
+    # The prompt of 3 once, then two samples of 2 tokens that see 3 and 4 tokens each: 4 * 2 * 8 = 64 per token seen.
+    prompt = 2 * 1000 * 3 + 64 * 9
+    token_by_token = 2 * (2 * 1000 * 2 + 64 * (3 + 4))
+    assert SHAPE.generate_flops([3], [3, 3], [2, 2]) == prompt + token_by_token
+    assert SHAPE.generate_flops([3], [3], [0]) == prompt
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 2060", None),
+        ("", None),
+    ],
+)
+def test_peaks_by_name(name, peak):
+    assert peak_flops(name) == peak
+
+
+def hf_config(**keys: object) -> types.SimpleNamespace:
+    found = types.SimpleNamespace(
+        **{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 10, **keys}
+    )
+    found.get_text_config = lambda: found
+    return found
+
+
+def test_shapes():
+    assert shape_of(hf_config(tie_word_embeddings=True), 500) == ModelShape(500, 2, 8)
+    assert shape_of(hf_config(head_dim=5), 500) == ModelShape(420, 2, 20), "an untied embedding is only looked up"
+    assert shape_of(hf_config(num_experts=8), 500) is None
+    assert shape_of(hf_config(hidden_size=None), 500) is None
+
+
+def batch_of(**extra: object) -> Batch:
+    return Batch(0, [sample(0, 0, 3, 2), sample(0, 1, 3, 4)], (0, 0), **extra)
+
+
+def test_rates_and_mfu_of_both_groups():
+    meter = Meter(Config(), SHAPE, rollout=1, trainer=2, device_name="NVIDIA H100 80GB HBM3")
+    found = meter.step(batch_of(), generate_s=0.5, train_s=2.0, step_s=4.0)
+    assert found["tokens_per_s/rollout"] == 6 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
+    assert found["flops_per_s/trainer"] == SHAPE.train_flops([5, 7]) / 2.0
+    assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
+    assert found["mfu/trainer_of_step"] == pytest.approx(found["mfu/trainer"] / 2)
+    assert found["mfu/rollout"] == pytest.approx(SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12)
+
+
+def test_log_prob_passes_and_epochs_count():
+    cfg = Config()
+    cfg.actor.ppo_epochs = 2
+    found = Meter(cfg, SHAPE, 1, 1).step(batch_of(ref_log_probs=[], old_log_probs=[]), 1.0, 1.0, 1.0)
+    assert found["flops_per_s/trainer"] == 2 * SHAPE.train_flops([5, 7]) + 2 * SHAPE.forward_flops([5, 7])
+    assert found["tokens_per_s/trainer"] == 24
+
+
+def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
+    found = Meter(Config(), SHAPE, 1, 1).step(batch_of(), 0.0, 1.0, 1.0)
+    assert found["mfu/trainer"] is None and found["flops_per_s/trainer"] > 0 and found["tokens_per_s/rollout"] is None
+    assert set(Meter(Config(), None, 1, 1).step(batch_of(), 1.0, 1.0, 1.0)) == {
+        "tokens_per_s/rollout",
+        "tokens_per_s/trainer",
+    }
+    fp32 = Config()
+    fp32.model.dtype = "float32"
+    assert Meter(fp32, SHAPE, 1, 1, "NVIDIA H100").step(batch_of(), 1.0, 1.0, 1.0)["mfu/rollout"] is None

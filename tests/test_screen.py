@@ -1,0 +1,182 @@
+"""What is shown: plain lines in a pipe, a bar on a terminal, and errors on both."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from one_step_off.screen import LiveScreen, PlainScreen, clock, figures, open_screen, quiet_libraries, trend
+
+ROOT = Path(__file__).parents[1]
+
+
+def row(step: int, reward: float = 0.5) -> dict:
+    return {
+        "step": step, "weight_version": step, "reward/mean": reward, "response_length/mean": 12.3, "time/step_s": 2.0,
+        "time/generate_s": 1.0, "time/train_s": 1.5, "time/sync_s": 0.1, "time/wait_trainer_s": 0.4,
+        "time/wait_rollout_s": 0.05, "tokens_per_s/rollout": 1234.5,
+    }  # fmt: skip
+
+
+def a_run(screen: PlainScreen) -> None:
+    with screen.working("starting engines"):
+        for i in range(11):
+            screen.progress("building", i / 10)
+    screen.table([("model", "tiny"), ("placement", "one"), ("", "two")])
+    with screen.training(3):
+        for step in range(3):
+            screen.step(row(step, step / 2), 3)
+        screen.say("held-out [bold]0.5[/bold]")
+
+
+def test_plain_lines_are_one_per_step():
+    out = io.StringIO()
+    with PlainScreen(out) as screen:
+        a_run(screen)
+    lines = out.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("step ")] == [
+        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  step 2.00s = gen 1.00 | train 1.50 | sync 0.10  "
+        "ratio nan  canary nan"
+        for i in range(3)
+    ]
+    assert [line for line in lines if line.startswith("building")] == [
+        "building: 0%", "building: 30%", "building: 60%", "building: 90%",
+    ]  # fmt: skip
+    assert "starting engines ..." in lines and "model        tiny" in lines and "             two" in lines
+    assert "\x1b" not in out.getvalue()
+
+
+def terminal(width: int = 120) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
+
+
+@pytest.mark.parametrize("width", [120, 60])
+def test_the_bar_and_its_figures(width):
+    console = terminal(width)
+    with LiveScreen(console) as screen, screen.training(40):
+        for step in range(10):
+            screen.step(row(step, step / 10), 40)
+        drawn = terminal(width)
+        drawn.print(screen._render())
+        text = " ".join(drawn.file.getvalue().split())
+    for part in ("step 10/40", "━", "25%", "left 1:00", "reward 0.900 ▁▂", "length 12.3", "1,234 tokens/s"):
+        assert part in text
+    assert "waits: rollout 0.50 s, trainer 0.05 s" in text
+    assert screen.live is None
+
+
+def test_the_live_part_goes_and_what_was_said_stays():
+    console = terminal()
+    with LiveScreen(console) as screen:
+        a_run(screen)
+    out = console.file.getvalue()
+    assert "held-out [bold]0.5[/bold]" in out and "placement" in out
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, "the cursor is hidden and comes back"
+
+
+def test_a_long_command_stays_one_line():
+    console = terminal(40)
+    LiveScreen(console).table([("to go on", "python -m " + "x" * 100)])
+    assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
+
+
+def test_an_error_ends_the_live_part_and_threads():
+    before = threading.active_count()
+    screen = LiveScreen(terminal())
+    with pytest.raises(ValueError), screen, screen.training(3):
+        screen.progress("building", 0.5)
+        raise ValueError
+    assert screen.live is None
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def test_small_helpers():
+    assert clock(59.6) == "1:00" and clock(3661) == "1:01:01" and clock(-1) == "0:00"
+    assert trend([0, 1]) == "▁█" and trend([1, 1, float("nan")]) == "▁▁" and trend([1]) == ""
+    assert "tokens/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k}, [])
+
+
+PROGRAM = """
+import sys, time, warnings
+from one_step_off.screen import open_screen
+from tests.test_screen import a_run, row
+try:
+    with open_screen() as screen:
+        a_run(screen)
+        with screen.training(3):
+            screen.step(row(0), 3)
+            print("from a library")
+            warnings.warn("ours")
+            time.sleep(0.4)
+            raise RuntimeError("engine 0 died")
+except RuntimeError as e:
+    print(f"error: {e}", file=sys.stderr)
+"""
+
+
+def on_a_terminal(program: str, term: str = "xterm") -> str:
+    """What a terminal of 100 columns receives, stdout and stderr."""
+    master, slave = pty.openpty()
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    done = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
+    )  # fmt: skip
+    os.close(slave)
+    out = b""
+    try:
+        while part := os.read(master, 65536):
+            out += part
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    finally:
+        os.close(master)
+    assert done.wait(60) == 0
+    return out.decode()
+
+
+def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
+    out = on_a_terminal(PROGRAM)
+    assert "━" in out and "step 1/3" in out and "tokens/s" in out and "gen 1.00 | train" not in out
+    assert "from a library" in out and "UserWarning: ours" in out
+    last = out.rstrip().splitlines()[-1]
+    assert last.endswith("error: engine 0 died") and out.rindex("\x1b[?25h") < out.rindex("error:")
+
+
+def test_in_a_pipe_and_on_a_dumb_terminal_there_are_plain_lines():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00 | train") == 4
+    assert done.stderr.endswith("error: engine 0 died\n")
+    assert "gen 1.00 | train" in on_a_terminal(PROGRAM, term="dumb")
+
+
+def test_open_screen_knows_a_pipe(tmp_path):
+    assert type(open_screen(io.StringIO())) is PlainScreen
+
+
+def test_only_known_warnings_are_hidden(caplog):
+    with warnings.catch_warnings(record=True) as caught:
+        quiet_libraries()
+        warnings.warn_explicit("tip", FutureWarning, "x.py", 1, module="ray._private.worker")
+        warnings.warn_explicit("ours", FutureWarning, "x.py", 1, module="one_step_off.launch")
+        warnings.warn_explicit("rays", UserWarning, "x.py", 1, module="ray._private.worker")
+    assert [str(w.message) for w in caught] == ["ours", "rays"]
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    hub.warning("You are sending unauthenticated requests to the HF Hub.")
+    hub.warning("Rate limited.")
+    assert [r.getMessage() for r in caplog.records] == ["Rate limited."]
