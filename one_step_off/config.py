@@ -48,6 +48,7 @@ class DataConfig:
 
     train_files: str = key("", "jsonl or parquet file(s, comma-separated), hub id, or generator:word_problems")
     val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation")
+    val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
     format: str = key(
         "auto",
         "columns of the rows: question/answer, or prompt messages/reward_model",
@@ -97,6 +98,10 @@ class RolloutConfig:
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
+    val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
+    val_max_response_length: Optional[int] = key(
+        None, "longest response of evaluation, if other than in training", low=1
+    )
 
 
 @dataclass
@@ -188,6 +193,7 @@ class TrainerConfig:
     total_epochs: Optional[int] = key(None, "passes over the data (this or total_steps)", low=1)
     test_freq: int = key(-1, "steps between evaluations; -1: none in between", low=-1)
     val_before_train: bool = key(True, "evaluate before the first step")
+    val_only: bool = key(False, "evaluate the model (or the checkpoint it resumes from) and end")
     val_after_train: bool = key(True, "evaluate after the last step")
     output_dir: str = key("outputs/run", "the run folder")
     seed: int = key(0, "seed of data order, samples and initialisation", low=0)

@@ -150,6 +150,14 @@ def check_combinations(cfg: Config, device: str, num_gpus: int) -> None:
     _check_model(cfg.model.path)
     _check_data("data.train_files", cfg.data.train_files)
     _check_data("data.val_files", cfg.data.val_files)
+    for name, files in cfg.data.val_sets.items():
+        if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name):
+            raise ConfigError(
+                f"data.val_sets.{show(name)}: a name has letters, digits, _ . - and is not val; rename it"
+            )
+        if not files.strip():
+            raise ConfigError(f"data.val_sets.{name}='': give its files, or leave it out")
+        _check_data(f"data.val_sets.{name}", files)
     _check_reward(cfg)
     _check_output_dir(cfg.trainer.output_dir)
     _check_resume(cfg.trainer.resume)
@@ -169,8 +177,15 @@ def _check_required(cfg: Config) -> None:
         raise ConfigError("trainer.test_freq=0: must be at least 1, or -1 for no evaluation in between")
     if cfg.trainer.save_freq == 0:
         raise ConfigError("trainer.save_freq=0: must be at least 1, or -1 for no checkpoints")
-    if cfg.trainer.test_freq > 0 and not cfg.data.val_files.strip():
+    evaluated = bool(cfg.data.val_files.strip() or cfg.data.val_sets)
+    if cfg.trainer.test_freq > 0 and not evaluated:
         raise ConfigError(f"trainer.test_freq={cfg.trainer.test_freq}: nothing to evaluate on; set data.val_files")
+    if cfg.trainer.val_only and not evaluated:
+        raise ConfigError("trainer.val_only=true: nothing to evaluate on; set data.val_files")
+    if cfg.rollout.val_n > 1 and cfg.rollout.val_temperature == 0:
+        raise ConfigError(
+            f"rollout.val_n={cfg.rollout.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
+        )
     betas = cfg.actor.betas
     if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
         raise ConfigError(

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from one_step_off.config import Config, ConfigError, DataConfig
+from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.samples import Prompt
 from one_step_off.word_problems import GENERATORS, default_test_size
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 COLUMNS = {"gsm8k": ("question", "answer"), "messages": ("prompt", "reward_model")}
-VAL_EPOCH = -1
 _NAMED = 5
 _NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 
@@ -516,11 +516,12 @@ class PromptStream:
 
 
 class Data(NamedTuple):
-    """What a run trains and is evaluated on. `val` is None without a held-out set."""
+    """What a run trains and is evaluated on. `val` holds the prompts of all held-out sets, None without one."""
 
     stream: PromptStream
     val: list[Prompt] | None
     reports: list[Report]
+    val_names: list[str]
 
     def lines(self) -> list[str]:
         """The reports, for people."""
@@ -530,7 +531,7 @@ class Data(NamedTuple):
 def build(cfg: Config, tokenizer: Any) -> Data:
     """Read, check and tokenise both sets of a run.
 
-    Held-out prompts have ids (-1, row). Generated held-out problems do not depend on `trainer.seed`, so that runs
+    Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs
     with other seeds are evaluated alike.
 
     Raises:
@@ -555,14 +556,18 @@ def build(cfg: Config, tokenizer: Any) -> Data:
             f"{stream.surplus} prompts of the epoch after, to be full"
         )
     reports = [report]
-    val = None
-    if cfg.data.val_files.strip() and cfg.data.val_size != 0:
-        held_out = Report("held-out data")
+    val: list[Prompt] = []
+    known = {p.text for p in prompts}
+    sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
+    for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
+        held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
-        val_rows = load_rows(cfg.data.val_files, "test", cfg.data, 0, held_out, cfg.data.val_size)
-        val = encode(val_rows, tokenizer, cfg.data, VAL_EPOCH, held_out)
-        known = {p.text for p in prompts}
-        shared = sum(p.text in known for p in val)
+        val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
+        mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out)
+        shared = sum(p.text in known for p in mine)
         if shared:
-            held_out.notes.append(f"warning: {shared} of the {len(val)} held-out prompts are also in the training data")
-    return Data(stream, val, reports)
+            held_out.notes.append(
+                f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"
+            )
+        val += mine
+    return Data(stream, val or None, reports, list(sets))

@@ -137,7 +137,13 @@ class RolloutGroup:
         self.replicas, self.cfg = replicas, cfg
         self.train = Sampling(cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None)
         # Held-out samples draw other seeds than training, whatever their prompts' ids.
-        self.val = Sampling(cfg.rollout.val_n, cfg.rollout.val_temperature, cfg.trainer.seed + 1 if seeded else None)
+        self.val = Sampling(
+            cfg.rollout.val_n,
+            cfg.rollout.val_temperature,
+            cfg.trainer.seed + 1 if seeded else None,
+            cfg.rollout.val_top_p,
+            cfg.rollout.val_max_response_length,
+        )
 
     async def setup(self) -> None:
         """Load all engines."""

@@ -35,6 +35,7 @@ from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.screen import open_screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
+from one_step_off.vllm_rollout import longest_sequence
 
 CANARY_TOKENS = 64
 
@@ -120,7 +121,7 @@ def check_model(cfg: Config) -> None:
             f"{name}: model type {found.model_type!r} is no causal language model that transformers knows"
         )
     text = found.get_text_config()
-    needed = cfg.data.max_prompt_length + cfg.data.max_response_length
+    needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and needed > limit:
         raise ConfigError(
@@ -250,7 +251,7 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
         with screen.training(tracker.total_steps, len(tracker.steps)):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
-    if cfg.trainer.save_hf_model:
+    if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
         with screen.working("writing hf_model"):
             path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
             await roles.actor.save_hf(path)
@@ -324,14 +325,17 @@ def run(cfg: Config) -> int:
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
-        if state and state["step"] >= total:
+        if state and state["step"] >= total and not cfg.trainer.val_only:
             screen.say(
                 f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; raise "
                 "trainer.total_steps, or start anew with trainer.resume=never"
             )
             return 0
         write_run_folder(prepared)
-        tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
+        if cfg.trainer.val_only:
+            tracker.keep()
+        else:
+            tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
         observe(prepared, tracker, prepared.asked_for)
         import ray
 
@@ -370,6 +374,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     places = {name: sum(cfg.placement.pools[cfg.placement.roles[name]]) for name in ("rollout", "actor")}
     tracker.meter = Meter(cfg, shape, rollout=places["rollout"], trainer=places["actor"])
     tracker.total_steps = data.stream.total_steps
+    tracker.val_names = data.val_names
     # A prompt's row does not change from epoch to epoch.
     prompts = {p.id[1]: p for p in data.stream.first_rows(len(data.stream))}
     held_out = {p.id: p for p in data.val or ()}

@@ -88,6 +88,10 @@ class Pipeline:
             raise first_cause(group) from group
 
     async def _loop(self, total: int) -> None:
+        if self.cfg.trainer.val_only:
+            await self._sync(self.start)
+            self._start_evaluation(self.start)
+            return
         in_flight = await self._begin(total)
         for step in range(self.start, total):
             begin, batch = time.perf_counter(), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
 from one_step_off.samples import Batch, Sample
@@ -58,6 +60,7 @@ class Tracker:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
+        self.val_names = [MAIN]
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
         self.usage: dict[str, float] = {}
@@ -80,6 +83,12 @@ class Tracker:
             path.unlink(missing_ok=True)
             for row in rows:
                 self._append(name, row)
+
+    def keep(self) -> None:
+        """Add to what an earlier run left in this folder, and drop nothing: for a run that only evaluates."""
+        path = self.folder / "evaluations.jsonl"
+        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        self.start(sys.maxsize, found)
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
@@ -115,19 +124,13 @@ class Tracker:
         `evaluations.jsonl` has them all. The row of the step that ends next repeats the newest; "val/version" tells its
         weights, since it ran beside that step.
         """
-        found = {
-            "val/version": float(version),
-            "val/reward": float(np.mean([s.reward for s in samples])),
-            "val/samples": float(len(samples)),
-            "val/response_length": float(np.mean([len(s.response_ids) for s in samples])),
-            "val/seconds": seconds,
-        }
+        found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
         self.evaluations.append(found)
         self.unwritten = found
         self._append("evaluations.jsonl", found)
         if self.loggers:
             self.loggers.evaluation(version, samples)
-        self.say(f"held-out reward of v{version}: {found['val/reward']:.3f} over {len(samples)} samples")
+        self.say(held_out_line(found))
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""
@@ -193,3 +196,17 @@ def _speed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
 def _median(rows: list[dict[str, Any]], name: str) -> float | None:
     values = [r[name] for r in rows if r.get(name) is not None]
     return statistics.median(values) if values else None
+
+
+def held_out_line(found: dict[str, float]) -> str:
+    """An evaluation in one line: each set's reward and its pass@k for the largest k."""
+    parts = []
+    for key in (k for k in found if k.endswith("/reward")):
+        name, best = (
+            key.removesuffix("/reward"),
+            [k for k in found if k.startswith(key.removesuffix("reward") + "pass@")],
+        )
+        more = f", {best[-1].rsplit('/', 1)[1]} {found[best[-1]]:.3f}" if best else ""
+        title = "" if name == "val" else name.removeprefix("val/") + " "
+        parts.append(f"{title}{found[key]:.3f} over {found[name + '/samples']:.0f} samples{more}")
+    return f"held-out reward of v{found['val/version']:.0f}: " + "; ".join(parts)

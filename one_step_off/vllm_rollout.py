@@ -26,11 +26,16 @@ from one_step_off.usage import UsageProbe
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded."""
+    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded.
+
+    `top_p` other than 1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training.
+    """
 
     n: int
     temperature: float
     seed: int | None
+    top_p: float = 1.0
+    max_tokens: int | None = None
 
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
@@ -162,7 +167,7 @@ class RolloutReplica(UsageProbe):
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         seed = None if sampling.seed is None else sample_seed(sampling.seed, prompt.id, index)
-        generate = functools.partial(self._generate, seed=seed, temperature=sampling.temperature)
+        generate = functools.partial(self._generate, seed=seed, sampling=sampling)
         sample = await single_turn.run(prompt, index, generate)
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         sample.reward = await self.rewards.score(
@@ -170,14 +175,15 @@ class RolloutReplica(UsageProbe):
         )
         return sample
 
-    async def _generate(self, ids: np.ndarray, seed: int | None, temperature: float) -> Generated:
+    async def _generate(self, ids: np.ndarray, seed: int | None, sampling: Sampling) -> Generated:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         kwargs = {"detokenize": "stop" in self.cfg.rollout.sampling_kwargs, **self.cfg.rollout.sampling_kwargs}
         params = SamplingParams(
-            temperature=temperature,
-            max_tokens=self.cfg.data.max_response_length,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens or self.cfg.data.max_response_length,
             seed=seed,
             logprobs=0,
             flat_logprobs=True,
@@ -217,9 +223,14 @@ class RolloutReplica(UsageProbe):
             self.engine.shutdown()
 
 
+def longest_sequence(cfg: Config) -> int:
+    """Tokens of the longest prompt with the longest response, of training or of evaluation."""
+    return cfg.data.max_prompt_length + max(cfg.data.max_response_length, cfg.rollout.val_max_response_length or 0)
+
+
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
-    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    longest = longest_sequence(cfg)
     args: dict[str, Any] = {
         "model": cfg.model.path,
         "dtype": cfg.model.dtype,

@@ -13,9 +13,9 @@ from one_step_off.samples import Batch, Sample
 from one_step_off.tracking import Tracker, staleness
 
 
-def sample(reward, length, version=0, row=0, index=0):
+def sample(reward, length, version=0, row=0, index=0, epoch=0):
     z = np.zeros(length)
-    return Sample((0, row), index, np.arange(2), z, z, z > -1, np.full(length, version), reward=reward,
+    return Sample((epoch, row), index, np.arange(2), z, z, z > -1, np.full(length, version), reward=reward,
                   finish_reason="length" if length > 3 else "stop")  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def times(step_s=2.0, gen=1.0, train=1.5):
 
 def test_rows_ledger_and_summary(tmp_path):
     tracker = Tracker(str(tmp_path), 3, out=io.StringIO())
-    tracker.evaluation(0, [sample(0.0, 2), sample(1.0, 2)], 0.5)
+    tracker.evaluation(0, [sample(0.0, 2, epoch=-1), sample(1.0, 2, row=1, epoch=-1)], 0.5)
     for step in range(3):
         batch = Batch(step, [sample(step, 2, row=step), sample(step + 1.0, 4, row=step, index=1)], (0, 0))
         tracker.step(batch, step, times(step_s=2.0 + step, gen=1.0) | {"actor/grad_norm": float("nan")})
@@ -77,7 +77,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
 def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
     tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
     for version in (3, 4):
-        tracker.evaluation(version, [sample(0.5, 2)], 0.1)
+        tracker.evaluation(version, [sample(0.5, 2, epoch=-1)], 0.1)
     tracker.step(Batch(3, [sample(1, 2)], (0, 0)), 3, times())
     rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert [r["val/version"] for r in rows] == [3, 4]

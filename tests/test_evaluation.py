@@ -1,0 +1,60 @@
+"""avg@n and pass@k against counting, and the line that people read."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from one_step_off.evaluation import figures, pass_at_k, set_epoch
+from one_step_off.samples import Sample
+from one_step_off.tracking import Tracker, held_out_line
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n, data):
+    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+@pytest.mark.parametrize(("n", "passed", "k"), [(3, 1, 4), (3, 1, 0), (3, 4, 1), (3, -1, 1)])
+def test_impossible_counts(n, passed, k):
+    with pytest.raises(ValueError, match="pass@"):
+        pass_at_k(n, passed, k)
+
+
+def samples(index: int, rewards: list[list[float]]) -> list[Sample]:
+    z = np.zeros(2)
+    return [
+        Sample((set_epoch(index), row), i, z, z, z, z > -1, z, reward=r)
+        for row, group in enumerate(rewards)
+        for i, r in enumerate(group)
+    ]
+
+
+def test_figures_of_two_sets():
+    found = figures(samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"])
+    assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25
+    assert found["val/pass@2"] == 0.5
+    assert found["val/hard/reward"] == 0.75 and found["val/hard/samples"] == 2
+    assert "val/hard/pass@1" not in found, "one sample each says nothing that the reward does not"
+    assert held_out_line({"val/version": 3.0} | found) == (
+        "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
+    )
+
+
+def test_a_run_that_only_evaluates_keeps_what_is_there(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward/mean": 1.0}) + "\n")
+    (tmp_path / "evaluations.jsonl").write_text(json.dumps({"val/version": 0.0, "val/reward": 0.1}) + "\n")
+    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+    tracker.keep()
+    tracker.evaluation(7, samples(0, [[1.0]]), 0.1)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [r["val/version"] for r in rows] == [0, 7]
