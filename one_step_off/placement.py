@@ -45,28 +45,33 @@ def seats_per_node(cfg: Config, pool: str) -> list[int]:
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """Reserve every pool; returns pool name -> its seats, node by node.
 
-    Each node's share of a pool is one placement group that must lie on one node.
+    Each node's share of a pool is one placement group that must lie on one node. The largest are reserved first:
+    Ray gives a group the emptiest node, so small ones before it may leave no node whole for a large one.
 
     Raises:
         ConfigError: the cluster has too little; says which pool, what it wants and what there is.
     """
     resource = "GPU" if device == "cuda" else "CPU"
     rollout_pool = cfg.placement.roles["rollout"]
-    cores = _core_plan(cfg, device)
-    seats: dict[str, list[Seat]] = {}
-    for pool, shape in cfg.placement.pools.items():
+    shares = [(pool, node, n) for pool, shape in cfg.placement.pools.items() for node, n in enumerate(shape)]
+    groups: dict[tuple[str, int], PlacementGroup] = {}
+    for pool, node, size in sorted(shares, key=lambda share: -share[2]):
         width = cfg.rollout.tensor_parallel_size if pool == rollout_pool else 1
-        seats[pool] = []
+        bundles = [{resource: width, "CPU": width} for _ in range(size // width)]
+        group = placement_group(bundles, strategy="STRICT_PACK")
+        if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
+            free = ray.available_resources().get(resource, 0)
+            raise ConfigError(
+                f"placement.pools.{pool}={cfg.placement.pools[pool]}: node {node} needs {size} {resource}s on one "
+                f"node, but the cluster has {free:g} free in all; give the pool less or the cluster more"
+            )
+        groups[pool, node] = group
+    cores = _core_plan(cfg, device)
+    seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
+    for pool in seats:
         for node, count in enumerate(seats_per_node(cfg, pool)):
-            bundles = [{resource: width, "CPU": width} for _ in range(count)]
-            group = placement_group(bundles, strategy="STRICT_PACK")
-            if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
-                free = ray.available_resources().get(resource, 0)
-                raise ConfigError(
-                    f"placement.pools.{pool}={shape}: node {node} needs {count * width} {resource}s on one node, "
-                    f"but the cluster has {free:g} free in all; give the pool less or the cluster more"
-                )
-            seats[pool] += [Seat(group, i, node, cores[pool][len(seats[pool]) + i]) for i in range(count)]
+            for bundle in range(count):
+                seats[pool].append(Seat(groups[pool, node], bundle, node, cores[pool][len(seats[pool])]))
     return seats
 
 
