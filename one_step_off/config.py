@@ -91,7 +91,9 @@ class RolloutConfig:
     )
     gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
-    sampling_kwargs: dict[str, Any] = key({}, "more fields of vLLM's SamplingParams, as stop_token_ids")
+    sampling_kwargs: dict[str, Any] = key(
+        {}, "more fields of vLLM's SamplingParams: stop, stop_token_ids, ignore_eos and the like"
+    )
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
@@ -136,7 +138,9 @@ class AlgorithmConfig:
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_estimator: str = key("k3", "estimator of that KL", choices=("k1", "k2", "k3"))
+    kl_estimator: str = key(
+        "k3", "estimator of that KL; as a loss k1 only adds noise and is refused", choices=("k1", "k2", "k3")
+    )
     old_log_probs: str = key(
         "rollout",
         "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal",
@@ -187,6 +191,10 @@ class TrainerConfig:
     val_after_train: bool = key(True, "evaluate after the last step")
     output_dir: str = key("outputs/run", "the run folder")
     seed: int = key(0, "seed of data order, samples and initialisation", low=0)
+    save_freq: int = key(-1, "steps between checkpoints; -1: none", low=-1)
+    keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
+    resume: str = key("auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint's folder")
+    grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)

@@ -5,24 +5,36 @@ Each check is one function that raises a `ConfigError` of one line at the first 
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import math
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.word_problems import GENERATORS
 
 ROLES = ("rollout", "actor", "ref")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 MOST_PER_NODE = 1024
 BUILT_IN_REWARDS = ("gsm8k", "math")
+GENERATORS = ("word_problems", "gsm_symbolic")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 
+# Fields of SamplingParams that only say where a sample ends or how it is written out, and what each takes. Anything
+# else might change the distribution that is sampled from, which the trainer does not know of, so nothing else passes.
+SAMPLING_ALLOWED = {
+    "stop": "a text or a list of texts",
+    "stop_token_ids": "a list of whole numbers",
+    "ignore_eos": "true or false",
+    "include_stop_str_in_output": "true or false",
+    "skip_special_tokens": "true or false",
+    "spaces_between_special_tokens": "true or false",
+}
 # Fields of SamplingParams that belong to another key, or that the program sets itself.
 SAMPLING_OWNED = {
     "temperature": "use rollout.temperature",
@@ -35,10 +47,10 @@ SAMPLING_OWNED = {
     "output_kind": "the program sets it; remove it",
     "detokenize": "the program sets it; remove it",
 }
-# Fields that change the distribution that is sampled from, which the trainer does not know of.
+# Fields that change the distribution that is sampled from: named, so that their message says why.
 SAMPLING_BREAKS = (
     "top_p top_k min_p presence_penalty frequency_penalty repetition_penalty logit_bias min_tokens logits_processors "
-    "bad_words allowed_token_ids structured_outputs guided_decoding thinking_token_budget"
+    "bad_words allowed_token_ids structured_outputs guided_decoding thinking_token_budget watermarking extra_args"
 ).split()
 
 # Fields of AsyncEngineArgs that belong to another key, or that the program relies on.
@@ -51,13 +63,60 @@ ENGINE_OWNED = {
     "kv_cache_memory_bytes": "use rollout.kv_cache_mb",
     "seed": "use trainer.seed",
     "pipeline_parallel_size": "replicas are tensor-parallel only; remove it",
-    "data_parallel_size": "give placement.pools more GPUs instead, each tensor_parallel_size of them is a replica",
+    "prefill_context_parallel_size": "replicas are tensor-parallel only; remove it",
+    "decode_context_parallel_size": "replicas are tensor-parallel only; remove it",
+    "nnodes": "a replica lives on one node; remove it",
+    "device_ids": "Ray gives each replica its GPUs; remove it",
     "distributed_executor_backend": "the program sets it; remove it",
     "logprobs_mode": "the trainer needs processed_logprobs; remove it",
     "max_logprobs": "the program sets it; remove it",
     "weight_transfer_config": "the weight sync brings its own; remove it",
     "worker_extension_cls": "the weight sync brings its own; remove it",
     "worker_cls": "the weight sync brings its own; remove it",
+}
+_MORE_REPLICAS = "give placement.pools more GPUs instead, each tensor_parallel_size of them is a replica"
+_OTHER_DISTRIBUTION = "the engine's log-probs would no longer be the policy's; remove it"
+_OTHER_MODEL = "the trainer would not follow, and the two would hold different models; remove it"
+_NO_DRAFTS = "a drafter's weights would stay as they were while the policy's move; remove it"
+_NOT_SYNCED = "the weight sync writes the model's own parameters in place, and would miss these; remove it"
+_STALE_CACHE = "values cached with older weights would outlive a weight sync; remove it"
+# Fields that break what the program relies on, and the values of each that do no harm.
+ENGINE_BREAKS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "logits_processors": ((None, []), _OTHER_DISTRIBUTION),
+    "watermark_config": ((None,), _OTHER_DISTRIBUTION),
+    "diffusion_config": ((None,), _OTHER_DISTRIBUTION),
+    "kv_cache_dtype": (("auto",), "a cache of lower precision moves the engine's log-probs off the policy's; use auto"),
+    "quantization": ((None,), "the weight sync sends plain weights, which quantised layers cannot take; remove it"),
+    "quantization_config": (
+        (None, {}),
+        "the weight sync sends plain weights, which quantised layers cannot take; remove it",
+    ),
+    "enable_lora": ((False,), "adapters stay out of the weight sync; remove it"),
+    "hf_overrides": ((None, {}), _OTHER_MODEL),
+    "hf_config_path": ((None,), _OTHER_MODEL),
+    "model_class_overrides": ((None, {}), _OTHER_MODEL),
+    "model_weights": ((None, ""), _OTHER_MODEL),
+    "revision": ((None,), _OTHER_MODEL),
+    "code_revision": ((None,), _OTHER_MODEL),
+    "runner": (("auto", "generate"), "the replicas generate; remove it"),
+    "convert": (("auto", "none"), "the replicas generate; remove it"),
+    "pooler_config": ((None,), "the replicas generate; remove it"),
+    "speculative_config": ((None,), _NO_DRAFTS),
+    "spec_method": ((None,), _NO_DRAFTS),
+    "spec_model": ((None,), _NO_DRAFTS),
+    "spec_tokens": ((None,), _NO_DRAFTS),
+    "cpu_offload_gb": ((0,), _NOT_SYNCED),
+    "offload_group_size": ((0,), _NOT_SYNCED),
+    "enable_eplb": ((False,), _NOT_SYNCED),
+    "kv_transfer_config": ((None,), _STALE_CACHE),
+    "ec_transfer_config": ((None,), _STALE_CACHE),
+    "kv_offloading_size": ((None,), _STALE_CACHE),
+}
+# On CPU a prompt must be computed in one piece: a seeded request whose prompt is split kills vLLM's CPU engine.
+_SPLIT_PROMPTS = "a prompt computed in parts kills vLLM's CPU engine; remove it"
+ENGINE_BREAKS_ON_CPU: dict[str, tuple[tuple[Any, ...], str]] = {
+    "enable_chunked_prefill": ((False,), _SPLIT_PROMPTS),
+    "long_prefill_token_threshold": ((0,), _SPLIT_PROMPTS),
 }
 
 
@@ -87,12 +146,13 @@ def check_combinations(cfg: Config, device: str, num_gpus: int) -> None:
     _check_algorithm(cfg)
     _check_device(cfg, device)
     _check_sampling(cfg)
-    _check_engine(cfg)
+    _check_engine(cfg, device)
     _check_model(cfg.model.path)
     _check_data("data.train_files", cfg.data.train_files)
     _check_data("data.val_files", cfg.data.val_files)
     _check_reward(cfg)
     _check_output_dir(cfg.trainer.output_dir)
+    _check_resume(cfg.trainer.resume)
     _check_machine(cfg, device, num_gpus)
 
 
@@ -106,6 +166,8 @@ def _check_required(cfg: Config) -> None:
             raise ConfigError(f"{key}=0: must be at least 1, or -1 for all")
     if cfg.trainer.test_freq == 0:
         raise ConfigError("trainer.test_freq=0: must be at least 1, or -1 for no evaluation in between")
+    if cfg.trainer.save_freq == 0:
+        raise ConfigError("trainer.save_freq=0: must be at least 1, or -1 for no checkpoints")
     if cfg.trainer.test_freq > 0 and not cfg.data.val_files.strip():
         raise ConfigError(f"trainer.test_freq={cfg.trainer.test_freq}: nothing to evaluate on; set data.val_files")
     betas = cfg.actor.betas
@@ -204,6 +266,11 @@ def _check_algorithm(cfg: Config) -> None:
         raise ConfigError(
             "rollout.n=1: GRPO compares the samples of one prompt, so one alone teaches nothing; use at least 2"
         )
+    if a.kl_coef > 0 and a.kl_estimator == "k1":
+        raise ConfigError(
+            "algorithm.kl_estimator=k1: estimates the value of the KL, but as a loss its gradient has mean zero and only "
+            "adds noise; use k2 or k3"
+        )
     has_ref = "ref" in cfg.placement.roles
     if a.kl_coef > 0 and not has_ref:
         raise ConfigError(f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor")
@@ -230,6 +297,11 @@ def _check_device(cfg: Config, device: str) -> None:
         )
 
 
+def _nearest(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]}?" if close else ""
+
+
 def _check_sampling(cfg: Config) -> None:
     for name, value in cfg.rollout.sampling_kwargs.items():
         where = f"rollout.sampling_kwargs.{show(name)}={show(value)}"
@@ -238,17 +310,59 @@ def _check_sampling(cfg: Config) -> None:
         if name in SAMPLING_BREAKS:
             extra = f"; rollout.{name} stays at its default" if name in ("top_p", "top_k") else ""
             raise ConfigError(f"{where}: the engine's log-probs would no longer be the policy's{extra}; remove it")
+        if name not in SAMPLING_ALLOWED:
+            mend = _nearest(str(name), SAMPLING_ALLOWED) or f"allowed are {', '.join(SAMPLING_ALLOWED)}"
+            raise ConfigError(f"{where}: not a sampling field that a run may set; {mend}")
+        if not _fits(value, SAMPLING_ALLOWED[name]):
+            raise ConfigError(f"{where}: must be {SAMPLING_ALLOWED[name]}")
 
 
-def _check_engine(cfg: Config) -> None:
+def _fits(value: Any, kind: str) -> bool:
+    """Whether a value is of one of the kinds in SAMPLING_ALLOWED."""
+    if kind == "true or false":
+        return isinstance(value, bool)
+    if kind == "a list of whole numbers":
+        return isinstance(value, list) and all(isinstance(v, int) and not isinstance(v, bool) for v in value)
+    texts = value if isinstance(value, list) else [value]
+    return all(isinstance(v, str) and v for v in texts)
+
+
+def _check_engine(cfg: Config, device: str) -> None:
+    longest = cfg.data.max_prompt_length + cfg.data.max_response_length
+    breaks = ENGINE_BREAKS | (ENGINE_BREAKS_ON_CPU if device == "cpu" else {})
     for name, value in cfg.rollout.engine_kwargs.items():
         where = f"rollout.engine_kwargs.{show(name)}={show(value)}"
         if name in ENGINE_OWNED:
             raise ConfigError(f"{where}: {ENGINE_OWNED[name]}")
-        longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-        if name == "max_model_len" and (not isinstance(value, int) or value < longest):
+        if str(name).startswith("data_parallel_"):
+            raise ConfigError(f"{where}: {_MORE_REPLICAS}")
+        if name in breaks:
+            harmless, why = breaks[name]
+            if value not in harmless:
+                raise ConfigError(f"{where}: {why}")
+        at_least = name == "max_model_len" or (name == "max_num_batched_tokens" and device == "cpu")
+        if at_least and (not isinstance(value, int) or value < longest):
             raise ConfigError(
                 f"{where}: prompt and response may take {longest} tokens; remove it, or use at least {longest}"
+            )
+
+
+def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
+    """Whether `rollout.engine_kwargs` are fields of the installed vLLM. Only it knows them, and its import takes long.
+
+    Args:
+        names: the fields of AsyncEngineArgs.
+
+    Raises:
+        ConfigError: a name that is none of them.
+    """
+    # Fields with an underscore are vLLM's own bookkeeping.
+    known = {name for name in names if not name.startswith("_")}
+    for name, value in cfg.rollout.engine_kwargs.items():
+        if name not in known:
+            mend = _nearest(str(name), sorted(known)) or "remove it"
+            raise ConfigError(
+                f"rollout.engine_kwargs.{show(name)}={show(value)}: the installed vLLM has no such field; {mend}"
             )
 
 
@@ -362,17 +476,36 @@ def _check_output_dir(path: str) -> None:
         raise ConfigError(f"{where}: a folder's name may have 255 bytes; shorten it")
 
 
-def _check_machine(cfg: Config, device: str, num_gpus: int) -> None:
-    """GPUs of a lone machine. In a cluster the other nodes are unknown here; placement checks them later."""
-    pools = cfg.placement.pools
-    if device != "cuda" or "RAY_ADDRESS" in os.environ or any(len(shape) > 1 for shape in pools.values()):
+def _check_resume(wish: str) -> None:
+    if wish in ("auto", "never"):
         return
-    if num_gpus == 0:
+    where = f"trainer.resume={show(wish)}"
+    if not wish or not os.path.isdir(wish):
+        mend = _nearest(wish, ("auto", "never")) or "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
+        raise ConfigError(f"{where}: no such folder; {mend}")
+    if not os.path.isfile(os.path.join(wish, "state.json")):
+        raise ConfigError(
+            f"{where}: no checkpoint there (state.json is missing); name a folder as OUTPUT_DIR/checkpoints/step_000050"
+        )
+
+
+def _check_machine(cfg: Config, device: str, num_gpus: int) -> None:
+    """What a lone machine has. In a cluster the other nodes are unknown here; placement checks them later."""
+    pools = cfg.placement.pools
+    if os.environ.get("RAY_ADDRESS"):
+        return
+    if device == "cuda" and num_gpus == 0:
         raise ConfigError(
             "placement.device=cuda: this machine has no GPU; use cpu or auto, or set RAY_ADDRESS to a cluster"
         )
+    for name, shape in pools.items():
+        if len(shape) > 1:
+            raise ConfigError(
+                f"placement.pools.{show(name)}={show(list(shape))}: {len(shape)} nodes, but this machine is one; "
+                f"use [{sum(shape)}], or set RAY_ADDRESS to a cluster"
+            )
     wanted = sum(sum(shape) for shape in pools.values())
-    if wanted > num_gpus:
+    if device == "cuda" and wanted > num_gpus:
         each = ", ".join(f"{name}: {show(list(shape))}" for name, shape in pools.items())
         raise ConfigError(
             f"placement.pools={{{each}}}: {wanted} GPUs, but this machine has {num_gpus}; make the pools smaller, "

@@ -227,7 +227,7 @@ def _assign(tree: Any, dotted: str, value: Any) -> None:
     section, name, *inner = dotted.split(".")
     key = KEYS.get(f"{section}.{name}") if inner else None
     if inner and key and get_origin(key.type) is not dict:
-        raise ConfigError(f"{dotted}: {key.dotted} is {key.kind}, and has no parts; write {key.dotted}=VALUE")
+        raise ConfigError(f"{show(dotted)}: {key.dotted} is {key.kind}, and has no parts; write {key.dotted}=VALUE")
     try:
         if not inner:
             key = find_key(dotted)
@@ -235,7 +235,7 @@ def _assign(tree: Any, dotted: str, value: Any) -> None:
             return
         key = find_key(f"{section}.{name}")
         if not all(inner):
-            raise ConfigError(f"{dotted}: a name between the dots is empty; write {key.dotted}.NAME=VALUE")
+            raise ConfigError(f"{show(dotted)}: a name between the dots is empty; write {key.dotted}.NAME=VALUE")
         node = tree[section][name]
         for part in inner[:-1]:
             if not OmegaConf.is_dict(node.get(part)):
@@ -246,7 +246,7 @@ def _assign(tree: Any, dotted: str, value: Any) -> None:
         kind = key.kind if key else "a value"
         if "Interpolation" in type(e).__name__ or "Grammar" in type(e).__name__:
             kind = "free of a faulty ${...}"
-        raise ConfigError(f"{dotted}={show(value)}: must be {kind}") from None
+        raise ConfigError(f"{show(dotted)}={show(value)}: must be {kind}") from None
 
 
 def _apply_file(tree: Any, path: str) -> None:
@@ -280,7 +280,9 @@ def _apply_argument(tree: Any, argument: str) -> None:
         try:
             value, _ = _parse(text)
         except _YAML_FAULTS as e:
-            raise ConfigError(f"{dotted}={show(text)}: not valid YAML: {_yaml_fault(e)}; quote the value") from None
+            raise ConfigError(
+                f"{show(dotted)}={show(text)}: not valid YAML: {_yaml_fault(e)}; quote the value"
+            ) from None
     if "." not in dotted:
         find_key(dotted)
     _assign(tree, dotted, value)
@@ -328,6 +330,7 @@ def _at_home(cfg: Config) -> Config:
     """A leading ~ becomes the home directory: the libraries that open these paths do not know it."""
     cfg.model.path = os.path.expanduser(cfg.model.path)
     cfg.trainer.output_dir = os.path.expanduser(cfg.trainer.output_dir)
+    cfg.trainer.resume = os.path.expanduser(cfg.trainer.resume)
     for name in ("train_files", "val_files"):
         parts = [os.path.expanduser(part.strip()) for part in getattr(cfg.data, name).split(",")]
         setattr(cfg.data, name, ",".join(parts))

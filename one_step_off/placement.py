@@ -45,33 +45,32 @@ def seats_per_node(cfg: Config, pool: str) -> list[int]:
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """Reserve every pool; returns pool name -> its seats, node by node.
 
-    Each node's share of a pool is one placement group that must lie on one node. The largest are reserved first:
-    Ray gives a group the emptiest node, so small ones before it may leave no node whole for a large one.
+    Each node's share of a pool is one placement group that must lie on one node.
 
     Raises:
         ConfigError: the cluster has too little; says which pool, what it wants and what there is.
     """
     resource = "GPU" if device == "cuda" else "CPU"
     rollout_pool = cfg.placement.roles["rollout"]
-    shares = [(pool, node, n) for pool, shape in cfg.placement.pools.items() for node, n in enumerate(shape)]
+    cores = _core_plan(cfg, device)
     groups: dict[tuple[str, int], PlacementGroup] = {}
-    for pool, node, size in sorted(shares, key=lambda share: -share[2]):
+    shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
+    # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
+    for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == rollout_pool else 1
-        bundles = [{resource: width, "CPU": width} for _ in range(size // width)]
-        group = placement_group(bundles, strategy="STRICT_PACK")
+        count = seats_per_node(cfg, pool)[node]
+        group = placement_group([{resource: width, "CPU": width} for _ in range(count)], strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
             free = ray.available_resources().get(resource, 0)
             raise ConfigError(
-                f"placement.pools.{pool}={cfg.placement.pools[pool]}: node {node} needs {size} {resource}s on one "
-                f"node, but the cluster has {free:g} free in all; give the pool less or the cluster more"
+                f"placement.pools.{pool}={cfg.placement.pools[pool]}: node {node} needs {count * width} {resource}s on "
+                f"one node, but the cluster has {free:g} free in all; give the pool less or the cluster more"
             )
         groups[pool, node] = group
-    cores = _core_plan(cfg, device)
     seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
-    for pool in seats:
-        for node, count in enumerate(seats_per_node(cfg, pool)):
-            for bundle in range(count):
-                seats[pool].append(Seat(groups[pool, node], bundle, node, cores[pool][len(seats[pool])]))
+    for pool, node in shares:
+        begin, group = len(seats[pool]), groups[pool, node]
+        seats[pool] += [Seat(group, i, node, cores[pool][begin + i]) for i in range(len(group.bundle_specs))]
     return seats
 
 
@@ -106,7 +105,11 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
             super().__init__(*a)
 
     Pinned.__name__ = Pinned.__qualname__ = cls.__name__
-    variables = {name: str(max(1, len(cores))) for name in THREAD_VARIABLES} if device == "cpu" else {}
+    threads = max(1, len(cores))
+    if device == "cuda" and seat:
+        # Left alone, Ray would give one thread: the optimiser of offloaded parameters runs on the host's cores.
+        threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
+    variables = {name: str(threads) for name in THREAD_VARIABLES}
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off import core_algos
+from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config
 from one_step_off.samples import Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
@@ -31,6 +32,19 @@ class Roles:
     ref: Any = None
 
 
+@dataclass
+class Resumed:
+    """Where a checkpoint left off: its step, and the finished samples of that step (None: generate them anew)."""
+
+    step: int
+    samples: list[Sample] | None
+    generate_s: float
+
+
+class Stopped(Exception):
+    """The run was asked to stop and has done so, with or without a checkpoint."""
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The failure that began it all, out of the groups that asyncio wraps around it."""
     while isinstance(error, BaseExceptionGroup):
@@ -41,14 +55,29 @@ def first_cause(error: BaseException) -> BaseException:
 class Pipeline:
     """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it."""
 
-    def __init__(self, cfg: Config, roles: Roles, stream: Any, val: list[Prompt] | None, tracker: Tracker) -> None:
+    def __init__(
+        self,
+        cfg: Config,
+        roles: Roles,
+        stream: Any,
+        val: list[Prompt] | None,
+        tracker: Tracker,
+        checkpointer: Checkpointer | None = None,
+        resumed: Resumed | None = None,
+    ) -> None:
         self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
+        self.checkpointer, self.resumed = checkpointer, resumed
         self.ahead = cfg.pipeline.staleness
+        self.start = resumed.step if resumed else 0
+        # Without samples in flight the first ones are made by the first weights there are.
+        self.oldest = self.start if not (resumed and resumed.samples) else 0
         self.incarnation = 0
         self.synced = -1
         self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.rollouts_ended = 0.0
+        self.last_generate_s = 0.0
+        self.stopping = False  # set from outside: save at the next step's beginning and end
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
@@ -59,17 +88,14 @@ class Pipeline:
             raise first_cause(group) from group
 
     async def _loop(self, total: int) -> None:
-        await self._sync(0)
-        if self.cfg.trainer.val_before_train:
-            self._start_evaluation(0)
-        in_flight = deque(self._launch(step) for step in range(min(self.ahead, total)))
-        for step in range(total):
-            begin = time.perf_counter()
+        in_flight = await self._begin(total)
+        for step in range(self.start, total):
+            begin, batch = time.perf_counter(), None
             if self.ahead:
                 batch, waited = await self._collect(step, in_flight.popleft())
+            await self._checkpoint(step, batch)
             synced = await self._sync(step)
-            if step and self.cfg.trainer.test_freq > 0 and step % self.cfg.trainer.test_freq == 0:
-                self._start_evaluation(step)
+            self._evaluate_if_due(step)
             if step + self.ahead < total:
                 in_flight.append(self._launch(step + self.ahead))
             if not self.ahead:
@@ -79,6 +105,40 @@ class Pipeline:
             if step + 1 == total:
                 await self._finish(total)
             self.tracker.step(batch, step, metrics)
+        if self.checkpointer and self.cfg.trainer.save_freq > 0 and self.start < total:
+            await self._save(total, None)
+
+    async def _begin(self, total: int) -> deque[asyncio.Future]:
+        """The rollouts in flight before the first step: launched now, or those of the checkpoint."""
+        if self.resumed and self.resumed.samples:
+            done = asyncio.get_running_loop().create_future()
+            done.set_result((self.resumed.samples, self.resumed.generate_s))
+            return deque([done])
+        await self._sync(self.start)
+        if self.cfg.trainer.val_before_train and not self.resumed:
+            self._start_evaluation(0)
+        return deque(self._launch(step) for step in range(self.start, min(self.start + self.ahead, total)))
+
+    async def _checkpoint(self, step: int, batch: Batch | None) -> None:
+        """Write a checkpoint if due; end the run if asked to. Trainer and samples are both complete here."""
+        trained = step > self.start
+        if self.checkpointer and trained and (self.stopping or self.checkpointer.is_due(step)):
+            await self._save(step, batch)
+        if self.stopping:
+            raise Stopped(f"step {step}")
+
+    async def _save(self, step: int, batch: Batch | None) -> None:
+        begin = time.perf_counter()
+        if self.evaluation is not None:
+            await self.evaluation  # its result belongs to this side of the checkpoint
+        state = {
+            "stream": self.stream.state_dict(),
+            "generate_s": self.last_generate_s if batch else 0.0,
+            "evaluations": self.tracker.evaluations,
+            "unwritten": self.tracker.unwritten,
+        }
+        path = await self.checkpointer.save(step, batch.samples if batch else None, state)
+        self.tracker.say(f"checkpoint of step {step} in {path} ({time.perf_counter() - begin:.2f} s)")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""
@@ -98,12 +158,13 @@ class Pipeline:
         self.rollouts_ended = time.perf_counter()
         return result
 
-    async def _collect(self, step: int, task: asyncio.Task) -> tuple[Batch, dict[str, float]]:
+    async def _collect(self, step: int, task: asyncio.Future) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it."""
         begin = time.perf_counter()
         samples, seconds = await task
         waited = time.perf_counter() - begin
-        batch = Batch(step, samples, expected=(self.incarnation, max(0, step - self.ahead)))
+        self.last_generate_s = seconds
+        batch = Batch(step, samples, expected=(self.incarnation, max(self.oldest, step - self.ahead)))
         assert_versions(batch)
         return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited}
 
@@ -141,6 +202,11 @@ class Pipeline:
         metrics = await self.roles.actor.update(batch)
         return metrics | {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
 
+    def _evaluate_if_due(self, version: int) -> None:
+        freq = self.cfg.trainer.test_freq
+        if version and freq > 0 and version % freq == 0:
+            self._start_evaluation(version)
+
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for it."""
         if self.val:
@@ -149,5 +215,6 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
+        self.rollouts_ended = time.perf_counter()
         assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)

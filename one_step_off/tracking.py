@@ -44,8 +44,25 @@ class Tracker:
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
-        for name in ("metrics.jsonl", "ledger.jsonl", "summary.json"):
+
+    def start(
+        self, step: int, evaluations: list[dict[str, float]] = (), unwritten: dict[str, float] | None = None
+    ) -> None:
+        """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
+        self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
+        for name in ("summary.json", "error.log", "evaluations.jsonl"):
             (self.folder / name).unlink(missing_ok=True)
+        for found in self.evaluations:
+            self._append("evaluations.jsonl", found)
+        for name in ("metrics.jsonl", "ledger.jsonl"):
+            path = self.folder / name
+            rows = [json.loads(line) for line in path.read_text().splitlines()] if step and path.exists() else []
+            rows = [row for row in rows if row["step"] < step]
+            if name == "metrics.jsonl":
+                self.steps = rows
+            path.unlink(missing_ok=True)
+            for row in rows:
+                self._append(name, row)
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
@@ -58,7 +75,7 @@ class Tracker:
         self.unwritten = {}
         row["tokens/response"] = float(sum(len(s.response_ids) for s in batch.samples))
         row["samples"] = float(len(batch.samples))
-        if not self.steps:
+        if math.isnan(self.first_step_s):
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)
@@ -68,7 +85,8 @@ class Tracker:
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`.
 
-        It ran beside a step, so it is written into the row of the step that ends next; "val/version" tells its weights.
+        `evaluations.jsonl` has them all. The row of the step that ends next repeats the newest; "val/version" tells its
+        weights, since it ran beside that step.
         """
         found = {
             "val/version": float(version),
@@ -79,6 +97,7 @@ class Tracker:
         }
         self.evaluations.append(found)
         self.unwritten = found
+        self._append("evaluations.jsonl", found)
         self.say(f"held-out reward of v{version}: {found['val/reward']:.3f} over {len(samples)} samples")
 
     def summary(self) -> dict[str, Any]:

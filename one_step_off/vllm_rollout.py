@@ -18,6 +18,7 @@ import numpy as np
 from agent_loop import single_turn
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
+from one_step_off.distributed_util import SyncError
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt, Sample, Stamp
 
@@ -98,7 +99,7 @@ class RolloutReplica:
         self.requests = 0
 
     async def start(self) -> dict[str, Any]:
-        """Load the engine. Returns facts: seconds, and the number of tokens its KV cache holds."""
+        """Load the engine. Returns the seconds it took."""
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -124,13 +125,17 @@ class RolloutReplica:
             Seconds per phase (pause, wire, load, verify, ...), the slowest worker's, and bytes.
 
         Raises:
-            SyncError (through Ray): the engine is unusable then, and stays paused.
+            SyncError: the engine is unusable then, and stays paused.
         """
         begin = time.perf_counter()
         self.stamp = None
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
-        reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
+        try:
+            reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
+        except Exception as e:  # vLLM passes on no type of its workers' errors, only their text
+            text = str(e).strip().splitlines() or [type(e).__name__]
+            raise SyncError(text[-1].removeprefix("Call to collective_rpc method failed: ")) from e
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp

@@ -35,12 +35,24 @@ class WeightPiece:
 class TrainWorker(Protocol):
     """One rank of a role that holds a model. All ranks of a role are called together, with the same arguments."""
 
+    def free_address(self, host: str = "") -> tuple[str, int]:
+        """Where the ranks are to meet, a free port included (asked of rank 0). `host` empty: this machine's address."""
+        ...
+
+    def rendezvous(self, master_addr: str, master_port: int) -> None:
+        """Told to every rank before `setup`."""
+        ...
+
     def setup(self) -> dict[str, Any]:
         """Join the role's process group, build and load the model. Returns facts: num_params, device, world_size."""
         ...
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs (nats, after temperature) of the response tokens of this rank's share: position in batch -> float32 [R]."""
+        ...
+
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first; the whole answer on every rank."""
         ...
 
     def update(self, batch: Batch) -> dict[str, float]:
@@ -61,4 +73,16 @@ class TrainWorker(Protocol):
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint with its tokenizer (collective; rank 0 writes)."""
+        ...
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimiser, counters and RNG state into a checkpoint's folder (collective)."""
+        ...
+
+    def load_state(self, folder: str) -> None:
+        """Go to the state that `save_state` wrote (collective; another number of ranks is allowed).
+
+        Raises:
+            ConfigError: the checkpoint is of another model or cannot be read.
+        """
         ...

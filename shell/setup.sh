@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Makes .venv with everything a run needs. Safe to call again: a finished .venv is recognised in under a second.
+# Makes a venv with everything a run needs: .venv for CPUs, .venv-gpu for GPUs, since the two vLLMs cannot share one.
+# Safe to call again: a finished venv is recognised in about a second.
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
-#   EXTRA=cpu|gpu             which vLLM to install (default: gpu where nvidia-smi finds a GPU, else cpu)
+#   EXTRA=cpu|gpu             which vLLM to install (default: gpu where two or more GPUs are visible, else cpu)
+#   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
+#
+# shell/setup.sh --print-venv says which venv it would make, and makes nothing.
 set -euo pipefail
+shopt -s inherit_errexit # a fault inside $(...) ends the script too
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-venv="$root/.venv"
-log="$venv/setup.log"
-stamp="$venv/.setup-done"
-unfinished="$venv/.setup-unfinished"
+lock_wait_s="${LOCK_WAIT_S:-1800}"
 torch_version=2.13.0
 cpu_torch_index="https://download.pytorch.org/whl/cpu"
 
@@ -37,19 +39,38 @@ find_python() {
         "install one, or name it with PYTHON=/path/to/python3"
 }
 
+# The program's own count, which honours CUDA_VISIBLE_DEVICES; the module needs nothing installed.
+count_gpus() {
+    local python="$root/.venv/bin/python"
+    [[ -x "$python" ]] || python="$(find_python)"
+    "$python" -c 'import sys; sys.path.insert(0, sys.argv[1])
+from one_step_off.cores import count_gpus; print(count_gpus())' "$root"
+}
+
+# The CUDA build of vLLM cannot serve a CPU run, and with fewer than two GPUs only that can run: generation and
+# training need a GPU each.
 choose_extra() {
+    local gpus
     if [[ -n "${EXTRA:-}" ]]; then
         [[ "$EXTRA" == cpu || "$EXTRA" == gpu ]] || die "EXTRA=$EXTRA: must be cpu or gpu"
         echo "$EXTRA"
-    elif command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
-        echo gpu
-    else
-        echo cpu
+        return
     fi
+    gpus="$(count_gpus)"
+    if ((gpus >= 2)); then echo gpu; else echo cpu; fi
 }
 
-# What a finished .venv was made from. The root is part of it, because the editable install points there.
+choose_venv() {
+    venv="$root/.venv"
+    [[ "$extra" == cpu ]] || venv+="-$extra"
+    log="$venv/setup.log"
+    stamp="$venv/.setup-done"
+    unfinished="$venv/.setup-unfinished"
+}
+
+# What a finished venv was made from. The root is part of it, because the editable install points there.
 fingerprint() {
+    echo "$extra"
     { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
 }
 
@@ -96,27 +117,41 @@ check_imports() {
 print("torch", torch.__version__, "vllm", vllm.__version__)')
 }
 
+# Two starts at once must not write into one venv. The lock lies beside it, because the venv may be removed.
+take_lock() {
+    command -v flock >/dev/null || return 0
+    exec 9>"$venv.lock"
+    flock --nonblock 9 && return
+    echo "setup: another setup is running; waiting for it, at most $lock_wait_s s"
+    flock -w "$lock_wait_s" 9 || die "another setup still holds $venv.lock after $lock_wait_s s;" \
+        "see how far it is in $log, or end it, and start again"
+}
+
 main() {
     extra="$(choose_extra)"
+    choose_venv
+    if [[ "${1:-}" == --print-venv ]]; then
+        echo "$venv"
+        return
+    fi
+    (($# == 0)) || die "unknown argument $1; the only one is --print-venv"
     if is_done; then
         return
     fi
-    # Two starts at once must not write into one venv. The lock lies beside it, because the venv may be removed.
-    if command -v flock >/dev/null; then
-        exec 9>"$root/.venv.lock"
-        if ! flock --nonblock 9; then
-            echo "setup: another setup is running; waiting for it"
-            flock 9
-        fi
-        if is_done; then
-            return
-        fi
+    take_lock
+    if is_done; then
+        return
     fi
     local python
     python="$(find_python)"
     # A setup that was cut off may have left packages half written, which pip takes for installed.
     if [[ -e "$venv" ]] && { [[ -e "$unfinished" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
         echo "setup: $venv is not whole; making it anew"
+        rm -rf "$venv"
+    fi
+    # Two vLLMs in one venv would overwrite each other's files.
+    if [[ -e "$stamp" && "$(head -n 1 "$stamp")" != "$extra" ]]; then
+        echo "setup: $venv was not made for $extra; making it anew"
         rm -rf "$venv"
     fi
     if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
@@ -129,7 +164,7 @@ main() {
     if [[ ! -x "$venv/bin/python" ]]; then
         # On Debian and Ubuntu the module is a package of its own, python3-venv.
         "$python" -c 'import venv, ensurepip' 2>/dev/null || die "$python has no venv module; install python3-venv"
-        stage "new .venv with $("$python" --version)" "$python" -m venv "$venv"
+        stage "new ${venv##*/} with $("$python" --version)" "$python" -m venv "$venv"
     fi
     if [[ "$extra" == cpu ]]; then
         stage "torch $torch_version for CPU (about 30 s)" install_cpu_torch
@@ -144,4 +179,4 @@ main() {
     echo "setup: ready in $SECONDS s; activate with: source $venv/bin/activate"
 }
 
-main
+main "$@"

@@ -1,9 +1,14 @@
 #!/usr/bin/env bash
 # Lint, format and tests. Arguments go to pytest, as in: shell/test.sh -m slow tests/test_config.py
+#
+# The tests run on CPUs with vLLM's CPU build, also on a machine with GPUs. Those that need a GPU are skipped then; they
+# run in the other venv: EXTRA=gpu shell/test.sh -m gpu
 set -euo pipefail
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export EXTRA="${EXTRA:-cpu}"
 shell/setup.sh
-.venv/bin/ruff check .
-.venv/bin/ruff format --check .
-exec .venv/bin/python -m pytest "$@"
+bin="$(shell/setup.sh --print-venv)/bin"
+"$bin/ruff" check .
+"$bin/ruff" format --check .
+exec "$bin/python" -m pytest "$@"

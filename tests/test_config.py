@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import os
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from one_step_off import config_checks, config_io
+from one_step_off import config_checks, config_io, word_problems
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import KEYS, help_text, load, placement_plan, placement_text, resolved_yaml, validate
 from one_step_off.cores import count_gpus, plan_cores
@@ -60,6 +62,8 @@ BAD = [
     (["actor.=1"], ["actor.", "section"]),
     (["actor.lr.x=1"], ["actor.lr.x", "has no parts"]),
     (["placement.pools..x=1"], ["placement.pools..x", "empty"]),
+    (["actor.lr.\x1e=1"], ["actor.lr.\\x1e", "has no parts"]),
+    (["\x1e=:"], ["\\x1e=:", "not valid YAML"]),
     # no key=value
     (["actor.lr"], ["actor.lr", "add the '='"]),
     (["=3"], ["=3", "section.key=value"]),
@@ -104,6 +108,7 @@ BAD = [
     (["actor.fsdp_size=0"], ["actor.fsdp_size=0", "-1"]),
     (["data.val_size=0"], ["data.val_size=0", "-1"]),
     (["trainer.test_freq=0"], ["trainer.test_freq=0", "-1"]),
+    (["trainer.save_freq=0"], ["trainer.save_freq=0", "at least 1", "-1"]),
     # what does not go together
     (["trainer.test_freq=5"], ["trainer.test_freq=5", "data.val_files"]),
     (["trainer.total_epochs=1"], ["trainer.total_steps=2", "trainer.total_epochs=1", "null"]),
@@ -131,6 +136,10 @@ BAD = [
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
+    (
+        ["algorithm.kl_coef=0.1", "placement.roles.ref=actor", "algorithm.kl_estimator=k1"],
+        ["algorithm.kl_estimator=k1", "gradient has mean zero", "use k2 or k3"],
+    ),
     (["algorithm.rollout_correction=tis"], ["rollout_correction=tis", "twice", "recompute"]),
     (["actor.param_offload=true"], ["actor.param_offload=true", "CPU", "false"]),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),
@@ -141,7 +150,26 @@ BAD = [
     (["rollout.sampling_kwargs.top_p=0.5"], ["sampling_kwargs.top_p=0.5", "log-probs", "remove it"]),
     (["rollout.sampling_kwargs={min_p: 0.1}"], ["sampling_kwargs.min_p=0.1", "log-probs", "remove it"]),
     (["rollout.sampling_kwargs.repetition_penalty=1.1"], ["repetition_penalty=1.1", "log-probs"]),
+    (["rollout.sampling_kwargs.min_tokens=3"], ["sampling_kwargs.min_tokens=3", "log-probs", "remove it"]),
+    (["rollout.sampling_kwargs.stop_tokens_ids=[1]"], ["sampling_kwargs.stop_tokens_ids=[1]", "mean stop_token_ids?"]),
+    (["rollout.sampling_kwargs.zzz=1"], ["sampling_kwargs.zzz=1", "allowed are stop, stop_token_ids"]),
+    (["rollout.sampling_kwargs.stop_token_ids=1"], ["stop_token_ids=1", "a list of whole numbers"]),
+    (["rollout.sampling_kwargs.stop=[a, 1]"], ["stop=[a, 1]", "a list of texts"]),
+    (["rollout.sampling_kwargs.stop=''"], ["sampling_kwargs.stop=", "a text or a list of texts"]),
+    (["rollout.sampling_kwargs.ignore_eos=1"], ["ignore_eos=1", "true or false"]),
     (["rollout.engine_kwargs.model=x"], ["engine_kwargs.model=x", "use model.path"]),
+    (["rollout.engine_kwargs.logits_processors=[a:B]"], ["logits_processors=[a:B]", "log-probs", "remove it"]),
+    (["rollout.engine_kwargs.kv_cache_dtype=fp8"], ["kv_cache_dtype=fp8", "log-probs", "use auto"]),
+    (["rollout.engine_kwargs.quantization=fp8"], ["quantization=fp8", "weight sync", "remove it"]),
+    (["rollout.engine_kwargs.speculative_config={method: ngram}"], ["speculative_config=", "drafter", "remove it"]),
+    (["rollout.engine_kwargs.hf_overrides={rope_theta: 1}"], ["hf_overrides=", "different models", "remove it"]),
+    (["rollout.engine_kwargs.enable_lora=true"], ["enable_lora=true", "weight sync", "remove it"]),
+    (["rollout.engine_kwargs.cpu_offload_gb=4"], ["cpu_offload_gb=4", "weight sync", "remove it"]),
+    (["rollout.engine_kwargs.kv_offloading_size=4"], ["kv_offloading_size=4", "older weights", "remove it"]),
+    (["rollout.engine_kwargs.runner=pooling"], ["runner=pooling", "generate", "remove it"]),
+    (["rollout.engine_kwargs.data_parallel_size_local=2"], ["data_parallel_size_local=2", "placement.pools"]),
+    (["rollout.engine_kwargs.enable_chunked_prefill=true"], ["enable_chunked_prefill=true", "CPU engine", "remove it"]),
+    (["rollout.engine_kwargs.max_num_batched_tokens=64"], ["max_num_batched_tokens=64", "at least 1536"]),
     (["rollout.engine_kwargs.logprobs_mode=raw_logprobs"], ["logprobs_mode=raw_logprobs", "remove it"]),
     (["rollout.engine_kwargs.max_model_len=64"], ["max_model_len=64", "1536"]),
     # model, data, reward, folder
@@ -161,8 +189,13 @@ BAD = [
     (["trainer.output_dir="], ["trainer.output_dir", "outputs/run"]),
     ([f"trainer.output_dir={__file__}"], ["trainer.output_dir", "a file of that name exists"]),
     ([f"trainer.output_dir={__file__}/run"], ["trainer.output_dir", "not a folder"]),
+    (["trainer.resume=nevr"], ["trainer.resume=nevr", "did you mean never?"]),
+    (["trainer.resume=/nowhere/step_000001"], ["trainer.resume=/nowhere/step_000001", "no such folder", "auto"]),
+    (["trainer.resume=/tmp"], ["trainer.resume=/tmp", "state.json is missing", "step_000050"]),
+    (["trainer.resume="], ["trainer.resume=", "use auto"]),
     # the machine (num_gpus is 0 here)
     (["placement.device=cuda"], ["placement.device=cuda", "no GPU"]),
+    (["placement.pools.actor=[2, 2]"], ["placement.pools.actor=[2, 2]", "2 nodes", "use [4]", "RAY_ADDRESS"]),
     # the file
     (["config="], ["config=", "names no file"]),
     (["config=/nowhere/x.yaml"], ["config=/nowhere/x.yaml", "No such file", "check the path"]),
@@ -224,6 +257,26 @@ def test_model_directory_must_be_whole(tmp_path: Path) -> None:
     for line, what in zip(missing, ("config.json", "tokenizer", "weights"), strict=True):
         assert f"no {what}" in line.replace("no a ", "no ")
     validate(good(f"model.path={tmp_path}"), 0)
+
+
+def test_resume_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "step_000002").mkdir()
+    assert "state.json is missing" in fault("trainer.resume=~/step_000002")
+    (tmp_path / "step_000002" / "state.json").write_text("{}")
+    cfg = good("trainer.resume=~/step_000002")
+    validate(cfg, 0)
+    assert cfg.trainer.resume == f"{tmp_path}/step_000002"
+
+
+def test_engine_names_that_vllm_does_not_know() -> None:
+    names = ("max_num_seqs", "enforce_eager", "_api_process_rank")
+    config_checks.check_engine_names(good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}"), names)
+    for name, mend in (("max_num_seq", "did you mean max_num_seqs?"), ("_api_process_rank", "remove it")):
+        with pytest.raises(ConfigError, match=f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field"):
+            config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
+        with pytest.raises(ConfigError, match=mend.replace("?", r"\?")):
+            config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])
@@ -317,7 +370,12 @@ def test_valid_combinations() -> None:
     validate(good("algorithm.kl_coef=0.1", "placement.roles.ref=actor"), 0)
     validate(good("algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"), 0)
     validate(good("rollout.sampling_kwargs={stop: [x], stop_token_ids: [1], ignore_eos: true}"), 0)
+    validate(good("rollout.sampling_kwargs={stop: x, skip_special_tokens: false}"), 0)
     validate(good("rollout.engine_kwargs={tokenizer: x, max_num_seqs: 8}", "pipeline.staleness=0"), 0)
+    validate(good("rollout.engine_kwargs={kv_cache_dtype: auto, quantization: null, enable_lora: false}"), 0)
+    split = "rollout.engine_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 512}"
+    validate(good(split, "placement.device=cuda"), 2)
+    validate(good("algorithm.kl_estimator=k1"), 0)
     validate(
         good("placement.pools={rollout: [4], actor: [4]}", "actor.fsdp_size=2", "rollout.tensor_parallel_size=2"), 0
     )
@@ -330,9 +388,14 @@ def test_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     line = fault(gpu, eight, num_gpus=4)
     assert "{rollout: [2], actor: [6]}" in line and "8 GPUs" in line and "has 4" in line
     validate(good(gpu, eight), 8)
-    validate(good(gpu, "placement.pools={rollout: [2], actor: [8, 8]}"), 2)
+    nodes = "placement.pools={rollout: [2], actor: [8, 8]}"
+    for device in (gpu, "placement.device=cpu"):
+        line = fault(device, nodes, num_gpus=18)
+        assert "placement.pools.actor=[8, 8]: 2 nodes" in line and "RAY_ADDRESS" in line
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     validate(good(gpu, eight), 0)
+    validate(good(gpu, nodes), 0)
+    validate(good(nodes), 0)
 
 
 def test_cpu_runs_count_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,10 +463,36 @@ def test_every_key_has_help() -> None:
         assert key.meta["help"].strip() and f"  {key.dotted}  (" in text
 
 
-def test_the_checks_know_the_same_rewards_and_endings_as_their_owners() -> None:
+def test_the_checks_know_the_same_names_as_their_owners() -> None:
     rewards, data = pytest.importorskip("one_step_off.rewards"), pytest.importorskip("one_step_off.data")
     assert set(config_checks.BUILT_IN_REWARDS) == set(rewards.BUILT_IN)
     assert config_checks.FILE_ENDINGS == data.FILE_ENDINGS
+    assert set(config_checks.GENERATORS) == set(word_problems.GENERATORS)
+
+
+def test_what_goes_to_vllm_has_vllms_names() -> None:
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        pytest.skip("needs vLLM")
+    fields: dict[str, set[str]] = {}
+    # Read, not imported: that takes many seconds.
+    for file in ("engine/arg_utils.py", "sampling_params.py"):
+        for node in ast.parse(Path(vllm.submodule_search_locations[0], file).read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                fields[node.name] = {f.target.id for f in node.body if isinstance(f, ast.AnnAssign)}
+    checks = config_checks
+    assert set(checks.SAMPLING_ALLOWED) | set(checks.SAMPLING_OWNED) <= fields["SamplingParams"]
+    named = set(checks.ENGINE_OWNED) | set(checks.ENGINE_BREAKS) | set(checks.ENGINE_BREAKS_ON_CPU)
+    assert named <= fields["EngineArgs"]
+
+
+def test_the_config_rooms_import_no_room_above_them() -> None:
+    rooms = ("config", "config_io", "config_checks", "cores")
+    for room in rooms:
+        tree = ast.parse((ROOT / "one_step_off" / f"{room}.py").read_text())
+        for node in ast.walk(tree):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            assert not module.startswith("one_step_off") or module.partition(".")[2] in rooms, (room, module)
 
 
 def test_resolved_yaml_keeps_awkward_texts() -> None:

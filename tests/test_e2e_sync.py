@@ -28,7 +28,8 @@ def test_layouts_cover_all_pairs():
 
 
 def prompts() -> list[Prompt]:
-    return [Prompt((0, i), np.arange(5 + i, 25 + 3 * i, dtype=np.int32), "", "1") for i in range(6)]
+    # Longer than two blocks of the KV cache (32 tokens), so that blocks of older weights could be found again.
+    return [Prompt((0, i), np.arange(5 + i, 85 + 3 * i, dtype=np.int32), "", "1") for i in range(6)]
 
 
 def batch_for_update() -> Batch:
@@ -152,3 +153,32 @@ def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
     with pytest.raises(SyncError, match=r"canary after the sync of version 0: rollout replica 0.*canary_tolerance"):
         launch.run(cfg)
     assert not (tmp_path / "run" / "ledger.jsonl").exists(), "nothing may be trained after a failed canary"
+
+
+@pytest.mark.timeout(200)
+def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(models, tmp_path):
+    """The sender says nothing: the engine's receiver runs into its time limit."""
+    import ray
+
+    from one_step_off import launch
+    from one_step_off.distributed_util import SyncError
+    from one_step_off.groups import RoleError, named
+
+    cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
+
+    async def check() -> None:
+        roles, _ = launch.spawn_roles(launch.prepare(cfg, lambda line: None))
+        await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
+        await roles.sync.connect()
+        await roles.sync((0, 0))
+        replica = roles.rollout.replicas[0]
+        with pytest.raises(SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"):
+            await named("rollout 0", replica.sync.remote((0, 1)))
+        with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
+            await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
+
+    launch.start_ray(cfg)
+    try:
+        asyncio.run(check())
+    finally:
+        ray.shutdown()

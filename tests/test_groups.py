@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError
 from one_step_off.distributed_util import SyncError
-from one_step_off.groups import PhaseTimeout, RolloutGroup, TrainGroup, WeightSync, every, within
-from one_step_off.samples import Prompt, Sample
+from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, WeightSync, every, named, within
+from one_step_off.samples import Batch, Prompt, Sample, StalenessError
 
 
 class Method:
@@ -45,7 +45,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
         await every(60, "actor", actors, "work")
 
     begin = time.perf_counter()
-    with pytest.raises(ValueError, match="rank 1 broke"):
+    with pytest.raises(RoleError, match="actor 1, work: ValueError: rank 1 broke"):
         asyncio.run(main())
     assert time.perf_counter() - begin < 5
 
@@ -75,13 +75,13 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights={"bytes": 8.0, "pack": 0.1})], cfg)
     replicas = [Actor(score=lambda seqs, e=e: e, sync={"wire": 0.1, "load": 0.2}) for e in engines]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1")
-    sync.senders = actor.ranks
+    sync.senders, sync.total_bytes = actor.ranks, 8
     return sync
 
 
 def test_the_canary_reports_the_largest_difference():
-    scores = [np.array([-1.0, -2.0])]
-    metrics = asyncio.run(sync_of(scores, [scores, [np.array([-1.0, -2.0005])]])((0, 3)))
+    scores = [np.full(50, -1.0), np.array([-2.0])]
+    metrics = asyncio.run(sync_of(scores, [scores, [np.full(50, -1.0), np.array([-2.0005])]])((0, 3)))
     assert metrics["canary/logprob_diff_max"] == pytest.approx(5e-4)
     assert metrics["sync/bytes"] == 8 and metrics["sync/load_s"] == 0.2
 
@@ -89,11 +89,85 @@ def test_the_canary_reports_the_largest_difference():
 @pytest.mark.parametrize("second", [-2.01, float("nan")])
 def test_a_canary_over_the_tolerance_or_nan_stops(second):
     good = [np.array([-1.0, -2.0])]
-    with pytest.raises(SyncError, match="version 3: rollout replica 1 .*canary_tolerance 0.001"):
+    with pytest.raises(SyncError, match="version 3: rollout replica 1 .*canary_tolerance = 0.001"):
         asyncio.run(sync_of(good, [good, [np.array([-1.0, second])]])((0, 3)))
 
 
 def test_bfloat16_has_its_own_tolerance():
-    good = [np.array([-1.0, -2.0])]
-    metrics = asyncio.run(sync_of(good, [[np.array([-1.0, -2.2])]], "bfloat16")((0, 1)))
+    good = [np.full(50, -1.0), np.array([-2.0])]
+    metrics = asyncio.run(sync_of(good, [[np.full(50, -1.0), np.array([-2.2])]], "bfloat16")((0, 1)))
     assert metrics["canary/logprob_diff_max"] == pytest.approx(0.2)
+
+
+def test_nan_in_any_sequence_stops():
+    good = [np.array([-1.0]), np.array([-2.0]), np.array([-3.0])]
+    bad = [np.array([-1.0]), np.array([float("nan")]), np.array([-3.0])]
+    with pytest.raises(SyncError, match="differ by nan"):
+        asyncio.run(sync_of(good, [bad])((0, 1)))
+
+
+def test_weights_that_are_only_a_little_off_everywhere_are_caught_by_the_mean():
+    good = [np.full(50, -1.0)]
+    with pytest.raises(SyncError, match=r"\(mean\).*canary_tolerance / 10 = 0.1"):
+        asyncio.run(sync_of(good, [[np.full(50, -1.2)]], "bfloat16")((0, 1)))
+
+
+def test_a_time_limit_of_the_work_itself_is_not_taken_for_ours():
+    async def main():
+        await within(60, "x", Method(TimeoutError("inner limit")).remote())
+
+    with pytest.raises(TimeoutError, match="inner limit"):
+        asyncio.run(main())
+
+
+class RayLike(Exception):
+    """As Ray wraps a failure: the cause as an attribute, a traceback as the message."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"ray::Worker.setup() (pid=1)\n  File x\n{cause}")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind", "words"),
+    [
+        (ConfigError("model.path=x: no"), ConfigError, "^model.path=x: no$"),
+        (SyncError("bucket 2 differs"), SyncError, "^sync, rollout 1: bucket 2 differs$"),
+        (StalenessError("token 3"), StalenessError, "^sync, rollout 1: token 3$"),
+        (MemoryError("out\nof memory"), RoleError, "^sync, rollout 1: MemoryError: out$"),
+    ],
+)
+def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
+    with pytest.raises(kind, match=words):
+        asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
+
+
+def test_roles_in_one_pool_take_turns():
+    running, most = [0], [0]
+
+    class Busy:
+        async def remote(self, *_):
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            await asyncio.sleep(0.01)
+            running[0] -= 1
+            return {}
+
+    async def main(shared: bool):
+        most[0] = 0
+        turn = asyncio.Lock() if shared else None
+        groups = [TrainGroup(role, [Actor(log_prob=Method(0))], Config(), turn) for role in ("actor", "ref")]
+        for group in groups:
+            group.ranks[0].log_prob = Busy()
+        batch = Batch(0, [], (0, 0))
+        await asyncio.gather(*(g.log_prob(batch) for g in groups))
+        return most[0]
+
+    import one_step_off.groups as room
+
+    put, room._put = room._put, lambda batch: batch
+    try:
+        assert asyncio.run(main(shared=True)) == 1
+        assert asyncio.run(main(shared=False)) == 2
+    finally:
+        room._put = put

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import time
 
@@ -106,7 +107,7 @@ def build(tmp_path, world: World, steps: int, staleness: int, rows: int = 7, tes
     prompts = [Prompt((0, r), np.arange(2, dtype=np.int32), "q", "1") for r in range(rows)]
     stream = PromptStream(prompts, 3, True, 0, total_steps=steps)
     roles = Roles(FakeActor(world), FakeRollout(world), FakeSync(world))
-    return Pipeline(cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=open("/dev/null", "w")))
+    return Pipeline(cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=io.StringIO()))
 
 
 @settings(max_examples=60, deadline=None)

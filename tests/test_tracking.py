@@ -52,8 +52,33 @@ def test_rows_ledger_and_summary(tmp_path):
 
 def test_a_new_run_does_not_append_to_the_old_ones_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("old\n")
-    Tracker(str(tmp_path), 1, out=io.StringIO())
+    Tracker(str(tmp_path), 1, out=io.StringIO()).start(0)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    first = Tracker(str(tmp_path), 4, out=io.StringIO())
+    for step in range(3):
+        first.step(Batch(step, [sample(step, 2, row=step)], (0, 0)), step, times())
+    second = Tracker(str(tmp_path), 4, out=io.StringIO())
+    second.start(2, [{"val/reward": 0.25, "val/version": 0.0}], {"val/reward": 0.25, "val/version": 0.0})
+    second.step(Batch(2, [sample(7, 2, row=9)], (0, 0)), 2, times())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [r["reward/mean"] for r in rows] == [0, 1, 7] and rows[2]["val/reward"] == 0.25
+    assert [r["prompts"] for r in ledger] == [[[0, 0]], [[0, 1]], [[0, 9]]]
+    summary = second.summary()
+    assert summary["steps"] == 3 and summary["val/first"] == 0.25
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
+    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+    for version in (3, 4):
+        tracker.evaluation(version, [sample(0.5, 2)], 0.1)
+    tracker.step(Batch(3, [sample(1, 2)], (0, 0)), 3, times())
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [r["val/version"] for r in rows] == [3, 4]
 
 
 def test_staleness_is_over_all_tokens():

@@ -1,0 +1,156 @@
+"""Save and resume. A checkpoint of step N holds everything from which the run goes on as if it had never stopped.
+
+That is the trainer at v(N) and, one step off, the finished samples of step N (made with v(N-1), which no longer
+exist anywhere), the data position after them, and what the run folder's files held. Both are complete at one moment of
+the loop: after the samples of step N have come and before v(N) is sent.
+
+    checkpoints/step_000006/
+        state.json        step, version, data position, evaluation not yet in a row; the keys it depends on
+        samples.npz       per-token arrays of all samples, one after the other, and their lengths
+        samples.jsonl     the rest of each sample
+        trainer/          torch's distributed checkpoint: weights and optimiser
+        rank_0.pt ...     RNG state of each trainer rank
+
+It is written beside its place and renamed, so it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config import Config, ConfigError
+from one_step_off.samples import Sample
+
+NAME = re.compile(r"step_(\d{6,})")
+TOKEN_ARRAYS = {"response_ids": np.int32, "log_probs": np.float32, "loss_mask": np.bool_, "versions": np.int32}
+REST = ("prompt_id", "index", "incarnation", "reward", "finish_reason", "response", "extra")
+
+# A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
+FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype")
+
+
+def fixed_keys(cfg: Config) -> dict[str, Any]:
+    """The values that a resumed run must share with its checkpoint."""
+    return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in FIXED_KEYS}
+
+
+def folder_of(cfg: Config) -> Path:
+    """Where a run's checkpoints lie."""
+    return Path(cfg.trainer.output_dir) / "checkpoints"
+
+
+def finished(folder: Path) -> list[Path]:
+    """All checkpoints, oldest first. What is still being written, or was cut off, has another name."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m.group(1)), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found)]
+
+
+def find(cfg: Config) -> Path | None:
+    """The checkpoint that `trainer.resume` means, or None to start anew.
+
+    Raises:
+        ConfigError: a path that is no checkpoint, or one made with other settings.
+    """
+    wish = cfg.trainer.resume
+    if wish == "never":
+        return None
+    if wish == "auto":
+        found = finished(folder_of(cfg))
+        if not found:
+            return None
+        path = found[-1]
+    else:
+        path = Path(wish)
+        if not (path / "state.json").is_file():
+            raise ConfigError(
+                f"trainer.resume={wish}: no checkpoint there (state.json is missing); name a folder as "
+                "OUTPUT_DIR/checkpoints/step_000050, or use auto or never"
+            )
+    state = read_state(path)
+    for key, value in fixed_keys(cfg).items():
+        if state["fixed"].get(key) != value:
+            raise ConfigError(
+                f"{key}={value}: the checkpoint {path} was made with {state['fixed'].get(key)}; resume with that value, "
+                "or start anew with trainer.resume=never or another trainer.output_dir"
+            )
+    return path
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """`state.json`. Raises ConfigError if it cannot be read."""
+    try:
+        return json.loads((path / "state.json").read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"checkpoint {path}: state.json cannot be read ({e}); use another one, or never") from e
+
+
+def write_samples(samples: list[Sample], folder: Path) -> None:
+    """`samples.npz` and `samples.jsonl`."""
+    arrays = {
+        name: np.concatenate([np.asarray(getattr(s, name), dtype) for s in samples] or [np.zeros(0, dtype)])
+        for name, dtype in TOKEN_ARRAYS.items()
+    }
+    arrays["prompt_ids"] = np.concatenate([s.prompt_ids for s in samples] or [np.zeros(0)]).astype(np.int32)
+    arrays["prompt_lengths"] = np.array([len(s.prompt_ids) for s in samples], np.int64)
+    arrays["response_lengths"] = np.array([len(s.response_ids) for s in samples], np.int64)
+    np.savez(folder / "samples.npz", **arrays)
+    with open(folder / "samples.jsonl", "w") as f:
+        for s in samples:
+            f.write(json.dumps({name: getattr(s, name) for name in REST}) + "\n")
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """The samples that `write_samples` wrote, equal bit for bit."""
+    rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    with np.load(folder / "samples.npz", allow_pickle=False) as arrays:
+        prompt_cuts = np.cumsum(arrays["prompt_lengths"])[:-1]
+        cuts = np.cumsum(arrays["response_lengths"])[:-1]
+        prompts = np.split(arrays["prompt_ids"], prompt_cuts)
+        columns = {name: np.split(arrays[name], cuts) for name in TOKEN_ARRAYS}
+    return [
+        Sample(
+            prompt_ids=prompts[i],
+            **{name: column[i] for name, column in columns.items()},
+            **(row | {"prompt_id": tuple(row["prompt_id"])}),
+        )
+        for i, row in enumerate(rows)
+    ]
+
+
+class Checkpointer:
+    """Writes checkpoints of one run and keeps the last `trainer.keep_checkpoints` of them."""
+
+    def __init__(self, cfg: Config, save_trainer: Any) -> None:
+        """`save_trainer`: async (path) -> None, by which the trainer group writes its part."""
+        self.cfg, self.save_trainer, self.folder = cfg, save_trainer, folder_of(cfg)
+
+    def is_due(self, step: int) -> bool:
+        """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
+        freq = self.cfg.trainer.save_freq
+        return freq > 0 and step > 0 and step % freq == 0
+
+    async def save(self, step: int, samples: list[Sample] | None, state: dict[str, Any]) -> Path:
+        """Write the checkpoint of `step`; `samples` None where none are in flight. Returns its folder."""
+        target = self.folder / f"step_{step:06d}"
+        work = self.folder / f".{target.name}.unfinished"
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        await self.save_trainer(str(work.resolve()))
+        if samples is not None:
+            write_samples(samples, work)
+        whole = {"step": step, "has_samples": samples is not None, "fixed": fixed_keys(self.cfg)} | state
+        (work / "state.json").write_text(json.dumps(whole, indent=2) + "\n")
+        shutil.rmtree(target, ignore_errors=True)
+        os.rename(work, target)
+        for old in finished(self.folder)[: -self.cfg.trainer.keep_checkpoints]:
+            shutil.rmtree(old)
+        return target

@@ -1,0 +1,92 @@
+"""A run that is stopped and resumed equals one that was not: same prompts, same rewards, same weights, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_config
+from tests.test_e2e_pipeline import VARIED, assert_all_gone, family_of, rows, start_run, wait_for_steps
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+
+TIMES = ("time/", "sync/", "idle", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s")
+
+
+def learnt(folder: Path) -> list[dict]:
+    """The rows without what a clock says."""
+    return [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in rows(folder, "metrics.jsonl")]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "hf_model" / "model.safetensors")
+
+
+def test_six_and_six_steps_equal_twelve(models, tmp_path):
+    """The first half ends by a failure after its checkpoint of step 6, in the middle of step 8."""
+    from one_step_off import launch, ray_trainer
+
+    def cfg(folder: str):
+        return tiny_config(
+            models(),
+            str(tmp_path / folder),
+            **VARIED,
+            **{
+                "trainer.total_steps": 12,
+                "trainer.save_freq": 6,
+                "trainer.test_freq": 4,
+                "actor.lr_schedule": "cosine",
+            },
+        )
+
+    assert launch.run(cfg("whole")) == 0
+    real = ray_trainer.Pipeline._train
+
+    async def failing(self, batch):
+        if batch.step == 8:
+            raise RuntimeError("pulled the plug")
+        return await real(self, batch)
+
+    ray_trainer.Pipeline._train = failing
+    try:
+        with pytest.raises(RuntimeError, match="pulled the plug"):
+            launch.run(cfg("halves"))
+    finally:
+        ray_trainer.Pipeline._train = real
+    assert len(rows(tmp_path / "halves", "metrics.jsonl")) == 8
+    assert launch.run(cfg("halves")) == 0
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert rows(whole, "ledger.jsonl") == rows(halves, "ledger.jsonl")
+    assert learnt(whole) == learnt(halves)
+    one, two = weights(whole), weights(halves)
+    assert set(one) == set(two) and all(torch.equal(one[n], two[n]) for n in one)
+    summary = json.loads((halves / "summary.json").read_text())
+    assert summary["steps"] == 12 and summary["val/versions"] == [0, 4, 8, 12]
+
+
+def test_ctrl_c_saves_and_the_same_command_goes_on(models, tmp_path):
+    """Ctrl-C as a terminal sends it: to every process of the group. Then the same command, to the end."""
+    run = start_run(models, tmp_path)
+    wait_for_steps(tmp_path, 2, run)
+    family = family_of(run.pid)
+    os.killpg(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, said
+    assert "checkpoint of step" in said and "the same command goes on" in said and "Traceback" not in said
+    assert_all_gone(family)
+    done = len(rows(tmp_path, "metrics.jsonl"))
+    run = start_run(models, tmp_path, **{"trainer.total_steps": done + 2})
+    said, _ = run.communicate(timeout=120)
+    assert run.returncode == 0, said
+    assert f"going on from step {done} of {done + 2}" in said
+    ledger = rows(tmp_path, "ledger.jsonl")
+    prompts = [tuple(p) for r in ledger for p in r["prompts"]]
+    assert [r["step"] for r in ledger] == list(range(done + 2))
+    assert len(prompts) == len(set(prompts))
