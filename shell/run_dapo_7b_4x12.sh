@@ -7,17 +7,11 @@
 #   VAL=FILE_OR_HUB_ID      a held-out set, evaluated every 10 steps (default: none)
 #
 # Arguments go to the program, as in: shell/run_dapo_7b_4x12.sh trainer.total_steps=20 --dry-run
+# All paths are meant from where you stand, and so is the run folder, outputs/...
 # Not run on such a cluster yet; what it does with its settings is tested.
 set -euo pipefail
 
-# Paths are meant from where the user stands, and we are about to leave it.
-absolute() {
-    if [[ -e "$1" ]]; then realpath -- "$1"; else echo "$1"; fi
-}
-MODEL="$(absolute "${MODEL:-}")"
-DATA="$(absolute "${DATA:-}")"
-VAL="$(absolute "${VAL:-}")"
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
     echo "run_dapo_7b_4x12: error: RAY_ADDRESS is not set: 16 GPUs on two nodes need a Ray cluster;" \
@@ -25,9 +19,10 @@ if [[ -z "${RAY_ADDRESS:-}" ]]; then
     exit 2
 fi
 
-EXTRA=gpu shell/setup.sh
-args=(config=config/dapo_7b.yaml)
-if [[ -n "$MODEL" ]]; then args+=("model.path=$MODEL"); fi
-if [[ -n "$DATA" ]]; then args+=("data.train_files=$DATA"); fi
-if [[ -n "$VAL" ]]; then args+=("data.val_files=$VAL" trainer.test_freq=10); fi
-exec .venv/bin/python -m one_step_off.main_ppo "${args[@]}" "$@"
+EXTRA=gpu "$root/shell/setup.sh"
+args=("config=$root/config/dapo_7b.yaml")
+if [[ -n "${MODEL:-}" ]]; then args+=("model.path=$MODEL"); fi
+if [[ -n "${DATA:-}" ]]; then args+=("data.train_files=$DATA"); fi
+if [[ -n "${VAL:-}" ]]; then args+=("data.val_files=$VAL" trainer.test_freq=10); fi
+# -P: a folder where the user stands, named like one of our packages, must not be taken for it.
+exec "$root/.venv-gpu/bin/python" -P -m one_step_off.main_ppo "${args[@]}" "$@"

@@ -8,7 +8,7 @@
 #SBATCH --output=one_step_off-%j.log
 #
 # Qwen2.5-0.5B-Instruct on GSM8K under Slurm: a Ray cluster over the job's nodes, then config/qwen_gsm8k_fsdp.yaml on it.
-# Submit it from the checkout, which all nodes must see at the same path, with a .venv made on a node with GPUs
+# Submit it from the checkout, which all nodes must see at the same path, with its .venv-gpu
 # (EXTRA=gpu shell/setup.sh):
 #
 #   sbatch shell/slurm_qwen_gsm8k.sh trainer.total_steps=100
@@ -31,7 +31,7 @@ die() {
 # Slurm runs a copy of this file from elsewhere, so its own place says nothing about the checkout.
 cd "$SLURM_SUBMIT_DIR"
 [[ -f setup.cfg && -d one_step_off ]] || die "$PWD is no checkout of one_step_off; submit from its root"
-[[ -x .venv/bin/ray && -x .venv/bin/python ]] || die "$PWD/.venv is missing; make it with: EXTRA=gpu shell/setup.sh"
+[[ -x .venv-gpu/bin/ray && -x .venv-gpu/bin/python ]] || die "$PWD/.venv-gpu is missing; make it with: EXTRA=gpu shell/setup.sh"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 count=${#nodes[@]}
@@ -59,7 +59,7 @@ read -r ip _ < <(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname
 export RAY_ADDRESS="$ip:${RAY_PORT:-6379}"
 
 # A wrong config is answered here, before any cluster is started.
-.venv/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" --dry-run >/dev/null
+.venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" --dry-run >/dev/null
 
 started=()
 stop() {
@@ -73,7 +73,7 @@ start_ray() { # start_ray NODE ARGUMENT...: in a job step that lives as long as 
     shift
     # A raylet hands its environment to the processes it starts; this address is for our program alone.
     env -u RAY_ADDRESS srun --overlap --nodes=1 --ntasks=1 --nodelist="$node" --gpus-per-node="$gpus" \
-        .venv/bin/ray start "$@" --num-gpus="$gpus" --disable-usage-stats --block &
+        .venv-gpu/bin/ray start "$@" --num-gpus="$gpus" --disable-usage-stats --block &
     started+=($!)
 }
 echo "slurm_qwen_gsm8k: Ray on $count node(s) of $gpus GPU(s), head $head at $RAY_ADDRESS"
@@ -84,7 +84,7 @@ for node in "${nodes[@]:1}"; do
 done
 
 wanted=$((count * gpus))
-.venv/bin/python - "$wanted" "${RAY_WAIT_S:-180}" <<'PYTHON' || die "the cluster did not come up with $wanted GPUs; see the lines above"
+.venv-gpu/bin/python - "$wanted" "${RAY_WAIT_S:-180}" <<'PYTHON' || die "the cluster did not come up with $wanted GPUs; see the lines above"
 import sys, time
 import ray
 
@@ -101,4 +101,4 @@ while found < wanted:
         found = -1
 PYTHON
 
-.venv/bin/python -m one_step_off.main_ppo "${args[@]}" "$@"
+.venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@"

@@ -68,7 +68,10 @@ def check(cfg: Config) -> None:
         if source.endswith((".jsonl", ".parquet")):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
             Path(source).write_text("{}\n")
-    validate(cfg, GPUS)
+    with pytest.MonkeyPatch.context() as patch:
+        if any(len(shape) > 1 for shape in cfg.placement.pools.values()):
+            patch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # several nodes need a cluster
+        validate(cfg, GPUS)
 
 
 def over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
@@ -123,10 +126,9 @@ def overrides(words: list[str]) -> list[str] | None:
 
 @pytest.mark.parametrize("page", PAGES, **ids)
 def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # README and CONTRIBUTING show commands in indented blocks too.
-    indented = [
-        m[1] for m in re.finditer(r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$", page.read_text(), re.M)
-    ]
+    # Some pages show commands in indented blocks.
+    text = re.sub(r"\\\n +", " ", page.read_text())
+    indented = [m[1] for m in re.finditer(r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$", text, re.M)]
     shown = [text for language, text in fences(page) if language == "bash"]
     for variables, words in commands("\n".join([*shown, *indented])):
         for word in words:

@@ -32,6 +32,7 @@ class Nodes:
 
         class Group:
             where = node
+            bundle_specs = bundles
 
             def wait(self, timeout_seconds: float) -> bool:
                 return fits

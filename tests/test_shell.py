@@ -36,10 +36,10 @@ def checkout(tmp_path: Path) -> Path:
     sleep = shutil.which("sleep")  # the scripts' own sleep is cut short below
     # "-" is the wait for the cluster: long enough here for all of Ray's stand-ins to have written their line.
     tool(
-        tmp_path / ".venv/bin/python",
+        tmp_path / ".venv-gpu/bin/python",
         f"{log}; [[ $1 != - ]] || {{ cat >/dev/null; {sleep} 1; }}; exit $((${{FAIL:-0}}))",
     )
-    tool(tmp_path / ".venv/bin/ray", f"{log}; exec {sleep} 60")
+    tool(tmp_path / ".venv-gpu/bin/ray", f"{log}; exec {sleep} 60")
     tool(tmp_path / "shell/setup.sh", "true")
     return tmp_path
 
@@ -129,6 +129,6 @@ def test_dapo_script(checkout: Path) -> None:
     done, calls = run(checkout, "run_dapo_7b_4x12.sh", "--dry-run", **given)
     assert done.returncode == 0, done.stderr
     assert calls == [
-        f"python {PROGRAM} config=config/dapo_7b.yaml model.path=c/d data.train_files={checkout}/setup.cfg "
+        f"python -P {PROGRAM} config={checkout}/config/dapo_7b.yaml model.path=c/d data.train_files=setup.cfg "
         "data.val_files=a/b trainer.test_freq=10 --dry-run [RAY_ADDRESS=h:1]"
     ]
