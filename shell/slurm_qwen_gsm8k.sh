@@ -7,7 +7,8 @@
 #SBATCH --time=04:00:00
 #SBATCH --output=one_step_off-%j.log
 #
-# Qwen2.5-0.5B-Instruct on GSM8K under Slurm: a Ray cluster over the job's nodes, then config/qwen_gsm8k_fsdp.yaml on it.
+# Qwen2.5-0.5B-Instruct on GSM8K under Slurm: a Ray cluster over the job's nodes, then the run on it, with the config
+# config/qwen_gsm8k_fsdp.yaml.
 # Submit it from the checkout, which all nodes must see at the same path, with its .venv-gpu
 # (EXTRA=gpu shell/setup.sh):
 #
@@ -31,7 +32,8 @@ die() {
 # Slurm runs a copy of this file from elsewhere, so its own place says nothing about the checkout.
 cd "$SLURM_SUBMIT_DIR"
 [[ -f setup.cfg && -d one_step_off ]] || die "$PWD is no checkout of one_step_off; submit from its root"
-[[ -x .venv-gpu/bin/ray && -x .venv-gpu/bin/python ]] || die "$PWD/.venv-gpu is missing; make it with: EXTRA=gpu shell/setup.sh"
+[[ -x .venv-gpu/bin/ray && -x .venv-gpu/bin/python ]] ||
+    die "$PWD/.venv-gpu is missing; make it with: EXTRA=gpu shell/setup.sh"
 
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 count=${#nodes[@]}
@@ -39,7 +41,8 @@ count=${#nodes[@]}
 gpus="${SLURM_GPUS_ON_NODE:-}"
 gpus="${gpus%%(*}"
 gpus="${gpus##*:}"
-[[ "$gpus" =~ ^[1-9][0-9]*$ ]] || die "Slurm gave this job no GPUs (SLURM_GPUS_ON_NODE=${SLURM_GPUS_ON_NODE:-}); use --gpus-per-node"
+[[ "$gpus" =~ ^[1-9][0-9]*$ ]] ||
+    die "Slurm gave this job no GPUs (SLURM_GPUS_ON_NODE=${SLURM_GPUS_ON_NODE:-}); use --gpus-per-node"
 ((count > 1 || gpus > 1)) || die "one GPU in all; generation and training need one each"
 
 repeat() { # repeat TEXT TIMES: "TEXT, TEXT, ..."
@@ -84,7 +87,7 @@ for node in "${nodes[@]:1}"; do
 done
 
 wanted=$((count * gpus))
-.venv-gpu/bin/python - "$wanted" "${RAY_WAIT_S:-180}" <<'PYTHON' || die "the cluster did not come up with $wanted GPUs; see the lines above"
+.venv-gpu/bin/python - "$wanted" "${RAY_WAIT_S:-180}" <<'PYTHON' || die "no cluster of $wanted GPUs: see above"
 import sys, time
 import ray
 
