@@ -1,0 +1,79 @@
+"""Writes docs/config.md from the schema: python docs/make_reference.py"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args, get_origin, get_type_hints
+
+from one_step_off.config import Config
+from one_step_off.config_io import KEYS, Key
+
+PAGE = Path(__file__).parent / "config.md"
+HEAD = """# Configuration reference
+
+<!-- Made by docs/make_reference.py from one_step_off/config.py: change it there, then run the script again. -->
+
+A run is one YAML file of sections and keys, and arguments `section.key=value` over it. Every key has a default; a
+run must at least set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.
+
+- A mapping replaces the default as a whole; `section.key.name=value` changes one entry of it.
+- `null` means "not set" and is allowed only where the type says so. Numbers like `1e-6` are numbers.
+- `${oc.env:NAME}` reads an environment variable, `${section.key}` another key.
+- A leading `~` in a path of `model.path`, `data.train_files`, `data.val_files` or `trainer.output_dir` is the home directory.
+
+`python -m one_step_off.main_ppo --help` prints the same list, and `--dry-run` the resolved config of a run.
+"""
+TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping", list: "list"}
+
+
+def _type(key: Key) -> str:
+    if key.meta["choices"]:
+        words = ", ".join(f"`{choice}`" for choice in key.meta["choices"])
+    elif key.type == dict[str, list[int]]:
+        words = "mapping of lists of whole numbers"
+    elif key.type == dict[str, str]:
+        words = "mapping of names"
+    elif get_origin(key.type) is list:
+        words = f"list of {TYPES[get_args(key.type)[0]]}s"
+    else:
+        words = TYPES[get_origin(key.type) or key.type]
+    return words + (" or `null`" if key.optional else "")
+
+
+def _default(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
+    if value == "":
+        return "empty"
+    return "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
+
+
+def _bounds(key: Key) -> str:
+    low, high, above = key.meta["low"], key.meta["high"], key.meta["above"]
+    if low is not None and low == high:
+        return f"only {low:g}"
+    parts = [
+        f"at least {low:g}" if low is not None and low != -1 else "",
+        f"above {above:g}" if above is not None else "",
+        f"at most {high:g}" if high is not None else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def page() -> str:
+    """The whole text of docs/config.md."""
+    lines = [HEAD]
+    for section, cls in get_type_hints(Config).items():
+        lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
+        lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
+        for key in KEYS.values():
+            if key.section == section:
+                cells = (f"`{key.dotted}`", _type(key), _default(key.default), _bounds(key), key.meta["help"])
+                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")

@@ -1,0 +1,134 @@
+"""The shell scripts: their syntax, and what they give the program, with stand-ins for Slurm, Ray and the program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROGRAM = "-m one_step_off.main_ppo"
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "shell").glob("*.sh")), ids=lambda p: p.name)
+def test_syntax(script: Path) -> None:
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    assert os.access(script, os.X_OK) and script.read_text().startswith("#!/usr/bin/env bash\n")
+    assert "set -euo pipefail" in script.read_text()
+
+
+def tool(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout whose Python and Ray write down how they were called."""
+    for name in ("shell", "config", "one_step_off"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", tmp_path)
+    log = f'echo "$(basename "$0") $* [RAY_ADDRESS=${{RAY_ADDRESS:-}}]" >>{tmp_path}/log'
+    sleep = shutil.which("sleep")  # the scripts' own sleep is cut short below
+    # "-" is the wait for the cluster: long enough here for all of Ray's stand-ins to have written their line.
+    tool(
+        tmp_path / ".venv-gpu/bin/python",
+        f"{log}; [[ $1 != - ]] || {{ cat >/dev/null; {sleep} 1; }}; exit $((${{FAIL:-0}}))",
+    )
+    tool(tmp_path / ".venv-gpu/bin/ray", f"{log}; exec {sleep} 60")
+    tool(tmp_path / "shell/setup.sh", "true")
+    return tmp_path
+
+
+def run(
+    checkout: Path, script: str, *arguments: str, **environment: str
+) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """The finished script, and the calls that it made."""
+    names = ("PATH", "HOME")
+    env = {name: os.environ[name] for name in names} | environment
+    done = subprocess.run(
+        ["bash", f"shell/{script}", *arguments], cwd=checkout, env=env, capture_output=True, text=True, timeout=60
+    )
+    log = checkout / "log"
+    return done, log.read_text().splitlines() if log.exists() else []
+
+
+def slurm(checkout: Path, nodes: int = 2, gpus: str = "8") -> dict[str, str]:
+    """The environment of a job."""
+    tool(checkout / "bin/sleep", "true")
+    tool(checkout / "bin/scontrol", f"for i in $(seq {nodes}); do echo node$i; done")
+    tool(
+        checkout / "bin/srun",
+        f'echo "srun $* [RAY_ADDRESS=${{RAY_ADDRESS:-}}]" >>{checkout}/log\n'
+        "while [[ $1 == --* ]]; do shift; done\n"
+        'if [[ $1 == hostname ]]; then echo "10.0.0.1 fe80::1"; else exec "$@"; fi',
+    )
+    return {
+        "PATH": f"{checkout}/bin:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": f"node[1-{nodes}]",
+        "SLURM_SUBMIT_DIR": str(checkout),
+        "SLURM_GPUS_ON_NODE": gpus,
+    }
+
+
+def test_slurm_starts_ray_everywhere_and_trains(checkout: Path) -> None:
+    done, calls = run(checkout, "slurm_qwen_gsm8k.sh", "trainer.total_steps=3", **slurm(checkout))
+    assert done.returncode == 0, done.stderr
+    pools = "placement.pools={rollout: [8], actor: [8]}"
+    program = f"python {PROGRAM} config=config/qwen_gsm8k_fsdp.yaml {pools} trainer.total_steps=3"
+    assert calls[1] == f"{program} --dry-run [RAY_ADDRESS=10.0.0.1:6379]", "checked before anything starts"
+    assert calls[-1] == f"{program} [RAY_ADDRESS=10.0.0.1:6379]"
+    ray = sorted(call for call in calls if call.startswith("ray "))
+    common = "--num-gpus=8 --disable-usage-stats --block [RAY_ADDRESS=]"
+    assert ray == [
+        f"ray start --address=10.0.0.1:6379 {common}",
+        f"ray start --head --node-ip-address=10.0.0.1 --port=6379 {common}",
+    ]
+    assert [call for call in calls if "--nodelist=node2 --gpus-per-node=8" in call]
+    waited = [call for call in calls if call.startswith("python - 16 180")]
+    assert len(waited) == 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "pools"),
+    [
+        (1, "8(S:0-1)", "{rollout: [4], actor: [4]}"),
+        (3, "h100:4", "{rollout: [4], actor: [4, 4]}"),
+        (4, "2", "{rollout: [2, 2], actor: [2, 2]}"),
+    ],
+)
+def test_slurm_pools(checkout: Path, nodes: int, gpus: str, pools: str) -> None:
+    done, calls = run(checkout, "slurm_qwen_gsm8k.sh", "--dry-run", **slurm(checkout, nodes, gpus))
+    assert done.returncode == 0 and f"placement.pools={pools} --dry-run" in calls[-1], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"SLURM_JOB_ID": ""}, "not inside a Slurm job"),
+        ({"SLURM_GPUS_ON_NODE": ""}, "no GPUs"),
+        ({"SLURM_SUBMIT_DIR": "/"}, "no checkout"),
+        ({"FAIL": "2"}, ""),
+    ],
+)
+def test_slurm_faults_end_it_before_ray_starts(checkout: Path, change: dict[str, str], said: str) -> None:
+    done, calls = run(checkout, "slurm_qwen_gsm8k.sh", **slurm(checkout) | change)
+    assert done.returncode == 2 and said in done.stderr
+    assert not [call for call in calls if call.startswith("ray ")]
+
+
+def test_dapo_script(checkout: Path) -> None:
+    done, calls = run(checkout, "run_dapo_7b_4x12.sh")
+    assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and not calls
+    given = {"RAY_ADDRESS": "h:1", "DATA": "setup.cfg", "VAL": "a/b", "MODEL": "c/d"}
+    done, calls = run(checkout, "run_dapo_7b_4x12.sh", "--dry-run", **given)
+    assert done.returncode == 0, done.stderr
+    assert calls == [
+        f"python -P {PROGRAM} config={checkout}/config/dapo_7b.yaml model.path=c/d data.train_files=setup.cfg "
+        "data.val_files=a/b trainer.test_freq=10 --dry-run [RAY_ADDRESS=h:1]"
+    ]
