@@ -10,6 +10,7 @@ import logging
 import os
 import platform
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -174,6 +175,20 @@ def write_run_folder(prepared: Prepared) -> None:
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
+def require_cluster(address: str) -> None:
+    """Refuse an address where nobody answers: Ray itself would go on trying for minutes. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as e:
+        raise ConfigError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({_first_line(e)}); start one with ray start --head, "
+            "or unset RAY_ADDRESS to use this machine alone"
+        ) from e
+
+
 def start_ray(cfg: Config) -> str:
     """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
     import ray
@@ -181,6 +196,7 @@ def start_ray(cfg: Config) -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     if os.environ.get("RAY_ADDRESS"):
+        require_cluster(os.environ["RAY_ADDRESS"])
         return ray.init(**quiet).address_info["session_dir"]
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())

@@ -88,20 +88,30 @@ done
 
 wanted=$((count * gpus))
 .venv-gpu/bin/python - "$wanted" "${RAY_WAIT_S:-180}" <<'PYTHON' || die "no cluster of $wanted GPUs: see above"
-import sys, time
+import os, socket, sys, time
+
+wanted, wait_s = int(sys.argv[1]), float(sys.argv[2])
+limit = time.monotonic() + wait_s
+host, _, port = os.environ["RAY_ADDRESS"].rpartition(":")
+
+
+def within_limit(what):
+    if time.monotonic() > limit:
+        sys.exit(f"{what} after {wait_s:g} s")
+    time.sleep(2)
+
+
+while True:  # ray.init would try for minutes, and not be stopped, where nobody answers yet
+    try:
+        socket.create_connection((host, int(port)), timeout=5).close()
+        break
+    except OSError as e:
+        within_limit(f"the head does not answer at {host}:{port} ({e})")
 import ray
 
-wanted, limit, found = int(sys.argv[1]), time.monotonic() + float(sys.argv[2]), -1
-while found < wanted:
-    if time.monotonic() > limit:
-        sys.exit(f"{found} of {wanted} GPUs after {sys.argv[2]} s")
-    time.sleep(2)
-    try:
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
-        found = int(ray.cluster_resources().get("GPU", 0))
-    except ConnectionError:
-        found = -1
+ray.init(log_to_driver=False)
+while (found := int(ray.cluster_resources().get("GPU", 0))) < wanted:
+    within_limit(f"{found} of {wanted} GPUs")
 PYTHON
 
 .venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,15 @@ def test_a_failure_is_told_in_one_line_and_kept_whole(tmp_path, models):
         said = launch.report_failure(cfg, e)
     assert said.startswith("error: the run ended by ValueError: first line\n") and "second line" not in said
     assert "second line" in (tmp_path / "error.log").read_text()
+
+
+def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{s.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
+            launch.require_cluster(address)
+        s.listen()
+        launch.require_cluster(address)
+    for found_by_ray in ("auto", "ray://somewhere:10001"):
+        launch.require_cluster(found_by_ray)
