@@ -222,6 +222,12 @@ def _convert(key: Key, value: Any) -> Any:
     return value
 
 
+def _require_text(key: Key, *values: Any) -> None:
+    """OmegaConf turns a number in a mapping of names into text, with a warning of its own on stderr."""
+    if key.type == dict[str, str] and not all(isinstance(v, str) for v in values):
+        raise TypeError(key.dotted)
+
+
 def _assign(tree: Any, dotted: str, value: Any) -> None:
     """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping."""
     section, name, *inner = dotted.split(".")
@@ -231,11 +237,14 @@ def _assign(tree: Any, dotted: str, value: Any) -> None:
     try:
         if not inner:
             key = find_key(dotted)
+            if isinstance(value, dict):
+                _require_text(key, *value.values())
             tree[section][name] = _convert(key, value)
             return
         key = find_key(f"{section}.{name}")
         if not all(inner):
             raise ConfigError(f"{show(dotted)}: a name between the dots is empty; write {key.dotted}.NAME=VALUE")
+        _require_text(key, value)
         node = tree[section][name]
         for part in inner[:-1]:
             if not OmegaConf.is_dict(node.get(part)):
