@@ -37,8 +37,8 @@ class Logger(Protocol):
         """One finished step: its row of metrics.jsonl, and its samples."""
         ...
 
-    def evaluation(self, version: int, samples: list[Sample]) -> None:
-        """One evaluation; its figures come with the row of the next step."""
+    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
+        """One evaluation: its val/ figures, val/version among them, and its samples."""
         ...
 
     def close(self, failed: bool) -> None:
@@ -64,13 +64,16 @@ class TensorBoard:
 
     def step(self, row: dict[str, Any], batch: Batch) -> None:
         """Each figure is a scalar."""
-        for name, value in numbers(row).items():
-            at = row["val/version"] if name.startswith("val/") else row["step"]
-            self.writer.add_scalar(name, value, int(at))
-        self.writer.flush()
+        self._write(row, row["step"])
 
-    def evaluation(self, version: int, samples: list[Sample]) -> None:
-        """Comes with the next row."""
+    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
+        """At the version that was evaluated."""
+        self._write(figures, int(figures["val/version"]))
+
+    def _write(self, figures: dict[str, Any], at: int) -> None:
+        for name, value in numbers(figures).items():
+            self.writer.add_scalar(name, value, at)
+        self.writer.flush()
 
     def close(self, failed: bool) -> None:
         """Write what is left."""
@@ -115,8 +118,9 @@ class Wandb:
         """One row of figures."""
         self.run.log(numbers(row) | {"step": row["step"]})
 
-    def evaluation(self, version: int, samples: list[Sample]) -> None:
-        """Comes with the next row."""
+    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
+        """Against val/version."""
+        self.run.log(numbers(figures))
 
     def close(self, failed: bool) -> None:
         """Send what is left."""
@@ -137,9 +141,9 @@ class SampleDump:
             advantages = [float(a[0]) if len(a) else None for a in batch.advantages]
         self._write(step_file(batch.step), batch.samples, advantages)
 
-    def evaluation(self, version: int, samples: list[Sample]) -> None:
+    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """samples/val_vNNNNNN.jsonl"""
-        self._write(val_file(version), samples, None)
+        self._write(val_file(int(figures["val/version"])), samples, None)
 
     def close(self, failed: bool) -> None:
         """Nothing is held back."""
@@ -205,11 +209,13 @@ class Loggers:
 
     def step(self, row: dict[str, Any], batch: Batch) -> None:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
-        self._put(lambda: self._tell(lambda logger: logger.step(row, batch)))
+        # An evaluation was told of when it ended, and stands in the row of the step that ended next.
+        own = {name: value for name, value in row.items() if not name.startswith("val/")}
+        self._put(lambda: self._tell(lambda logger: logger.step(own, batch)))
 
-    def evaluation(self, version: int, samples: list[Sample]) -> None:
+    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation; returns at once."""
-        self._put(lambda: self._tell(lambda logger: logger.evaluation(version, samples)))
+        self._put(lambda: self._tell(lambda logger: logger.evaluation(figures, samples)))
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""

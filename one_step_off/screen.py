@@ -144,7 +144,7 @@ class LiveScreen(PlainScreen):
         """The bar moves on; no line is left behind, for metrics.jsonl holds them all."""
         if self.steps is None:
             self.steps = _Steps(total, row["step"])
-        self.steps.add(row, total)
+        self.steps.add(row, total, self.console.width)
         self._refresh()
 
     def stop(self) -> None:
@@ -205,11 +205,11 @@ class _Steps:
         self.rewards: deque[float] = deque(maxlen=_TREND)
         self.seconds: deque[float] = deque(maxlen=_RECENT)
 
-    def add(self, row: dict[str, Any], total: int) -> None:
+    def add(self, row: dict[str, Any], total: int, width: int) -> None:
         self.rewards.append(row["reward/mean"])
         self.seconds.append(row["time/step_s"])
         self.total, self.done = total, row["step"] + 1
-        self.step_s, self.text = statistics.median(self.seconds), figures(row, self.rewards)
+        self.step_s, self.text = statistics.median(self.seconds), figures(row, self.rewards, width)
 
     def render(self) -> list[Any]:
         from rich.progress_bar import ProgressBar
@@ -229,15 +229,19 @@ class _Steps:
         return [bar, Text(self.text, style="cyan")]
 
 
-def figures(row: dict[str, Any], rewards: Iterable[float]) -> str:
-    """The second line of the bar: reward and its trend, length, speed, and who waited for whom."""
+def figures(row: dict[str, Any], rewards: Iterable[float], width: int = 120) -> str:
+    """The second line of the bar: reward and its trend, length, speed, who waited for whom. The trend takes what is left
+    of `width`."""
     tokens = row.get("tokens_per_s/rollout")
     waits = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
-    return (
-        f"reward {row['reward/mean']:.3f} {trend(rewards)}  length {row['response_length/mean']:.1f}  "
-        + (f"{tokens:,.0f} tokens/s  " if tokens else "")
+    reward = f"reward {row['reward/mean']:.3f}"
+    others = (
+        f"length {row['response_length/mean']:.1f}  "
+        + (f"{tokens:,.0f} tok/s  " if tokens else "")
         + f"waits: rollout {waits:.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
     )
+    drawn = trend(list(rewards)[-max(1, width - len(reward) - len(others) - 3) :])
+    return f"{reward} {drawn}  {others}" if drawn else f"{reward}  {others}"
 
 
 def trend(values: Iterable[float]) -> str:

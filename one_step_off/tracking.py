@@ -129,7 +129,7 @@ class Tracker:
         self.unwritten = found
         self._append("evaluations.jsonl", found)
         if self.loggers:
-            self.loggers.evaluation(version, samples)
+            self.loggers.evaluation(found, samples)
         self.say(held_out_line(found))
 
     def close(self, failed: bool = False) -> None:
@@ -159,9 +159,14 @@ class Tracker:
         return found
 
     def _append(self, name: str, row: dict[str, Any]) -> None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
         with open(self.folder / name, "a") as f:
-            f.write(json.dumps(clean) + "\n")
+            f.write(_line(row))
+
+
+def _line(row: dict[str, Any]) -> str:
+    """One row as JSON, which has no NaN."""
+    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
+    return json.dumps(clean) + "\n"
 
 
 def _learning(steps: list[dict[str, Any]]) -> dict[str, float]:

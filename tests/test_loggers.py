@@ -36,10 +36,11 @@ def config(folder: Path, **changes: object) -> Config:
 
 def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     found = open_loggers(cfg, steps[0], PROMPTS.get, said.append)
-    found.evaluation(steps[0], [sample(text="held out")])
+    figures = {"val/version": float(steps[0]), "val/reward": 0.5}
+    found.evaluation(figures, [sample(text="held out")])
     for step in steps:
         row = {"step": step, "reward/mean": step / 10, "mfu/trainer": None, "actor/grad_norm": math.nan}
-        row |= {"val/version": float(step), "val/reward": 0.5} if step == steps[0] else {}
+        row |= figures if step == steps[0] + 1 else {}
         batch = Batch(step, [sample(0, 0), sample(7, 1, reward=math.nan, text="\ud83d")], (0, 0))
         batch.advantages = [np.full(3, 0.5), np.zeros(0)]
         found.step(row, batch)

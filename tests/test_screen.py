@@ -71,7 +71,15 @@ def test_the_bar_and_its_figures(width):
         drawn = terminal(width)
         drawn.print(screen._render())
         text = " ".join(drawn.file.getvalue().split())
-    for part in ("step 10/40", "━", "25%", "left 1:00", "reward 0.900 ▁▂", "length 12.3", "1,234 tokens/s"):
+    for part in (
+        "step 10/40",
+        "━",
+        "25%",
+        "left 1:00",
+        "reward 0.900 " + "▁▂" * (width > 100),
+        "length 12.3",
+        "1,234 tok/s",
+    ):
         assert part in text
     assert "waits: rollout 0.50 s, trainer 0.05 s" in text
     assert screen.live is None
@@ -84,6 +92,13 @@ def test_the_live_part_goes_and_what_was_said_stays():
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, "the cursor is hidden and comes back"
+
+
+def test_the_trend_takes_what_is_left_of_the_line():
+    rewards = [i / 30 for i in range(30)]
+    assert len(figures(row(0), rewards, 90)) == 90
+    narrow = figures(row(0), rewards, 60)
+    assert "▁" not in narrow and len(narrow) < 80
 
 
 def test_a_long_command_stays_one_line():
@@ -108,7 +123,7 @@ def test_an_error_ends_the_live_part_and_threads():
 def test_small_helpers():
     assert clock(59.6) == "1:00" and clock(3661) == "1:01:01" and clock(-1) == "0:00"
     assert trend([0, 1]) == "▁█" and trend([1, 1, float("nan")]) == "▁▁" and trend([1]) == ""
-    assert "tokens/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k}, [])
+    assert "tok/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k}, [])
 
 
 PROGRAM = """
@@ -152,7 +167,7 @@ def on_a_terminal(program: str, term: str = "xterm") -> str:
 
 def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
     out = on_a_terminal(PROGRAM)
-    assert "━" in out and "step 1/3" in out and "tokens/s" in out and "gen 1.00 | train" not in out
+    assert "━" in out and "step 1/3" in out and "tok/s" in out and "gen 1.00 | train" not in out
     assert "from a library" in out and "UserWarning: ours" in out
     last = out.rstrip().splitlines()[-1]
     assert last.endswith("error: engine 0 died") and out.rindex("\x1b[?25h") < out.rindex("error:")
