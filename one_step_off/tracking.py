@@ -149,6 +149,7 @@ class Tracker:
         if self.evaluations:
             found["val/first"] = self.evaluations[0]["val/reward"]
             found["val/last"] = self.evaluations[-1]["val/reward"]
+            found["val/rewards"] = [e["val/reward"] for e in self.evaluations]
             found["val/versions"] = [e["val/version"] for e in self.evaluations]
         # The last look at memory was after the last row.
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
