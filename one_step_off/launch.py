@@ -264,7 +264,7 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
     groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
-        with screen.training(tracker.total_steps, len(tracker.steps)):
+        with screen.training(tracker.total_steps, tracker.first_step):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
     if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
@@ -395,7 +395,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     prompts = {p.id[1]: p for p in data.stream.first_rows(len(data.stream))}
     held_out = {p.id: p for p in data.val or ()}
     tracker.loggers = open_loggers(
-        cfg, len(tracker.steps), lambda id: held_out.get(id) or prompts.get(id[1]), tracker.say
+        cfg, tracker.first_step, lambda id: held_out.get(id) or prompts.get(id[1]), tracker.say
     )
     used = [len(prompts)] + ([len(held_out)] if held_out else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []

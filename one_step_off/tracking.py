@@ -56,7 +56,7 @@ class Tracker:
         self.screen = screen or PlainScreen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
-        self.first_step_s = math.nan
+        self.first_step, self.first_step_s = 0, math.nan
         self.steps: list[dict[str, Any]] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
@@ -69,6 +69,7 @@ class Tracker:
         self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
     ) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
+        self.first_step = step
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
         for name in ("summary.json", "error.log", "evaluations.jsonl"):
             (self.folder / name).unlink(missing_ok=True)
