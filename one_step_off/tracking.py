@@ -90,6 +90,7 @@ class Tracker:
         path = self.folder / "evaluations.jsonl"
         found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         self.start(sys.maxsize, found)
+        self.first_step = self.steps[-1]["step"] + 1 if self.steps else 1
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
