@@ -38,7 +38,7 @@ class Logger(Protocol):
         ...
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """One evaluation: its val/ figures, val/version among them, and its samples."""
+        """One evaluation: its val/ figures, val/version among them, and its samples (none: an earlier run has them)."""
         ...
 
     def close(self, failed: bool) -> None:
@@ -142,8 +142,9 @@ class SampleDump:
         self._write(step_file(batch.step), batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """samples/val_vNNNNNN.jsonl"""
-        self._write(val_file(int(figures["val/version"])), samples, None)
+        """samples/val_vNNNNNN.jsonl; it is there already where the evaluation was an earlier run's."""
+        if samples:
+            self._write(val_file(int(figures["val/version"])), samples, None)
 
     def close(self, failed: bool) -> None:
         """Nothing is held back."""

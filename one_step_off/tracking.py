@@ -84,6 +84,10 @@ class Tracker:
             path.unlink(missing_ok=True)
             for row in rows:
                 self._append(name, row)
+        # TensorBoard hides what it had from `step` on, and the evaluation of these weights was one of those.
+        for found in self.evaluations if self.loggers and step else ():
+            if found["val/version"] >= step:
+                self.loggers.evaluation(found, [])
 
     def keep(self) -> None:
         """Add to what an earlier run left in this folder, and drop nothing: for a run that only evaluates."""

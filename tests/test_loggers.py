@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import math
 from pathlib import Path
@@ -15,6 +16,7 @@ from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import validate
 from one_step_off.loggers import Loggers, open_loggers
 from one_step_off.samples import Batch, Prompt, Sample
+from one_step_off.tracking import Tracker
 
 PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
 
@@ -82,6 +84,20 @@ def test_tensorboard_is_read_back_and_a_resumed_run_replaces_what_comes_after(tm
     log_steps(cfg, range(0, 1), said)
     assert scalars(tmp_path)["reward/mean"] == [(0, 0.0)], "another run, another history"
     assert not said
+
+
+def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
+    cfg = config(tmp_path)
+    log_steps(cfg, range(2), [])
+    for first in (0, 2):
+        tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
+        tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print)
+        tracker.start(first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}])
+        if not first:
+            tracker.evaluation(2, [sample(text="of the first run", reward=0.5)], 0.1)
+        tracker.close()
+    assert scalars(tmp_path)["val/reward"] == [(2, 0.5)]
+    assert "of the first run" in (tmp_path / "samples/val_v000002.jsonl").read_text()
 
 
 def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
