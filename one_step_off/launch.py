@@ -397,6 +397,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     tracker.loggers = open_loggers(
         cfg, tracker.first_step, lambda id: held_out.get(id) or prompts.get(id[1]), tracker.say
     )
+    tracker.repeat_evaluations()
     used = [len(prompts)] + ([len(held_out)] if held_out else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
     tracker.screen.table(start_facts(cfg, asked_model, params, used, tracker.total_steps, links))

@@ -84,9 +84,12 @@ class Tracker:
             path.unlink(missing_ok=True)
             for row in rows:
                 self._append(name, row)
-        # TensorBoard hides what it had from `step` on, and the evaluation of these weights was one of those.
-        for found in self.evaluations if self.loggers and step else ():
-            if found["val/version"] >= step:
+
+    def repeat_evaluations(self) -> None:
+        """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
+        # TensorBoard hides what it had from there on, and the evaluation of these weights was one of those.
+        for found in self.evaluations if self.loggers and self.first_step else ():
+            if found["val/version"] >= self.first_step:
                 self.loggers.evaluation(found, [])
 
     def keep(self) -> None:
