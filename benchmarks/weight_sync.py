@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 
 from one_step_off import launch, tiny_qwen
 from one_step_off.config import Config
@@ -145,15 +146,17 @@ def main() -> None:
     import ray
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--model", choices=("tiny", "0.5b"), default="tiny")
+    parser.add_argument("--out", required=True, help="folder for result.json and result.md")
+    parser.add_argument("--model", choices=("tiny", "0.5b"), default="tiny", help="0.5b: the shape of Qwen2.5-0.5B")
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
-    parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--bucket-mb", type=int, default=64)
+    parser.add_argument("--replicas", type=int, default=1, help="vLLM engines")
+    parser.add_argument("--repeats", type=int, default=7, help="measured syncs and raw broadcasts, after one of each")
+    parser.add_argument("--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
+    transformers.utils.logging.disable_progress_bar()
+    print("making the model, starting trainer and engines, measuring: up to a minute for tiny, three for 0.5b")
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(args, folder + "/model")
         cfg.trainer.output_dir = folder

@@ -19,7 +19,7 @@ def main(argv: list[str]) -> int:
         print("error: " + " ".join(str(e).split()), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
+        print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # as in: --help | head
         sys.stderr.close()

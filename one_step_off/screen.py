@@ -266,8 +266,8 @@ def progress_line(row: dict[str, Any], total: int) -> str:
     return (
         f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
         f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
-        f"step {row['time/step_s']:.2f}s = gen {row['time/generate_s']:.2f} | train {row['time/train_s']:.2f}"
-        f" | sync {row.get('time/sync_s', 0.0):.2f}  ratio {row.get('ratio/mean', math.nan):.3f}"
+        f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
+        f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
         f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
     )
 

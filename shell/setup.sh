@@ -171,7 +171,7 @@ main() {
     fi
     stage "packages for $extra: vLLM, Ray, transformers and others (about 3 min)" pip_install -e ".[$extra,dev]"
     if [[ "$extra" == cpu ]]; then
-        stage "without the CUDA-only packages" remove_cuda_only_packages
+        stage "removing three packages that need CUDA" remove_cuda_only_packages
     fi
     stage "imports" check_imports
     fingerprint >"$stamp"

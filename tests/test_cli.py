@@ -95,7 +95,7 @@ def test_later_faults_and_interrupts(capsys: pytest.CaptureFixture, monkeypatch:
     for run, code, line in (
         (fail, 1, "error: engine 0 died\n"),
         (refuse, 2, "error: data row a.jsonl:3: bad mend it\n"),
-        (interrupt, 130, "error: interrupted\n"),
+        (interrupt, 130, "interrupted\n"),
         (lambda cfg: 7 if cfg.model.path == "tiny:qwen2" else 0, 7, ""),
     ):
         install(run)

@@ -47,7 +47,7 @@ def test_plain_lines_are_one_per_step():
         a_run(screen)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
-        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  step 2.00s = gen 1.00 | train 1.50 | sync 0.10  "
+        f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  step 2.00s (gen 1.00, train 1.50, sync 0.10)  "
         "ratio nan  canary nan"
         for i in range(3)
     ]
@@ -167,7 +167,7 @@ def on_a_terminal(program: str, term: str = "xterm") -> str:
 
 def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
     out = on_a_terminal(PROGRAM)
-    assert "━" in out and "step 1/3" in out and "tok/s" in out and "gen 1.00 | train" not in out
+    assert "━" in out and "step 1/3" in out and "tok/s" in out and "gen 1.00, train" not in out
     assert "from a library" in out and "UserWarning: ours" in out
     last = out.rstrip().splitlines()[-1]
     assert last.endswith("error: engine 0 died") and out.rindex("\x1b[?25h") < out.rindex("error:")
@@ -175,9 +175,9 @@ def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
 
 def test_in_a_pipe_and_on_a_dumb_terminal_there_are_plain_lines():
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00 | train") == 4
+    assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00, train") == 4
     assert done.stderr.endswith("error: engine 0 died\n")
-    assert "gen 1.00 | train" in on_a_terminal(PROGRAM, term="dumb")
+    assert "gen 1.00, train" in on_a_terminal(PROGRAM, term="dumb")
 
 
 def test_open_screen_knows_a_pipe(tmp_path):
