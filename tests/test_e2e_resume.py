@@ -15,7 +15,10 @@ from tests.test_e2e_pipeline import VARIED, assert_all_gone, family_of, rows, st
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-TIMES = ("time/", "sync/", "idle", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s")
+TIMES = (
+    "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s",
+    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/",
+)  # fmt: skip
 
 
 def learnt(folder: Path) -> list[dict]:
