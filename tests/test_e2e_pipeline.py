@@ -52,6 +52,32 @@ def test_synchronous_ratio_is_one(models, tmp_path, temperature):
         assert row["canary/logprob_diff_max"] < 1e-4
 
 
+def evaluate_only(model: str, folder: Path) -> None:
+    """An evaluation alone, with another set and sampling of its own, in the folder of a run of 4 steps."""
+    from one_step_off import launch
+
+    only = tiny_config(
+        model,
+        str(folder),
+        **VARIED,
+        **{
+            "trainer.val_only": True,
+            "data.val_sets": {"other": "generator:gsm_symbolic"},
+            "data.val_size": 4,
+            "data.max_prompt_length": 512,
+            "rollout.val_n": 4,
+            "rollout.val_temperature": 1.0,
+            "rollout.val_top_p": 0.9,
+            "rollout.val_max_response_length": 24,
+        },
+    )
+    assert launch.run(only) == 0
+    assert len(rows(folder, "metrics.jsonl")) == 4, "an evaluation alone drops nothing"
+    last = rows(folder, "evaluations.jsonl")[-1]
+    assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
+    assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
+
+
 def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
     from transformers import AutoModelForCausalLM
@@ -80,26 +106,7 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     assert len(list((first / "tensorboard").glob("events.out.tfevents.*"))) == 1
     assert summary["memory/trainer_peak_bytes"] > 1e8 and summary["memory/rollout_peak_bytes"] > 1e8
     assert summary["flops_per_s/trainer"] > 0 and summary["mfu/trainer"] is None
-    only = tiny_config(
-        models(),
-        str(first),
-        **VARIED,
-        **{
-            "trainer.val_only": True,
-            "data.val_sets": {"other": "generator:gsm_symbolic"},
-            "data.val_size": 4,
-            "data.max_prompt_length": 512,
-            "rollout.val_n": 4,
-            "rollout.val_temperature": 1.0,
-            "rollout.val_top_p": 0.9,
-            "rollout.val_max_response_length": 24,
-        },
-    )
-    assert launch.run(only) == 0
-    assert len(rows(first, "metrics.jsonl")) == 4, "an evaluation alone drops nothing"
-    last = rows(first, "evaluations.jsonl")[-1]
-    assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
-    assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
+    evaluate_only(models(), first)
     trained = AutoModelForCausalLM.from_pretrained(first / "hf_model").state_dict()
     start = AutoModelForCausalLM.from_pretrained(models()).state_dict()
     assert all((trained[n] != start[n]).any() for n in start)
