@@ -288,6 +288,7 @@ async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed 
 def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    limits: list[asyncio.TimerHandle] = []
 
     def give_up() -> None:
         tracker.say("stopping at once: no checkpoint was written")
@@ -298,7 +299,7 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
             give_up()
             return
         pipeline.stopping = True
-        loop.call_later(grace_s, give_up)
+        limits.append(loop.call_later(grace_s, give_up))
         tracker.say(
             f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
         )
@@ -309,6 +310,8 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
     try:
         yield
     finally:
+        for limit in limits:
+            limit.cancel()  # it bounds the way to the checkpoint, not the writing of the model after a last step
         for number in signals:
             loop.remove_signal_handler(number)
 
@@ -348,6 +351,8 @@ def run(cfg: Config) -> int:
             )
             return 0
         write_run_folder(prepared)
+        if not (state or cfg.trainer.val_only) and (tracker.folder / "metrics.jsonl").exists():
+            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         if cfg.trainer.val_only:
             tracker.keep()
         else:

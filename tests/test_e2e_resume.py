@@ -88,6 +88,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(models, tmp_path):
     run = start_run(models, tmp_path, **{"trainer.total_steps": done + 2})
     said, _ = run.communicate(timeout=120)
     assert run.returncode == 0, said
+    assert "it is replaced" not in said
     assert f"going on from step {done} of {done + 2}" in said
     ledger = rows(tmp_path, "ledger.jsonl")
     prompts = [tuple(p) for r in ledger for p in r["prompts"]]

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import os
+import signal
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from one_step_off import launch
 from one_step_off.config import ConfigError
+from one_step_off.tracking import Tracker
 from tests.conftest import tiny_config
 
 
@@ -56,6 +62,26 @@ def test_prepared_runs_know_their_canary_and_steps(models, tmp_path):
     assert len(prepared.canary) == 4 and all(2 <= len(ids) <= launch.CANARY_TOKENS for ids in prepared.canary)
     assert prepared.data.stream.total_steps == 3 and len(prepared.data.val) == 8
     assert prepared.device == "cpu"
+
+
+@pytest.mark.parametrize(("inside_s", "cancelled"), [(0.0, False), (0.3, True)])
+def test_the_grace_limit_ends_the_run_but_nothing_after_it(tmp_path, inside_s, cancelled):
+    """Ctrl-C in the last step: the run ends by itself, and what follows must not be cut off by the old limit."""
+    pipeline = SimpleNamespace(stopping=False)
+
+    async def main() -> bool:
+        try:
+            with launch.stop_on_signals(pipeline, 0.1, Tracker(str(tmp_path), 1, out=io.StringIO())):
+                os.kill(os.getpid(), signal.SIGINT)
+                while not pipeline.stopping:
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(inside_s)
+            await asyncio.sleep(0.3)
+        except asyncio.CancelledError:
+            return True
+        return False
+
+    assert asyncio.run(main()) is cancelled
 
 
 def test_a_failure_is_told_in_one_line_and_kept_whole(tmp_path, models):
