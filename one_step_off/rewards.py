@@ -59,6 +59,8 @@ _PLAIN = re.compile(
 )
 # A sum that was not worked out is no final answer; powers and factorials can also take for ever to evaluate.
 _UNWORKED = re.compile(r"[+*^!=]|.-|\\(?:times|cdot|sum|prod|int)")
+# The same for `math`, whose answers may be formulas: between digits it is a sum of numbers, and the task's own.
+_SUM = re.compile(r"[0-9]\s*[-+*]\s*[0-9]")
 _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
 
@@ -133,13 +135,19 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
 
     try:
         got = parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
+        # [value, text]: a repeated question, `68 + 89`, has the right value too, and a policy would find that out.
+        if got and _SUM.search(str(got[-1])) and _plain_number(ground_truth.strip()) is not None:
+            return 0.0
         return float(bool(got) and verify(_parse_truth(ground_truth), got, timeout_seconds=None))
     except Exception:  # what cannot be parsed is not the answer
         return 0.0
 
 
 def math(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises."""
+    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises.
+
+    Where the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0.
+    """
     answer = _last_boxed(response)
     if answer is not None:
         same = answer.strip() == ground_truth.strip() != ""

@@ -1,7 +1,7 @@
 """Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
 
-`make` builds one-operation word problems for the tiny model that trains on CPUs; `make_gsm_symbolic` passes on
-reasoning-gym's generator of grade-school problems. Train and test never share a problem, whatever their seeds.
+`make` builds one-operation word problems for the tiny model that trains on CPUs; `make_addition` sums of two numbers;
+`make_gsm_symbolic` passes on reasoning-gym's generator of grade-school problems. Train and test never share a problem, whatever their seeds.
 """
 
 from __future__ import annotations
@@ -113,6 +113,25 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     return rows
 
 
+def make_addition(split: str, size: int, seed: int) -> list[Row]:
+    """Sums of two two-digit numbers, as `{"question": "What is 27 + 58?", "answer": "27 + 58 = 85\\n#### 85"}`.
+
+    For small pretrained models, that know sums but not how to answer. a + b and b + a are of one split. Questions repeat
+    only in a list longer than the split.
+
+    Raises:
+        ValueError: unknown split, or negative size.
+    """
+    if split not in ("train", "test") or size < 0:
+        raise ValueError(f"split={split!r}, size={size}: use train or test, and a size of 0 or more")
+    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
+    rng = random.Random(f"addition {split} {seed}")
+    pairs: list[tuple[int, int]] = []
+    while len(pairs) < size:
+        pairs += rng.sample(space, len(space))
+    return [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs[:size]]
+
+
 def _gsm_symbolic_candidates(seed: int, chunk: int) -> Iterator[Row]:
     try:
         import reasoning_gym
@@ -149,7 +168,11 @@ def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     return list(rows.values())
 
 
-GENERATORS: dict[str, Callable[[str, int, int], list[Row]]] = {"word_problems": make, "gsm_symbolic": make_gsm_symbolic}
+GENERATORS: dict[str, Callable[[str, int, int], list[Row]]] = {
+    "word_problems": make,
+    "addition": make_addition,
+    "gsm_symbolic": make_gsm_symbolic,
+}
 
 
 def default_test_size(name: str) -> int:

@@ -211,7 +211,7 @@ def test_unusable_files(tmp_path: Path, content: str, cfg: dict[str, str], messa
         ("broken.json", "not valid JSON"),
         ("here.csv", "neither a"),
         ("what is this", "neither a"),
-        ("generator:nothing", "use one of gsm_symbolic, word_problems"),
+        ("generator:nothing", "use one of addition, gsm_symbolic, word_problems"),
         (" , ", "names nothing"),
     ],
 )

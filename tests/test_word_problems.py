@@ -15,6 +15,7 @@ from one_step_off.word_problems import (
     capacity,
     default_test_size,
     make,
+    make_addition,
     make_gsm_symbolic,
     triples,
 )
@@ -88,6 +89,21 @@ def test_refusals(split: str, size: int, message: str) -> None:
 
 def test_zero_rows() -> None:
     assert make("test", 0, 0) == []
+
+
+def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
+    train, test = make_addition("train", 4096, 0), make_addition("test", 400, 1)
+    assert train == make_addition("train", 4096, 0) != make_addition("train", 4096, 1)
+
+    def pairs(rows: list[dict[str, str]]) -> set[frozenset[int]]:
+        return {frozenset(map(int, re.findall(r"\d+", row["question"]))) for row in rows}
+
+    assert not pairs(train) & pairs(test)
+    for row in test:
+        a, b = map(int, re.findall(r"\d+", row["question"]))
+        assert 10 <= a < 100 and 10 <= b < 100 and row["answer"].endswith(f"= {a + b}\n#### {a + b}")
+    with pytest.raises(ValueError, match="use train or test"):
+        make_addition("val", 1, 0)
 
 
 def test_gsm_symbolic_splits_are_disjoint() -> None:
