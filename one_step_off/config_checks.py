@@ -15,13 +15,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.word_problems import GENERATORS
 
 ROLES = ("rollout", "actor", "ref")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 MOST_PER_NODE = 1024
 BUILT_IN_REWARDS = ("gsm8k", "math")
+GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _HUB_DATA = re.compile(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?")
 

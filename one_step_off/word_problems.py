@@ -129,7 +129,9 @@ def make_addition(split: str, size: int, seed: int) -> list[Row]:
     pairs: list[tuple[int, int]] = []
     while len(pairs) < size:
         pairs += rng.sample(space, len(space))
-    return [{"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs[:size]]
+    return [
+        {"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs[:size]
+    ]
 
 
 def _gsm_symbolic_candidates(seed: int, chunk: int) -> Iterator[Row]:
