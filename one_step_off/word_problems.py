@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import gcd
+from typing import Any
 
 Row = dict[str, str]
 Triple = tuple[str, int, int]
@@ -113,11 +114,12 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     return rows
 
 
-def make_addition(split: str, size: int, seed: int) -> list[Row]:
-    """Sums of two two-digit numbers, as `{"question": "What is 27 + 58?", "answer": "27 + 58 = 85\\n#### 85"}`.
+def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
+    """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`.
 
-    For small pretrained models, that know sums but not how to answer. a + b and b + a are of one split. Questions repeat
-    only in a list longer than the split.
+    For small pretrained models, that know some sums but not what is asked of them: SmolLM2-135M-Instruct hits none
+    when asked in words, and a fifth when shown one. a + b and b + a are of one split. Sums repeat only in a list longer
+    than the split.
 
     Raises:
         ValueError: unknown split, or negative size.
@@ -129,8 +131,13 @@ def make_addition(split: str, size: int, seed: int) -> list[Row]:
     pairs: list[tuple[int, int]] = []
     while len(pairs) < size:
         pairs += rng.sample(space, len(space))
+    shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
     return [
-        {"question": f"What is {a} + {b}?", "answer": f"{a} + {b} = {a + b}\n#### {a + b}"} for a, b in pairs[:size]
+        {
+            "prompt": [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]],
+            "reward_model": {"ground_truth": str(a + b)},
+        }
+        for a, b in pairs[:size]
     ]
 
 
@@ -170,7 +177,7 @@ def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     return list(rows.values())
 
 
-GENERATORS: dict[str, Callable[[str, int, int], list[Row]]] = {
+GENERATORS: dict[str, Callable[[str, int, int], Sequence[Mapping[str, Any]]]] = {
     "word_problems": make,
     "addition": make_addition,
     "gsm_symbolic": make_gsm_symbolic,

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -95,13 +96,17 @@ def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
     train, test = make_addition("train", 4096, 0), make_addition("test", 400, 1)
     assert train == make_addition("train", 4096, 0) != make_addition("train", 4096, 1)
 
-    def pairs(rows: list[dict[str, str]]) -> set[frozenset[int]]:
-        return {frozenset(map(int, re.findall(r"\d+", row["question"]))) for row in rows}
+    def numbers(row: dict[str, Any]) -> tuple[int, int]:
+        a, b = map(int, re.findall(r"\d+", row["prompt"][-1]["content"]))
+        return a, b
+
+    def pairs(rows: list[dict[str, Any]]) -> set[frozenset[int]]:
+        return {frozenset(numbers(row)) for row in rows}
 
     assert not pairs(train) & pairs(test)
     for row in test:
-        a, b = map(int, re.findall(r"\d+", row["question"]))
-        assert 10 <= a < 100 and 10 <= b < 100 and row["answer"].endswith(f"= {a + b}\n#### {a + b}")
+        a, b = numbers(row)
+        assert 10 <= a < 100 and 10 <= b < 100 and row["reward_model"]["ground_truth"] == str(a + b)
     with pytest.raises(ValueError, match="use train or test"):
         make_addition("val", 1, 0)
 
