@@ -39,7 +39,7 @@ def call(*argv: str) -> tuple[subprocess.CompletedProcess, float]:
         ([TINY, "model.path=/nowhere/model"], "/nowhere/model"),
         ([TINY, "data.train_files=/nowhere/a.jsonl"], "/nowhere/a.jsonl"),
         ([TINY, "--dryrun"], "--dry-run"),
-        ([TINY, "extra"], "'='"),
+        ([TINY, "extra"], "section.key=value"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], part: str) -> None:
@@ -59,7 +59,16 @@ def test_nothing_heavy_is_imported_before_an_answer(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "heavy: []", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["config=nowhere.yaml", "--help"]])
+def test_no_arguments_say_where_to_begin(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 3
+    for part in ("config=config/gsm8k_tiny_cpu.yaml", "--dry-run", "--help"):
+        assert part in err
+    assert (ROOT / "config/gsm8k_tiny_cpu.yaml").exists()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["config=nowhere.yaml", "--help"]])
 def test_help_lists_every_key(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
