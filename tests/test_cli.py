@@ -272,9 +272,17 @@ def test_run_script_evaluates_on_no_training_file(tmp_path: Path, data: str) -> 
     ]
 
 
+@pytest.mark.parametrize("data", ["/nowhere", "./nowhere", "../nowhere", "data/no/where", "nowhere/"])
+def test_run_script_says_that_a_folder_is_missing(tmp_path: Path, data: str) -> None:
+    done, _ = would_train(tmp_path, 0, DATA=data)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert f"DATA={data}: no such folder or file" in done.stderr
+
+
 def test_run_script_takes_folders_and_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     args = would_train(tmp_path, 0, DATA="folder")[1]
     assert "data.train_files=folder/gsm8k_train.jsonl" in args and "data.val_files=folder/gsm8k_test.jsonl" in args
-    args = would_train(tmp_path, 0, DATA="openai/gsm8k")[1]
-    assert "data.train_files=openai/gsm8k" in args and "data.val_files=openai/gsm8k" in args
+    for data in ("openai/gsm8k", "openai/gsm8k:main", "generator:word_problems"):
+        args = would_train(tmp_path, 0, DATA=data)[1]
+        assert f"data.train_files={data}" in args and f"data.val_files={data}" in args
