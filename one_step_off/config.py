@@ -7,7 +7,7 @@ before any engine or GPU is taken. Loading, overrides and validation live in `co
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 
@@ -94,10 +94,18 @@ class RolloutConfig:
 
 
 @dataclass
-class ActorConfig:
-    """Training of the policy."""
+class BackendConfig:
+    """What the training back end needs to know of any role. null: as the actor has it."""
 
-    backend: str = key("fsdp", "training back end", choices=("fsdp",))
+    micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
+    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=-1)
+    param_offload: bool = key(False, "GPUs: parameters wait in host memory")
+
+
+@dataclass
+class TrainedConfig(BackendConfig):
+    """What it needs to know of a role that learns."""
+
     lr: float = key(1.0e-6, "peak learning rate of AdamW", above=0.0)
     betas: list[float] = key([0.9, 0.999], "AdamW's two betas")
     eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
@@ -106,14 +114,52 @@ class ActorConfig:
     lr_schedule: str = key("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
-    ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
-    ppo_epochs: int = key(1, "passes over each batch", low=1)
-    micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
-    log_prob_chunk: int = key(2048, "tokens whose logits exist at once", low=1)
-    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
-    param_offload: bool = key(False, "GPUs: parameters wait in host memory")
+    ppo_mini_batch_size: Optional[int] = key(None, "prompts per optimiser step; null: as the actor", low=1)
+    ppo_epochs: Optional[int] = key(None, "passes over each batch; null: as the actor", low=1)
     optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    """Training of the policy."""
+
+    backend: str = key("fsdp", "training back end", choices=("fsdp",))
+    micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
+    ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
+    ppo_epochs: int = key(1, "passes over each batch", low=1)
+    log_prob_chunk: int = key(2048, "tokens whose logits exist at once", low=1)
+
+
+@dataclass
+class CriticConfig(TrainedConfig):
+    """The critic: the model with a scalar head in place of the language model head."""
+
+    path: str = key("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
+    lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
+    clip_range_value: float = key(
+        0.5, "how far a value may move from the old one before its loss is clipped", above=0.0
+    )
+
+
+@dataclass
+class RefConfig(BackendConfig):
+    """The frozen reference policy."""
+
+    path: str = key("", "HF model directory or hub id; empty: model.path")
+
+
+@dataclass
+class RewardModelConfig(BackendConfig):
+    """A reward model: a sequence classifier with one output in a pool of its own, or a server."""
+
+    path: str = key("", "HF sequence-classification model (role reward_model)")
+    url: str = key("", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}")
+    weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function")
+    timeout_s: float = key(60.0, "limit for one request to the server", above=0.0)
+    retries: int = key(3, "how often a request that failed is repeated", low=0)
+    max_concurrency: int = key(8, "requests at once", low=1)
+    request_size: int = key(32, "samples per request", low=1)
 
 
 @dataclass
@@ -129,7 +175,14 @@ class AlgorithmConfig:
         "token-mean", "mean of all tokens, or of each sequence's mean", choices=("token-mean", "sequence-mean")
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
-    kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
+    kl_coef: float = key(0.0, "weight of the KL to the reference; above 0 needs the role ref", low=0.0)
+    kl_place: str = key(
+        "loss", "where that KL goes: a term of the loss, or token by token into the reward", choices=("loss", "reward")
+    )
+    kl_target: Optional[float] = key(
+        None, "reward only: the coefficient adapts until KL per sample is this (nats)", above=0.0
+    )
+    kl_horizon: int = key(10000, "reward only: samples over which it adapts", low=1)
     kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices=("k1", "k2", "k3"))
     old_log_probs: str = key(
         "rollout", "clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute")
@@ -145,6 +198,7 @@ class RewardConfig:
     """Rewards."""
 
     function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
+    weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
 
@@ -178,6 +232,7 @@ class TrainerConfig:
     val_after_train: bool = key(True, "evaluate after the last step")
     output_dir: str = key("outputs/run", "the run folder", path=True)
     seed: int = key(0, "seed of data order, samples and initialisation", low=0)
+    critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
     resume: str = key("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder", path=True)
@@ -207,12 +262,23 @@ class Config:
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     actor: ActorConfig = field(default_factory=ActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    ref: RefConfig = field(default_factory=RefConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def settings_of(cfg: Config, role: str) -> Any:
+    """The section of a role, with what it leaves open (null, no path) as the actor and the model have it."""
+    own = getattr(cfg, role)
+    of_actor = {f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None}
+    path = {} if role == "actor" or own.path else {"path": cfg.model.path}
+    return replace(own, **of_actor, **path)
 
 
 class ConfigError(Exception):

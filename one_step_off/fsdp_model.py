@@ -1,4 +1,7 @@
-"""A Hugging Face causal language model under FSDP2: built, loaded, sharded, and asked for log-probs.
+"""A Hugging Face model under FSDP2: built, loaded, sharded, and asked for log-probs, or for a number per token.
+
+The policy and its reference are causal language models. Critic and reward model are the same backbones with a scalar
+head, which transformers calls sequence classification with one label.
 
 Three things here are easy to get wrong and silent when wrong, so they are checked at start:
 the tie of embedding and head, the layout of the checkpoint against the model's, and what the model does
@@ -25,8 +28,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from one_step_off import core_algos
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.workers import WeightPiece
+
+SCALAR_ROLES = ("critic", "reward_model")
+TRAINED_ROLES = ("actor", "critic")
+SCALAR_HEAD = "score"
 
 
 def attention_for(cfg: Config, device: torch.device) -> str:
@@ -41,83 +48,97 @@ def attention_for(cfg: Config, device: torch.device) -> str:
     return "flash_attention_2" if flash and device.type == "cuda" and cfg.model.dtype == "bfloat16" else "sdpa"
 
 
-def make_mesh(device: torch.device, world_size: int, fsdp_size: int) -> DeviceMesh:
+def make_mesh(device: torch.device, world_size: int, fsdp_size: int, role: str = "actor") -> DeviceMesh:
     """1-D ("fsdp"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
     if fsdp_size in (-1, world_size) or fsdp_size > world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
     if fsdp_size < 1 or world_size % fsdp_size:
-        raise ConfigError(f"actor.fsdp_size: {fsdp_size} does not divide the {world_size} ranks of the actor")
+        raise ConfigError(f"{role}.fsdp_size: {fsdp_size} does not divide the {world_size} ranks of the {role}")
     return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def build(cfg: Config, device: torch.device, mesh: DeviceMesh, trainable: bool) -> transformers.PreTrainedModel:
-    """Build the model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
+def build(cfg: Config, device: torch.device, mesh: DeviceMesh, role: str) -> transformers.PreTrainedModel:
+    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
 
-    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective.
+    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has no
+    scalar head begins with the random one of `trainer.seed`.
 
     Raises:
         ConfigError: on every rank, with the reason that rank 0 met.
     """
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
+    own, scalar, trainable = settings_of(cfg, role), role in SCALAR_ROLES, role in TRAINED_ROLES
     dtype = torch.float32 if trainable else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
     source, error = None, None
     if dist.get_rank() == 0:
         try:
-            source = _read_checkpoint(cfg, attention, dtype)
+            source = _read_checkpoint(cfg, role, own.path, attention, dtype)
         except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
             error = e
     message = [None if error is None else str(error)]
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise ConfigError(message[0]) from error
-    model = _empty(cfg, attention, dtype)
+    model = _empty(cfg, own.path, scalar, attention, dtype)
     model.requires_grad_(trainable)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
-    model.forward = types.MethodType(_policy_forward, model)
-    if source is not None:
+    model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
+    if source is not None and not scalar:
         model.generation_config = source.generation_config
-    _shard(model, cfg, mesh, device, trainable)
-    _load(model, source, device if not _offloads(cfg, device) else torch.device("cpu"), device)
+    offload = own.param_offload and device.type == "cuda"
+    _shard(model, cfg, mesh, offload, trainable and own.activation_checkpointing)
+    _load(model, source, device if not offload else torch.device("cpu"), device)
     return model
 
 
-def _read_checkpoint(cfg: Config, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _read_checkpoint(
+    cfg: Config, role: str, path: str, attention: str, dtype: torch.dtype
+) -> transformers.PreTrainedModel:
     """Rank 0: the whole model on the CPU, with everything checked that can be checked on it."""
-    path = cfg.model.path
+    key, scalar = "model.path" if path == cfg.model.path else f"{role}.path", role in SCALAR_ROLES
+    torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
     try:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = _auto(scalar).from_pretrained(
             path,
             dtype=dtype,
             attn_implementation=attention,
             trust_remote_code=cfg.model.trust_remote_code,
             output_loading_info=True,
+            **({"num_labels": 1} if scalar else {}),
         )
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
         reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-        raise ConfigError(f"model.path: {path!r} is not a causal language model that can be loaded: {reason}") from e
-    if report["missing_keys"] or report["mismatched_keys"]:
-        lacking = sorted(map(str, report["missing_keys"] or report["mismatched_keys"]))
-        raise ConfigError(f"model.path: the checkpoint {path!r} lacks {len(lacking)} weights, as {lacking[0]}")
-    check_layout(model, path)
-    check_head(model, path)
+        what = "model with a scalar head" if scalar else "causal language model"
+        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {reason}") from e
+    lacking = {str(k) for k in report["missing_keys"]} | {str(k) for k in report["mismatched_keys"]}
+    if role == "critic":
+        lacking -= {f"{SCALAR_HEAD}.weight"}
+    if lacking:
+        raise ConfigError(f"{key}: the checkpoint {path!r} lacks {len(lacking)} weights, as {min(lacking)}")
+    if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
+        raise ConfigError(f"{key}: {path!r} ({type(model).__name__}) has no linear head named {SCALAR_HEAD}")
+    if not scalar:
+        check_layout(model, path)
+        check_head(model, path)
     return model
 
 
-def _empty(cfg: Config, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _auto(scalar: bool) -> Any:
+    return transformers.AutoModelForSequenceClassification if scalar else transformers.AutoModelForCausalLM
+
+
+def _empty(cfg: Config, path: str, scalar: bool, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
     trust = cfg.model.trust_remote_code
-    hf_config = transformers.AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
+    labels = {"num_labels": 1} if scalar else {}
+    hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **labels)
     with accelerate.init_empty_weights(include_buffers=False):
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = _auto(scalar).from_config(
             hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
         )
     model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
     return model
-
-
-def _offloads(cfg: Config, device: torch.device) -> bool:
-    return cfg.actor.param_offload and device.type == "cuda"
 
 
 def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
@@ -132,21 +153,19 @@ def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _shard(
-    model: transformers.PreTrainedModel, cfg: Config, mesh: DeviceMesh, device: torch.device, trainable: bool
-) -> None:
+def _shard(model: transformers.PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if cfg.model.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
-    offload = CPUOffloadPolicy() if _offloads(cfg, device) else OffloadPolicy()
+    home = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in decoder_layers(model):
-        if trainable and cfg.actor.activation_checkpointing:
+        if recompute:
             # Wrapping the method, not the module, keeps parameter names as the checkpoint has them.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
+    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home)
 
 
 def _load(
@@ -170,7 +189,8 @@ def _load(
 
 
 def _is_tied(model: transformers.PreTrainedModel) -> bool:
-    return model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    head = model.get_output_embeddings()  # None: a scalar head
+    return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 # ---- log-probs --------------------------------------------------------------------------------------------------
@@ -210,6 +230,22 @@ def _policy_forward(
     if wanted == 0:  # clones: FSDP2's backward hook must not sit on a view
         return log_probs[:0].clone(), None if entropies is None else entropies[:0].clone()
     return log_probs, entropies
+
+
+def _scalar_forward(
+    self: transformers.PreTrainedModel,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    at: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
+    positions = {} if position_ids is None else {"position_ids": position_ids}
+    hidden = self.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+    rows = at if len(at) else torch.zeros(1, dtype=torch.int64, device=hidden.device)  # as in _policy_forward
+    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
+    values = getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)
+    return (values, None) if len(at) else (values[:0].clone(), None)
 
 
 def _project(
@@ -339,7 +375,9 @@ def write_checkpoint(
 ) -> None:
     """Write a gathered state dict as a Hugging Face checkpoint in model.dtype (rank 0 alone, no collective)."""
     dtype = getattr(torch, cfg.model.dtype)
-    plain = _empty(cfg, "sdpa", dtype)  # the sharded model's class is FSDP's; this one has the architecture's own
+    plain = _empty(
+        cfg, cfg.model.path, False, "sdpa", dtype
+    )  # the sharded model's class is FSDP's; this one has the architecture's own
     plain.generation_config = model.generation_config
     names = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
     kept = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items() if k in names}  # tied: once
