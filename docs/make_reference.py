@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args, get_origin, get_type_hints
+from typing import get_type_hints
 
 from one_step_off.config import Config
 from one_step_off.config_io import KEYS, Key
@@ -17,27 +17,20 @@ A run is one YAML file of sections and keys, and arguments `section.key=value` o
 run must at least set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.
 
 - A mapping replaces the default as a whole; `section.key.name=value` changes one entry of it.
-- `null` means "not set" and is allowed only where the type says so. Numbers like `1e-6` are numbers.
+- `null` means "not set" and is allowed where the type says so or the default is empty. Numbers like `1e-6` are numbers.
 - `${oc.env:NAME}` reads an environment variable, `${section.key}` another key.
-- A leading `~` in a path of `model.path`, `data.train_files`, `data.val_files` or `trainer.output_dir` is the home directory.
+- A leading `~` in a path of `model.path`, `data.train_files`, `data.val_files`,
+  `trainer.output_dir` or `trainer.resume` is the home directory.
 
 `python -m one_step_off.main_ppo --help` prints the same list, and `--dry-run` the resolved config of a run.
 """
-TYPES = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "mapping", list: "list"}
 
 
 def _type(key: Key) -> str:
-    if key.meta["choices"]:
-        words = ", ".join(f"`{choice}`" for choice in key.meta["choices"])
-    elif key.type == dict[str, list[int]]:
-        words = "mapping of lists of whole numbers"
-    elif key.type == dict[str, str]:
-        words = "mapping of names"
-    elif get_origin(key.type) is list:
-        words = f"list of {TYPES[get_args(key.type)[0]]}s"
-    else:
-        words = TYPES[get_origin(key.type) or key.type]
-    return words + (" or `null`" if key.optional else "")
+    words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
+    return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
+        " or `null`" if key.optional else ""
+    )
 
 
 def _default(value: object) -> str:
@@ -53,11 +46,12 @@ def _bounds(key: Key) -> str:
     if low is not None and low == high:
         return f"only {low:g}"
     parts = [
-        f"at least {low:g}" if low is not None and low != -1 else "",
+        f"at least {low:g}" if low is not None else "",
         f"above {above:g}" if above is not None else "",
         f"at most {high:g}" if high is not None else "",
     ]
-    return ", ".join(part for part in parts if part)
+    also = key.meta["also"]
+    return ", ".join(part for part in parts if part) + ("" if also is None else f", or {also:g}")
 
 
 def page() -> str:

@@ -6,6 +6,7 @@ before any engine or GPU is taken. Loading, overrides and validation live in `co
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
@@ -18,11 +19,13 @@ def key(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    also: float | None = None,
+    path: bool = False,
 ) -> Any:
-    """One config key. `low`/`high` are inclusive bounds, `above` is an exclusive lower bound."""
-    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above}
+    """One config key. `low`/`high` are inclusive bounds, `above` an exclusive lower one, `also` a value beside them."""
+    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "also": also, "path": path}
     if isinstance(default, (dict, list)):
-        return field(default_factory=lambda: type(default)(default), metadata=meta)
+        return field(default_factory=lambda: deepcopy(default), metadata=meta)
     return field(default=default, metadata=meta)
 
 
@@ -30,10 +33,8 @@ def key(
 class ModelConfig:
     """The policy."""
 
-    path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3 builds a small warm-started model")
-    dtype: str = key(
-        "bfloat16", "compute dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32")
-    )
+    path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3: a small warm-started one", path=True)
+    dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32"))
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
     attn_implementation: str = key(
         "auto",
@@ -46,17 +47,11 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: str = key("", "jsonl or parquet file(s, comma-separated), hub id, or generator:word_problems")
-    val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation")
+    train_files: str = key("", "jsonl or parquet files (with commas), hub id, or generator:word_problems", path=True)
+    val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation", path=True)
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
-    format: str = key(
-        "auto",
-        "columns of the rows: question/answer, or prompt messages/reward_model",
-        choices=("auto", "gsm8k", "messages"),
-    )
-    chat_template: str = key(
-        "auto", "auto: the tokenizer's template if it has one", choices=("auto", "always", "never")
-    )
+    format: str = key("auto", "question/answer, or prompt/reward_model", choices=("auto", "gsm8k", "messages"))
+    chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices=("auto", "always", "never"))
     instruction: str = key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", low=1)
@@ -64,7 +59,7 @@ class DataConfig:
     overlong_prompts: str = key("skip", "what to do with longer prompts", choices=("skip", "fail"))
     bad_rows: str = key("skip", "what to do with malformed rows (they are counted and named)", choices=("skip", "fail"))
     shuffle: bool = key(True, "shuffle each epoch, by trainer.seed")
-    val_size: int = key(-1, "use only the first rows of the held-out set; -1: all", low=-1)
+    val_size: int = key(-1, "use only the first rows of the held-out set; -1: all", low=1, also=-1)
     generator_size: int = key(4096, "rows that generator:word_problems makes for training", low=1)
 
 
@@ -87,21 +82,15 @@ class RolloutConfig:
     top_p: float = key(1.0, "nucleus sampling; other than 1 changes the log-probs and is refused", low=1.0, high=1.0)
     top_k: int = key(-1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1)
     tensor_parallel_size: int = key(1, "GPUs per replica", low=1)
-    seed_samples: str = key(
-        "auto", "a seed per sample: reproducible runs; auto: on for CPU, off for GPU", choices=("auto", "on", "off")
-    )
+    seed_samples: str = key("auto", "a seed per sample: reproducible; auto: on CPU only", choices=("auto", "on", "off"))
     gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
-    sampling_kwargs: dict[str, Any] = key(
-        {}, "more fields of vLLM's SamplingParams: stop, stop_token_ids, ignore_eos and the like"
-    )
+    sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
-    val_max_response_length: Optional[int] = key(
-        None, "longest response of evaluation, if other than in training", low=1
-    )
+    val_max_response_length: Optional[int] = key(None, "longest response of evaluation, if another", low=1)
 
 
 @dataclass
@@ -121,7 +110,7 @@ class ActorConfig:
     ppo_epochs: int = key(1, "passes over each batch", low=1)
     micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
     log_prob_chunk: int = key(2048, "tokens whose logits exist at once", low=1)
-    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=-1)
+    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
     optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
@@ -137,19 +126,13 @@ class AlgorithmConfig:
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
     loss_agg: str = key(
-        "token-mean",
-        "mean over all tokens, or over sequences of their token means",
-        choices=("token-mean", "sequence-mean"),
+        "token-mean", "mean of all tokens, or of each sequence's mean", choices=("token-mean", "sequence-mean")
     )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_estimator: str = key(
-        "k3", "estimator of that KL; as a loss k1 only adds noise and is refused", choices=("k1", "k2", "k3")
-    )
+    kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices=("k1", "k2", "k3"))
     old_log_probs: str = key(
-        "rollout",
-        "rollout: clip theta/mu; recompute: decoupled PPO, clip theta/proximal",
-        choices=("rollout", "recompute"),
+        "rollout", "clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute")
     )
     rollout_correction: str = key(
         "none", "recompute only: weight by proximal/mu, truncated (tis) or masked (mis)", choices=("none", "tis", "mis")
@@ -180,9 +163,7 @@ class WeightSyncConfig:
     bucket_mb: int = key(256, "size of the reused send and receive buffers, in MiB", low=1)
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
     canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
-    canary_tolerance: Optional[float] = key(
-        None, "largest log-prob difference; default by dtype: fp32 1e-3, bf16 1.0", above=0.0
-    )
+    canary_tolerance: Optional[float] = key(None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0)
 
 
 @dataclass
@@ -191,15 +172,15 @@ class TrainerConfig:
 
     total_steps: Optional[int] = key(None, "steps to train (this or total_epochs)", low=1)
     total_epochs: Optional[int] = key(None, "passes over the data (this or total_steps)", low=1)
-    test_freq: int = key(-1, "steps between evaluations; -1: none in between", low=-1)
+    test_freq: int = key(-1, "steps between evaluations; -1: none in between", low=1, also=-1)
     val_before_train: bool = key(True, "evaluate before the first step")
     val_only: bool = key(False, "evaluate the model (or the checkpoint it resumes from) and end")
     val_after_train: bool = key(True, "evaluate after the last step")
-    output_dir: str = key("outputs/run", "the run folder")
+    output_dir: str = key("outputs/run", "the run folder", path=True)
     seed: int = key(0, "seed of data order, samples and initialisation", low=0)
-    save_freq: int = key(-1, "steps between checkpoints; -1: none", low=-1)
+    save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
-    resume: str = key("auto", "auto: from the newest checkpoint in output_dir; never; or a checkpoint's folder")
+    resume: str = key("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder", path=True)
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
@@ -213,11 +194,7 @@ class LoggingConfig:
     tensorboard: bool = key(True, "write tensorboard/ in the run folder")
     wandb: bool = key(False, "log to Weights & Biases; needs the package wandb")
     wandb_project: str = key("one_step_off", "project in W&B")
-    wandb_mode: str = key(
-        "online",
-        "offline: stays in wandb/ of the run folder until `wandb sync` sends it",
-        choices=("online", "offline"),
-    )
+    wandb_mode: str = key("online", "offline: in the run folder until `wandb sync`", choices=("online", "offline"))
     sample_dump: bool = key(True, "write all samples to samples/ (read them with python -m one_step_off.view)")
 
 

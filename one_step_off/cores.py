@@ -17,17 +17,10 @@ def plan_cores(
 
     The two groups work at the same time, so they share no core (unless there is only one). Each group gets its part
     by its number of processes, at least one core, and divides it evenly; with more processes than cores they wrap.
-
-    Raises:
-        ValueError: there are no cores, or a count is negative.
     """
-    if not cores or min(n_rollout_procs, n_trainer_procs) < 0:
-        raise ValueError(f"cannot divide cores {cores} among {n_rollout_procs} and {n_trainer_procs} processes")
     mine = sorted(cores)
     if len(mine) == 1:
         return [mine[:] for _ in range(n_rollout_procs)], [mine[:] for _ in range(n_trainer_procs)]
-    if not (n_rollout_procs and n_trainer_procs):
-        return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
     share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))
     share = min(max(share, 1), len(mine) - 1)
     return _divide(n_rollout_procs, mine[:share]), _divide(n_trainer_procs, mine[share:])

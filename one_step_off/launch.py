@@ -27,8 +27,8 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_checks import check_engine_names
-from one_step_off.config_io import resolved_device, resolved_yaml
+from one_step_off.config_checks import check_engine_names, resolved_device
+from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped

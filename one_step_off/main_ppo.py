@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from one_step_off.config import ConfigError
-from one_step_off.config_io import help_text, load, placement_text, resolved_yaml, validate
+from one_step_off.config_checks import validate
+from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
 FLAGS = ("--dry-run", "--help", "-h")
 
@@ -27,12 +28,12 @@ def main(argv: list[str]) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    if not argv or {"--help", "-h"} & set(argv):
+    if not argv:
+        print(USAGE, file=sys.stderr)
+        return 2
+    if {"--help", "-h"} & set(argv):
         print(help_text(), end="", flush=True)
         return 0
-    for argument in argv:
-        if argument.startswith("-") and argument not in FLAGS:
-            raise ConfigError(f"argument {argument}: unknown option; the options are --dry-run and --help")
     cfg = load([a for a in argv if a not in FLAGS])
     validate(cfg)
     if "--dry-run" in argv:

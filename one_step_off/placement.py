@@ -11,7 +11,7 @@ from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.cores import plan_cores
+from one_step_off.config_io import seat_cores, seats_per_node
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -36,12 +36,6 @@ def pin_process(cores: tuple[int, ...]) -> None:
                 pass  # a thread that ended meanwhile
 
 
-def seats_per_node(cfg: Config, pool: str) -> list[int]:
-    """Processes on each node of a pool: one per GPU, or one per tensor_parallel_size GPUs for rollout."""
-    width = cfg.rollout.tensor_parallel_size if cfg.placement.roles["rollout"] == pool else 1
-    return [gpus // width for gpus in cfg.placement.pools[pool]]
-
-
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """Reserve every pool; returns pool name -> its seats, node by node.
 
@@ -52,7 +46,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """
     resource = "GPU" if device == "cuda" else "CPU"
     rollout_pool = cfg.placement.roles["rollout"]
-    cores = _core_plan(cfg, device)
+    cores = seat_cores(cfg, device)
     groups: dict[tuple[str, int], PlacementGroup] = {}
     shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
     # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
@@ -70,25 +64,8 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
     for pool, node in shares:
         begin, group = len(seats[pool]), groups[pool, node]
-        seats[pool] += [Seat(group, i, node, cores[pool][begin + i]) for i in range(len(group.bundle_specs))]
+        seats[pool] += [Seat(group, i, node, tuple(cores[pool][begin + i])) for i in range(len(group.bundle_specs))]
     return seats
-
-
-def _core_plan(cfg: Config, device: str) -> dict[str, list[tuple[int, ...]]]:
-    """Cores of each seat. Rollout and trainer never share a core where there are two; on GPUs nothing is pinned."""
-    counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
-    # Seats on other machines are not pinned: only this one's cores are known here.
-    one_node = all(len(shape) == 1 for shape in cfg.placement.pools.values())
-    if device != "cpu" or not cfg.placement.pin_cores or not one_node:
-        return {pool: [()] * n for pool, n in counts.items()}
-    rollout_pool = cfg.placement.roles["rollout"]
-    others = [pool for pool in counts if pool != rollout_pool]
-    rollout, trainer = plan_cores(counts[rollout_pool], sum(counts[p] for p in others), sorted(os.sched_getaffinity(0)))
-    plan, at = {rollout_pool: [tuple(c) for c in rollout]}, 0
-    for pool in others:
-        plan[pool] = [tuple(c) for c in trainer[at : at + counts[pool]]]
-        at += counts[pool]
-    return plan
 
 
 def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:

@@ -22,6 +22,12 @@ die() {
     exit 2
 }
 
+data="${DATA:-}"
+files='\.(jsonl|json|parquet)[[:space:]]*(,|$)'
+hub='^[A-Za-z0-9_.-]*[A-Za-z0-9_-](/[A-Za-z0-9_.-]+)?(:[A-Za-z0-9_.-]+)?$' # generator:NAME looks the same
+if [[ -n "$data" && ! -e "$data" && ! "$data" =~ $files && ! "$data" =~ $hub ]]; then
+    die "DATA=$data: no such folder or file, and no hub id as openai/gsm8k; check the path"
+fi
 venv="$("$root/shell/setup.sh" --print-venv)"
 on=cpu
 [[ "$venv" != *-gpu ]] || on=gpu
@@ -51,8 +57,6 @@ fi
 if [[ -n "${MODEL:-}" ]]; then
     args+=("model.path=$MODEL")
 fi
-data="${DATA:-}"
-files='\.(jsonl|json|parquet)[[:space:]]*(,|$)'
 if [[ -d "$data" ]]; then
     args+=("data.train_files=$data/gsm8k_train.jsonl" "data.val_files=$data/gsm8k_test.jsonl")
 elif [[ -f "$data" || "$data" =~ $files ]]; then

@@ -39,7 +39,7 @@ def call(*argv: str) -> tuple[subprocess.CompletedProcess, float]:
         ([TINY, "model.path=/nowhere/model"], "/nowhere/model"),
         ([TINY, "data.train_files=/nowhere/a.jsonl"], "/nowhere/a.jsonl"),
         ([TINY, "--dryrun"], "--dry-run"),
-        ([TINY, "extra"], "'='"),
+        ([TINY, "extra"], "section.key=value"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], part: str) -> None:
@@ -59,7 +59,16 @@ def test_nothing_heavy_is_imported_before_an_answer(argv: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "heavy: []", done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["config=nowhere.yaml", "--help"]])
+def test_no_arguments_say_where_to_begin(capsys: pytest.CaptureFixture) -> None:
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 3
+    for part in ("config=config/gsm8k_tiny_cpu.yaml", "--dry-run", "--help"):
+        assert part in err
+    assert (ROOT / "config/gsm8k_tiny_cpu.yaml").exists()
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"], ["config=nowhere.yaml", "--help"]])
 def test_help_lists_every_key(argv: list[str], capsys: pytest.CaptureFixture) -> None:
     assert main(argv) == 0
     out = capsys.readouterr().out
@@ -263,9 +272,17 @@ def test_run_script_evaluates_on_no_training_file(tmp_path: Path, data: str) -> 
     ]
 
 
+@pytest.mark.parametrize("data", ["/nowhere", "./nowhere", "../nowhere", "data/no/where", "nowhere/"])
+def test_run_script_says_that_a_folder_is_missing(tmp_path: Path, data: str) -> None:
+    done, _ = would_train(tmp_path, 0, DATA=data)
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not done.stdout
+    assert f"DATA={data}: no such folder or file" in done.stderr
+
+
 def test_run_script_takes_folders_and_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     args = would_train(tmp_path, 0, DATA="folder")[1]
     assert "data.train_files=folder/gsm8k_train.jsonl" in args and "data.val_files=folder/gsm8k_test.jsonl" in args
-    args = would_train(tmp_path, 0, DATA="openai/gsm8k")[1]
-    assert "data.train_files=openai/gsm8k" in args and "data.val_files=openai/gsm8k" in args
+    for data in ("openai/gsm8k", "openai/gsm8k:main", "generator:word_problems"):
+        args = would_train(tmp_path, 0, DATA=data)[1]
+        assert f"data.train_files={data}" in args and f"data.val_files={data}" in args

@@ -16,7 +16,8 @@ import pytest
 import yaml
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_io import KEYS, SECTIONS, find_key, load, validate
+from one_step_off.config_checks import validate
+from one_step_off.config_io import KEYS, SECTIONS, find_key, load
 from one_step_off.main_ppo import FLAGS
 
 ROOT = Path(__file__).parent.parent

@@ -14,7 +14,7 @@ import pytest
 
 from one_step_off import loggers
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_io import validate
+from one_step_off.config_checks import validate
 from one_step_off.loggers import Loggers, open_loggers
 from one_step_off.samples import Batch, Prompt, Sample
 from one_step_off.tracking import Tracker

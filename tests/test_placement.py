@@ -8,7 +8,8 @@ import pytest
 
 from one_step_off import placement
 from one_step_off.config import ConfigError
-from one_step_off.config_io import load, validate
+from one_step_off.config_checks import validate
+from one_step_off.config_io import load
 
 BASE = (
     "model.path=tiny:qwen2",
