@@ -210,7 +210,7 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     if kind is bool and value in (0, 1):
         return bool(value)
     if kind is float and type(value) in (int, float):
-        return float(value)
+        return float(str(value))  # a whole number beyond all floats becomes infinite, and its bound refuses it
     if kind is int and (type(value) is int or isinstance(value, float) and value.is_integer()):
         return int(value)
     if get_origin(kind) is list and isinstance(value, list):

@@ -75,6 +75,7 @@ BAD = [
     (["actor.lr=true"], ["actor.lr=true", "must be a number"]),
     (["actor.lr=.nan"], ["actor.lr=nan", "above 0"]),
     (["actor.lr=1e999"], ["actor.lr=inf", "at most"]),
+    (["actor.lr=1" + "0" * 400], ["actor.lr=inf", "at most"]),
     (["actor.lr=[1"], ["actor.lr=[1", "not valid YAML", "quote"]),
     (["rollout.n=2.5"], ["rollout.n=2.5", "must be a whole number"]),
     (["rollout.n=many"], ["rollout.n=many", "must be a whole number"]),
