@@ -135,7 +135,7 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """The critic: the model with a scalar head in place of the language model head."""
 
-    path: str = key("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
+    path: str = key("", "HF model directory or hub id (a reward model's head is kept); empty: model.path", path=True)
     lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
     clip_range_value: float = key(
         0.5, "how far a value may move from the old one before its loss is clipped", above=0.0
@@ -146,14 +146,14 @@ class CriticConfig(TrainedConfig):
 class RefConfig(BackendConfig):
     """The frozen reference policy."""
 
-    path: str = key("", "HF model directory or hub id; empty: model.path")
+    path: str = key("", "HF model directory or hub id; empty: model.path", path=True)
 
 
 @dataclass
 class RewardModelConfig(BackendConfig):
     """A reward model: a sequence classifier with one output in a pool of its own, or a server."""
 
-    path: str = key("", "HF sequence-classification model (role reward_model)")
+    path: str = key("", "HF sequence-classification model (role reward_model)", path=True)
     url: str = key("", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}")
     weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function")
     timeout_s: float = key(60.0, "limit for one request to the server", above=0.0)
@@ -274,11 +274,14 @@ class Config:
 
 
 def settings_of(cfg: Config, role: str) -> Any:
-    """The section of a role, with what it leaves open (null, no path) as the actor and the model have it."""
+    """The section of a role, with what it leaves open (null) as the actor has it."""
     own = getattr(cfg, role)
-    of_actor = {f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None}
-    path = {} if role == "actor" or own.path else {"path": cfg.model.path}
-    return replace(own, **of_actor, **path)
+    return replace(own, **{f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+
+
+def path_of(cfg: Config, role: str) -> str:
+    """The model that a role begins with."""
+    return getattr(getattr(cfg, role), "path", "") or cfg.model.path
 
 
 class ConfigError(Exception):

@@ -150,6 +150,26 @@ def policy_loss(
     return -torch.minimum(free, held), (held < free).detach()
 
 
+def value_loss(
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Clipped value loss per token (PPO as in its authors' code; Engstrom et al., arXiv:2005.12729, eq. 2).
+
+        l = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+
+    Args:
+        values: V, [n]; the gradient flows through it.
+        old_values, returns: [n].
+        clip_range: c, in units of the value.
+
+    Returns:
+        The loss [n], and bool [n]: where the clip binds.
+    """
+    held = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    free_error, held_error = (values - returns).square(), (held - returns).square()
+    return 0.5 * torch.maximum(free_error, held_error), (held_error > free_error).detach()
+
+
 def correction_weights(
     proximal_log_probs: torch.Tensor, mu_log_probs: torch.Tensor, mode: str, cap: float
 ) -> torch.Tensor:

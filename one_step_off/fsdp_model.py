@@ -28,7 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 
 from one_step_off import core_algos
-from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config import Config, ConfigError, path_of, settings_of
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -73,14 +73,14 @@ def build(cfg: Config, device: torch.device, mesh: DeviceMesh, role: str) -> tra
     source, error = None, None
     if dist.get_rank() == 0:
         try:
-            source = _read_checkpoint(cfg, role, own.path, attention, dtype)
+            source = _read_checkpoint(cfg, role, path_of(cfg, role), attention, dtype)
         except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
             error = e
     message = [None if error is None else str(error)]
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise ConfigError(message[0]) from error
-    model = _empty(cfg, own.path, scalar, attention, dtype)
+    model = _empty(cfg, path_of(cfg, role), scalar, attention, dtype)
     model.requires_grad_(trainable)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)

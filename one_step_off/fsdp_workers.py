@@ -1,13 +1,14 @@
 """The FSDP2 training back end: one rank of a role that holds a model, on GPUs or CPUs.
 
-    worker = FSDPWorker(cfg, "actor", rank, world_size, "cpu", total_steps=200)
+    worker = PolicyWorker(cfg, "actor", rank, world_size, "cpu", total_steps=200)
     worker.rendezvous(*address)          # address = rank 0's free_address()
     worker.setup()
     for each step:
         worker.update(batch)             # v(N) -> v(N+1)
         for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
 
-It is a plain class: the caller wraps it in an actor and sets environment and threads before.
+`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref, `CriticWorker` and
+`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets environment and threads before.
 All ranks are called together; each call runs the same collectives in the same order on every rank.
 """
 
@@ -18,9 +19,7 @@ import os
 import resource
 import shutil
 import socket
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -38,31 +37,21 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
+from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe
 from one_step_off.workers import WeightPiece
 
 
-class FSDPWorker(UsageProbe):
-    """Implements `workers.TrainWorker` for the roles "actor" (trained) and "ref" (frozen, log_prob only).
+class ModelWorker(UsageProbe):
+    """One rank of a role with a model: start, forward passes, end."""
 
-    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the
-    learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
-    """
-
-    def __init__(
-        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
-    ) -> None:
-        """`total_steps`: trainer steps of the whole run, for the learning-rate schedule."""
-        if role not in ("actor", "ref"):
-            raise ValueError(f"role {role!r}: the fsdp back end fills actor and ref")
+    def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str) -> None:
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
-        self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
+        self.own = settings_of(cfg, role)
+        self._device_type = device
         self._address: tuple[str, int] | None = None
-        self.version = 0
-        self.optimizer_steps = 0
-        self.optimizer: torch.optim.Optimizer | None = None
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -103,56 +92,26 @@ class FSDPWorker(UsageProbe):
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
         )
-        trainable = self.role == "actor"
-        mesh = fsdp_model.make_mesh(self.device, self.world_size, self.cfg.actor.fsdp_size)
-        self.model = fsdp_model.build(self.cfg, self.device, mesh, trainable)
+        mesh = fsdp_model.make_mesh(self.device, self.world_size, self.own.fsdp_size, self.role)
+        self.model = fsdp_model.build(self.cfg, self.device, mesh, self.role)
         attention = fsdp_model.attention_for(self.cfg, self.device)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = attention == "flash_attention_2"
-        self._weights = fsdp_model.ShardedWeights(self.model, getattr(torch, self.cfg.model.dtype), self.device)
-        if trainable:
-            self._make_optimizer()
         count = sum(p.numel() for p in self.model.parameters())
         facts = {"num_params": count, "device": str(self.device), "world_size": self.world_size}
         return facts | {"attention": attention, "packed": self.packed}
 
-    def _make_optimizer(self) -> None:
-        actor = self.cfg.actor
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
-        # Norms and biases do not decay, as is usual (and as Megatron has it).
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=actor.lr,
-            betas=tuple(actor.betas),
-            eps=actor.eps,
-            weight_decay=actor.weight_decay,
-            fused=True,
-        )
-        self._host_state: dict[torch.Tensor, torch.Tensor] = {}
+    # ---- forward passes -----------------------------------------------------------------------------------------
 
-    # ---- log-probs ----------------------------------------------------------------------------------------------
-
-    def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
-        """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
-        plan = batching.plan(
-            [s.length for s in batch.samples], self.world_size, self.cfg.actor.micro_batch_tokens, self.packed
-        )
-        sequences = {i: _sequence(batch.samples[i]) for micro in plan[self.rank] for i in micro}
+    def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
+        """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
+        plan = self._plan([s.length for s in batch.samples])[self.rank]
+        sequences = {i: _sequence(batch.samples[i]) for micro in plan for i in micro}
         wanted = {i: np.arange(len(batch.samples[i].prompt_ids), batch.samples[i].length) for i in sequences}
-        return self._scores(sequences, wanted, plan[self.rank], self.cfg.rollout.temperature)
+        return self._scores(sequences, wanted, plan, self.cfg.rollout.temperature)
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank).
-
-        Every rank scores everything: the canary's few sequences cost less than gathering would.
-        """
-        lengths = [len(s) for s in sequences]
-        plan = batching.plan(lengths, 1, self.cfg.actor.micro_batch_tokens, self.packed)[0]
-        wanted = {i: np.arange(1, n) for i, n in enumerate(lengths)}
-        scores = self._scores(dict(enumerate(sequences)), wanted, plan, 1.0)
-        return [scores[i] for i in range(len(sequences))]
+    def _plan(self, lengths: list[int]) -> batching.Plan:
+        return batching.plan(lengths, self.world_size, self.own.micro_batch_tokens, self.packed)
 
     @torch.no_grad()
     def _scores(
@@ -161,9 +120,9 @@ class FSDPWorker(UsageProbe):
         result: dict[int, np.ndarray] = {}
         for micro in plan:
             laid = batching.collate([sequences[i] for i in micro], [wanted[i] for i in micro], self.packed)
-            log_probs = self._forward(laid, temperature, "none")[0].float().cpu().numpy()
+            found = self._forward(laid, temperature, "none")[0].float().cpu().numpy()
             ends = np.cumsum(laid.counts)[:-1]
-            result.update(zip(micro, np.split(log_probs, ends), strict=False))  # an empty one has no index
+            result.update(zip(micro, np.split(found, ends), strict=False))  # an empty one has no index
         self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
         return result
 
@@ -184,19 +143,89 @@ class FSDPWorker(UsageProbe):
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
+    # ---- the end ------------------------------------------------------------------------------------------------
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory used so far: allocated on the GPU, or resident in this process."""
+        if self._device_type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def shutdown(self) -> None:
+        """Leave the process group."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class TrainedWorker(ModelWorker):
+    """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
+
+    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the
+    learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
+    """
+
+    def __init__(
+        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
+    ) -> None:
+        """`total_steps`: trainer steps of the whole run, for the learning-rate schedule."""
+        super().__init__(cfg, role, rank, world_size, device)
+        self._total_steps = total_steps or cfg.trainer.total_steps
+        self.version = 0
+        self.optimizer_steps = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
+        """What the loss needs of every response token, by its own names: one array [R] per sample."""
+        raise NotImplementedError
+
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
+    ) -> torch.Tensor:
+        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
+
+        Args:
+            of: the columns and "weight" (of each token in the loss), of the trained tokens: float32 [n] each.
+            first: no optimiser step of this update has been made yet.
+        """
+        raise NotImplementedError
+
+    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
+        """Metrics beyond those of every trained role."""
+        raise NotImplementedError
+
+    def _make_optimizer(self) -> None:
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+        # Norms and biases do not decay, as is usual (and as Megatron has it).
+        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]],
+            lr=self.own.lr,
+            betas=tuple(self.own.betas),
+            eps=self.own.eps,
+            weight_decay=self.own.weight_decay,
+            fused=True,
+        )
+        self._host_state: dict[torch.Tensor, torch.Tensor] = {}
+
     # ---- update -------------------------------------------------------------------------------------------------
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
+
+        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up.
 
         Raises:
             StalenessError: before anything is changed, on every rank.
         """
         assert_versions(batch)
+        if not learn:
+            self.version += 1
+            return {}
         self._check(batch)
         prompts = [s.prompt_id for s in batch.samples]
-        minis = batching.mini_batches(prompts, self.cfg.actor.ppo_mini_batch_size) * self.cfg.actor.ppo_epochs
-        stats, clock, rates = _Stats(self.device), _Clock(self.device), []
+        minis = batching.mini_batches(prompts, self.own.ppo_mini_batch_size) * self.own.ppo_epochs
+        stats, clock, rates = Stats(self.device), Clock(self.device), []
         for k, mini in enumerate(minis):
             self._accumulate(batch, mini, stats, clock, first=k == 0)
             with clock("optimizer"):
@@ -205,17 +234,11 @@ class FSDPWorker(UsageProbe):
         return self._metrics(stats, clock, len(minis), rates)
 
     def _check(self, batch: Batch) -> None:
-        algorithm = self.cfg.algorithm
-        for name, needed in (
-            ("advantages", True),
-            ("old_log_probs", algorithm.old_log_probs == "recompute"),
-            ("ref_log_probs", algorithm.kl_coef > 0),
-        ):
-            values = getattr(batch, name)
-            if needed and (values is None or len(values) != len(batch.samples)):
+        for name, values in self._columns(batch).items():
+            if values is None or len(values) != len(batch.samples):
                 raise ValueError(f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples")
 
-    def _accumulate(self, batch: Batch, mini: list[int], stats: _Stats, clock: _Clock, first: bool) -> None:
+    def _accumulate(self, batch: Batch, mini: list[int], stats: Stats, clock: Clock, first: bool) -> None:
         """Forward and backward over this rank's micro-batches of one mini-batch."""
         samples = [batch.samples[i] for i in mini]
         trained = [int(s.loss_mask.sum()) for s in samples]
@@ -223,17 +246,13 @@ class FSDPWorker(UsageProbe):
         weights = core_algos.token_weights(
             trained, self.cfg.algorithm.loss_agg, sum(trained), sum(n > 0 for n in trained)
         )
-        plan = batching.plan(
-            [s.length for s in samples], self.world_size, self.cfg.actor.micro_batch_tokens, self.packed
-        )
-        entropy = "grad" if self.cfg.algorithm.entropy_coef > 0 else "metric"
-        for micro in plan[self.rank]:
+        for micro in self._plan([s.length for s in samples])[self.rank]:
             wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
             laid = batching.collate([_sequence(samples[k]) for k in micro], wanted, self.packed)
-            per_token = self._per_token(batch, [mini[k] for k in micro], weights[micro] if micro else weights[:0])
+            positions = [mini[k] for k in micro]
+            of = self._per_token(batch, positions, weights[micro] if micro else weights[:0])
             with clock("forward"):
-                log_probs, entropies = self._forward(laid, self.cfg.rollout.temperature, entropy)
-                loss = self._loss(log_probs, entropies, per_token, stats, first)
+                loss = self._micro_loss(laid, of, stats, first)
             with clock("backward"):
                 # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
                 (loss * self.world_size).backward()
@@ -242,14 +261,8 @@ class FSDPWorker(UsageProbe):
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, torch.Tensor]:
         """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each."""
         masks = [batch.samples[i].loss_mask for i in positions]
-        columns = {
-            "mu": [batch.samples[i].log_probs for i in positions],
-            "advantage": [batch.advantages[i] for i in positions],
-            "weight": [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)],
-        }
-        for name, values in (("proximal", batch.old_log_probs), ("ref", batch.ref_log_probs)):
-            if values is not None:
-                columns[name] = [values[i] for i in positions]
+        columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
+        columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
         empty = np.zeros(0)
         return {
             name: self._tensor(
@@ -258,16 +271,149 @@ class FSDPWorker(UsageProbe):
             for name, arrays in columns.items()
         }
 
-    def _loss(
-        self,
-        log_probs: torch.Tensor,
-        entropies: torch.Tensor,
-        of: dict[str, torch.Tensor],
-        stats: _Stats,
-        first: bool,
+    def _optimizer_step(self, stats: Stats) -> float:
+        """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
+        own, steps = self.own, None
+        if self._total_steps is not None:
+            per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
+            steps = self._total_steps * per_step
+        rate = core_algos.learning_rate(
+            self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
+        )
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if torch.isfinite(norm):
+            torch.nn.utils.clip_grads_with_norm_(parameters, own.grad_clip, norm)
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self._move_optimizer(to_host=False)
+            self.optimizer.step()
+            self._move_optimizer(to_host=True)
+            stats.norms.append(float(norm))
+        else:
+            stats.skipped += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer_steps += 1
+        return rate
+
+    def _move_optimizer(self, to_host: bool) -> None:
+        """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
+        if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
+            return
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                if not isinstance(value, DTensor):
+                    continue
+                # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
+                if to_host:
+                    local = value._local_tensor
+                    if value not in self._host_state:
+                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
+                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
+                elif value._local_tensor.device.type == "cpu":
+                    value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
+        if to_host:
+            torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
+
+    def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
+        """Reduce over ranks: the same on every rank."""
+        for phase, seconds in clock.totals().items():
+            stats.peak(f"{phase}_s", seconds)
+        sums, maxima = stats.reduce()
+        own = {
+            "loss": sums["loss"] / minis,
+            "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
+            "lr": rates[-1],
+            "skipped_updates": float(stats.skipped),
+            "tokens": sums["tokens"],
+            "tokens_total": sums["tokens_total"],
+        } | {name: value for name, value in maxima.items() if name.endswith("_s")}
+        return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
+
+    # ---- checkpoint ---------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: str) -> None:
+        """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+        dcp.save(state, checkpoint_id=os.path.join(folder, self.role))
+        own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
+        if self._device_type == "cuda":
+            own["cuda_rng"] = torch.cuda.get_rng_state()
+        torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
+
+    def load_state(self, folder: str) -> None:
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
+
+        Raises:
+            ConfigError: the checkpoint is of another model or cannot be read.
+        """
+        state = {
+            "model": get_model_state_dict(self.model),
+            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+        }
+        try:
+            dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
+        except Exception as e:
+            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
+            raise ConfigError(
+                f"checkpoint {folder}: the part of the {self.role} does not fit its model ({reason})"
+            ) from e
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
+        same_ranks = os.path.exists(mine)
+        own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
+        self.version, self.optimizer_steps = own["version"], own["optimizer_steps"]
+        if same_ranks:
+            torch.set_rng_state(own["rng"])
+            if self._device_type == "cuda" and "cuda_rng" in own:
+                torch.cuda.set_rng_state(own["cuda_rng"])
+
+
+class PolicyWorker(TrainedWorker):
+    """Implements `workers.TrainWorker` for the roles "actor" (trained) and "ref" (frozen, log_prob only)."""
+
+    def setup(self) -> dict[str, Any]:
+        """As `ModelWorker.setup`; the actor also gets its optimiser."""
+        facts = super().setup()
+        self._weights = fsdp_model.ShardedWeights(self.model, getattr(torch, self.cfg.model.dtype), self.device)
+        if self.role == "actor":
+            self._make_optimizer()
+        return facts
+
+    def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
+        """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
+        return self._of_responses(batch)
+
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank).
+
+        Every rank scores everything: the canary's few sequences cost less than gathering would.
+        """
+        lengths = [len(s) for s in sequences]
+        plan = batching.plan(lengths, 1, self.own.micro_batch_tokens, self.packed)[0]
+        wanted = {i: np.arange(1, n) for i, n in enumerate(lengths)}
+        scores = self._scores(dict(enumerate(sequences)), wanted, plan, 1.0)
+        return [scores[i] for i in range(len(sequences))]
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
+        columns = {"mu": [s.log_probs for s in batch.samples], "advantage": batch.advantages}
+        if self.cfg.algorithm.old_log_probs == "recompute":
+            columns["proximal"] = batch.old_log_probs
+        if self.cfg.algorithm.kl_coef > 0 and self.cfg.algorithm.kl_place == "loss":
+            columns["ref"] = batch.ref_log_probs
+        return columns
+
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
     ) -> torch.Tensor:
-        """This micro-batch's part of the mini-batch's loss (a scalar); its statistics go into `stats`."""
         algorithm = self.cfg.algorithm
+        entropy = "grad" if algorithm.entropy_coef > 0 else "metric"
+        log_probs, entropies = self._forward(laid, self.cfg.rollout.temperature, entropy)
         low = algorithm.clip_ratio if algorithm.clip_ratio_low is None else algorithm.clip_ratio_low
         high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
         decoupled = algorithm.old_log_probs == "recompute"
@@ -298,76 +444,19 @@ class FSDPWorker(UsageProbe):
         stats.peak("ratio", maxima["ratio"])
         return loss
 
-    def _optimizer_step(self, stats: _Stats) -> float:
-        """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
-        actor, steps = self.cfg.actor, None
-        if self._total_steps is not None:
-            per_step = actor.ppo_epochs * -(-self.cfg.data.train_batch_size // actor.ppo_mini_batch_size)
-            steps = self._total_steps * per_step
-        rate = core_algos.learning_rate(
-            self.optimizer_steps, steps, actor.lr, actor.lr_schedule, actor.warmup_steps, actor.min_lr_ratio
-        )
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, actor.grad_clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate
-            self._move_optimizer(to_host=False)
-            self.optimizer.step()
-            self._move_optimizer(to_host=True)
-            stats.norms.append(float(norm))
-        else:
-            stats.skipped += 1
-        self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_steps += 1
-        return rate
-
-    def _move_optimizer(self, to_host: bool) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
-        if not (self.cfg.actor.optimizer_offload and self.device.type == "cuda" and not self.cfg.actor.param_offload):
-            return
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if not isinstance(value, DTensor):
-                    continue
-                # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
-                if to_host:
-                    local = value._local_tensor
-                    if value not in self._host_state:
-                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
-                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
-                elif value._local_tensor.device.type == "cpu":
-                    value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
-        if to_host:
-            torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
-
-    def _metrics(self, stats: _Stats, clock: _Clock, minis: int, rates: list[float]) -> dict[str, float]:
-        """Reduce over ranks: the same on every rank."""
-        for phase, seconds in clock.totals().items():
-            stats.peak(f"{phase}_s", seconds)
-        sums, maxima = stats.reduce()
+    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         tokens = max(sums["tokens"], 1.0)
         metrics = {
-            "actor/loss": sums["loss"] / minis,
             "actor/pg_loss": sums["pg_loss"] / minis,
             "actor/entropy": sums["entropy"] / tokens,
             "actor/clip_frac": sums["clip"] / tokens,
             "actor/approx_kl": sums["approx_kl"] / tokens,
-            "actor/grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
-            "actor/lr": rates[-1],
-            "actor/skipped_updates": float(stats.skipped),
-            "actor/tokens": sums["tokens"],
-            "actor/tokens_total": sums["tokens_total"],
             "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": maxima["ratio"],
             "logprob_diff/mean": sums["logprob_diff"] / max(sums["first_tokens"], 1.0),
             "logprob_diff/max": maxima["logprob_diff"],
         }
-        if "kl" in sums:
-            metrics["actor/kl"] = sums["kl"] / tokens
-        return metrics | {f"actor/{name}": value for name, value in maxima.items() if name.endswith("_s")}
+        return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
@@ -408,117 +497,65 @@ class FSDPWorker(UsageProbe):
         os.rename(temporary, path)
         shutil.rmtree(previous, ignore_errors=True)
 
-    # ---- checkpoint ---------------------------------------------------------------------------------------------
 
-    def save_state(self, folder: str) -> None:
-        """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
+class CriticWorker(TrainedWorker):
+    """Implements `workers.CriticWorker`: a value for the state before each response token."""
+
+    def setup(self) -> dict[str, Any]:
+        """As `ModelWorker.setup`, with an optimiser."""
+        facts = super().setup()
+        self._make_optimizer()
+        return facts
+
+    def values(self, batch: Batch) -> dict[int, np.ndarray]:
+        """V(state before each response token), of this rank's share: position in batch -> float32 [R] (collective)."""
+        return self._of_responses(batch)
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
+        return {"value": batch.values, "return": batch.returns}
+
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
+    ) -> torch.Tensor:
+        values = self._forward(laid, 1.0, "none")[0]
+        per_token, clipped = core_algos.value_loss(values, of["value"], of["return"], self.own.clip_range_value)
+        loss = (of["weight"] * per_token).sum()
+        stats.add("loss", loss.detach())
+        stats.add("tokens", len(values))
+        stats.add("clip", clipped.sum())
+        error = of["return"].double() - of["value"]
+        for name, value in (("value", of["value"]), ("return", of["return"]), ("error", error)):
+            stats.add(name, value.double().sum())
+            stats.add(f"{name}^2", value.double().square().sum())
+        return loss
+
+    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
+        tokens = max(sums["tokens"], 1.0)
+
+        def variance(name: str) -> float:
+            return max(sums[f"{name}^2"] / tokens - (sums[name] / tokens) ** 2, 0.0)
+
+        spread = variance("return")
+        return {
+            "critic/clip_frac": sums["clip"] / tokens,
+            "critic/value_mean": sums["value"] / tokens,
+            "critic/return_mean": sums["return"] / tokens,
+            # 1: the old values foretold the returns; 0: no better than their mean.
+            "critic/explained_variance": 1 - variance("error") / spread if spread > 0 else float("nan"),
         }
-        dcp.save(state, checkpoint_id=os.path.join(folder, "trainer"))
-        own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
-        if self._device_type == "cuda":
-            own["cuda_rng"] = torch.cuda.get_rng_state()
-        torch.save(own, os.path.join(folder, f"rank_{self.rank}.pt"))
 
-    def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
 
-        Raises:
-            ConfigError: the checkpoint is of another model or cannot be read.
-        """
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
-        try:
-            dcp.load(state, checkpoint_id=os.path.join(folder, "trainer"))
-        except Exception as e:
-            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            raise ConfigError(f"checkpoint {folder}: the trainer's part does not fit this model ({reason})") from e
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        mine = os.path.join(folder, f"rank_{self.rank}.pt")
-        same_ranks = os.path.exists(mine)
-        own = torch.load(mine if same_ranks else os.path.join(folder, "rank_0.pt"), weights_only=True)
-        self.version, self.optimizer_steps = own["version"], own["optimizer_steps"]
-        if same_ranks:
-            torch.set_rng_state(own["rng"])
-            if self._device_type == "cuda" and "cuda_rng" in own:
-                torch.cuda.set_rng_state(own["cuda_rng"])
+class RewardModelWorker(ModelWorker):
+    """Implements `workers.RewardModelWorker`: one number per sequence, from its last token, as classifiers do."""
 
-    # ---- the end ------------------------------------------------------------------------------------------------
-
-    def peak_memory_bytes(self) -> int:
-        """Most memory used so far: allocated on the GPU, or resident in this process."""
-        if self._device_type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def shutdown(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    def score_sequences(self, sequences: list[np.ndarray]) -> dict[int, float]:
+        """Scores of this rank's share: position -> score (collective)."""
+        plan = self._plan([len(s) + 1 for s in sequences])[self.rank]
+        # The output at the last token stands where a next token's would: one more is added, which no other one sees.
+        mine = {i: np.append(sequences[i], 0) for micro in plan for i in micro}
+        found = self._scores(mine, {i: np.array([len(s) - 1]) for i, s in mine.items()}, plan, 1.0)
+        return {i: float(score[0]) for i, score in found.items()}
 
 
 def _sequence(sample: Sample) -> np.ndarray:
     return np.concatenate([sample.prompt_ids, sample.response_ids])
-
-
-class _Stats:
-    """Sums and maxima, kept on the device in float64 so that no micro-batch waits for the GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sums: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
-        self.norms: list[float] = []
-        self.skipped = 0
-
-    def add(self, name: str, value: torch.Tensor | float) -> None:
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
-
-    def peak(self, name: str, value: torch.Tensor | float) -> None:
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
-
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Over all ranks: two small reductions, on the CPU (every rank has the same names in the same order)."""
-        results = []
-        for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
-            packed = torch.stack(list(table.values())).cpu()
-            dist.all_reduce(packed, op=op)
-            results.append(dict(zip(table, packed.tolist(), strict=True)))
-        return results[0], results[1]
-
-
-class _Clock:
-    """Seconds per phase. On GPUs by events: a host clock would time the launches, and waiting would cost speed."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []
-
-    def _now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        start = self._now()
-        yield
-        self._marks.append((phase, start, self._now()))
-
-    def totals(self) -> dict[str, float]:
-        if self._cuda:
-            torch.cuda.synchronize()
-        result: dict[str, float] = {}
-        for phase, start, end in self._marks:
-            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            result[phase] = result.get(phase, 0.0) + seconds
-        return result

@@ -209,12 +209,12 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     """Create every process of the run; returns the roles, and all actors for the end."""
     from one_step_off import groups
     from one_step_off.distributed_util import SendingEnd
-    from one_step_off.fsdp_workers import FSDPWorker
+    from one_step_off.fsdp_workers import PolicyWorker
     from one_step_off.placement import create_pools, spawn
     from one_step_off.rewards import Scorer
     from one_step_off.vllm_rollout import RolloutReplica
 
-    class ActorWorker(SendingEnd, FSDPWorker):
+    class ActorWorker(SendingEnd, PolicyWorker):
         pass
 
     cfg, device = prepared.cfg, prepared.device
@@ -235,7 +235,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
         if role in cfg.placement.roles:
             pool = cfg.placement.roles[role]
             seats, share = pools[pool], 1.0 / len(roles_of[pool])
-            cls = ActorWorker if role == "actor" else FSDPWorker
+            cls = ActorWorker if role == "actor" else PolicyWorker
             steps = prepared.data.stream.total_steps
             ranks = [
                 spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, common)

@@ -1,0 +1,72 @@
+"""What a training update counts and times on each rank, without a micro-batch ever waiting for the GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class Stats:
+    """Sums and maxima, kept on the device in float64 so that no micro-batch waits for the GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, torch.Tensor] = {}
+        self._maxima: dict[str, torch.Tensor] = {}
+        self.norms: list[float] = []
+        self.skipped = 0
+
+    def add(self, name: str, value: torch.Tensor | float) -> None:
+        """Add to a sum."""
+        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def peak(self, name: str, value: torch.Tensor | float) -> None:
+        """Take part in a maximum."""
+        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Over all ranks: two small reductions, on the CPU (every rank has the same names in the same order)."""
+        results = []
+        for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+            packed = torch.stack(list(table.values())).cpu()
+            dist.all_reduce(packed, op=op)
+            results.append(dict(zip(table, packed.tolist(), strict=True)))
+        return results[0], results[1]
+
+
+class Clock:
+    """Seconds per phase. On GPUs by events: a host clock would time the launches, and waiting would cost speed."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: list[tuple[str, Any, Any]] = []
+
+    def _now(self) -> Any:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = self._now()
+        yield
+        self._marks.append((phase, start, self._now()))
+
+    def totals(self) -> dict[str, float]:
+        """Seconds per phase."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        result: dict[str, float] = {}
+        for phase, start, end in self._marks:
+            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
+            result[phase] = result.get(phase, 0.0) + seconds
+        return result
