@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,6 +19,8 @@ from one_step_off.samples import Batch, Prompt, Sample, StalenessError, Stamp
 from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
+OnSpan = Callable[[str, str, int, float, float], None]
+"""Told of a role's work: (role, method, step, begin, end), in seconds of time.perf_counter."""
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 
@@ -85,6 +87,7 @@ class TrainGroup:
         self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
         self.turn = turn or asyncio.Lock()
         self.limit = cfg.trainer.step_timeout_s
+        self.on_span: OnSpan = lambda *_: None
 
     async def setup(self) -> dict[str, Any]:
         """Form the role's process group and load the model on every rank; returns rank 0's facts."""
@@ -94,17 +97,29 @@ class TrainGroup:
         await every(limit, self.role, self.ranks, "rendezvous", host, port)
         return (await every(limit, self.role, self.ranks, "setup"))[0]
 
-    async def update(self, batch: Batch) -> dict[str, float]:
-        """One training step on all ranks; returns its metrics."""
+    async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
+        """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""
         async with self.turn:
-            return (await every(self.limit, f"step {batch.step}, {self.role}", self.ranks, "update", _put(batch)))[0]
+            begin = time.perf_counter()
+            answers = await every(self.limit, f"step {step}, {self.role}", self.ranks, method, *args)
+            self.on_span(self.role, method, step, begin, time.perf_counter())
+        return answers
+
+    async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
+        """One training step on all ranks; returns its metrics. Without `learn` it counts and nothing changes."""
+        return (await self._in_turn(batch.step, "update", _put(batch), learn))[0]
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
-        async with self.turn:
-            parts = await every(self.limit, f"step {batch.step}, {self.role}", self.ranks, "log_prob", _put(batch))
-        merged = {i: array for part in parts for i, array in part.items()}
-        return [merged[i] for i in range(len(batch.samples))]
+        return _merged(await self._in_turn(batch.step, "log_prob", _put(batch)))
+
+    async def values(self, batch: Batch) -> list[np.ndarray]:
+        """The critic's values of the states before all response tokens: one float32 [R] per sample."""
+        return _merged(await self._in_turn(batch.step, "values", _put(batch)))
+
+    async def score_sequences(self, step: int, sequences: list[np.ndarray]) -> list[float]:
+        """The reward model's scores of whole sequences, in their order."""
+        return _merged(await self._in_turn(step, "score_sequences", sequences))
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
@@ -121,6 +136,12 @@ class TrainGroup:
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
         await every(self.limit, self.role, self.ranks, "save_hf", path)
+
+
+def _merged(parts: list[dict[int, T]]) -> list[T]:
+    """The ranks' shares, put back in order."""
+    merged = {i: answer for part in parts for i, answer in part.items()}
+    return [merged[i] for i in range(len(merged))]
 
 
 def _put(batch: Batch) -> Any:

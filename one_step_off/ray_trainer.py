@@ -18,18 +18,21 @@ from typing import Any
 from one_step_off import core_algos
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config
+from one_step_off.reward_models import mix
 from one_step_off.samples import Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 
 
 @dataclass
 class Roles:
-    """Who takes part; see `groups.py` for what each must be able to do. `ref` is None without a KL term."""
+    """Who takes part; see `groups.py` for what each must be able to do. None: the run has no such role."""
 
     actor: Any
     rollout: Any
     sync: Any
     ref: Any = None
+    critic: Any = None
+    reward_model: Any = None
 
 
 @dataclass
@@ -77,6 +80,9 @@ class Pipeline:
         self.evaluation: asyncio.Task | None = None
         self.rollouts_ended = 0.0
         self.last_generate_s = 0.0
+        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
+            if role is not None:
+                role.on_span = tracker.span
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
     async def fit(self) -> None:
@@ -157,9 +163,10 @@ class Pipeline:
         return self.background.create_task(self._generate(step, prompts))
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
-        rollout = self.roles.rollout
+        rollout, begin = self.roles.rollout, time.perf_counter()
         result = await rollout.generate(prompts, f"step {step}", rollout.train)
         self.rollouts_ended = time.perf_counter()
+        self.tracker.span("rollout", "generate", step, begin, self.rollouts_ended)
         return result
 
     async def _collect(self, step: int, task: asyncio.Future) -> tuple[Batch, dict[str, float]]:
@@ -179,21 +186,50 @@ class Pipeline:
         idle = {"time/wait_trainer_s": time.perf_counter() - self.rollouts_ended if self.rollouts_ended else 0.0}
         if self.synced == version:
             return idle | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary
+        begin = time.perf_counter()
         metrics = await self.roles.sync((self.incarnation, version))
+        self.tracker.span("sync", "weights", version, begin, time.perf_counter())
         self.synced = version
         self.canary = {k: v for k, v in metrics.items() if k.startswith("canary/")}
         return idle | metrics
 
     async def _train(self, batch: Batch) -> dict[str, float]:
-        """Reference and proximal log-probs side by side, then advantages, then the update."""
+        """What the update needs, side by side; then advantages; then actor and critic side by side.
+
+        Roles in different pools work at once, and those in one pool in turns: that is for the groups to see to.
+        """
         begin = time.perf_counter()
-        calls = {}
-        if self.roles.ref is not None:
-            calls["ref_log_probs"] = self.roles.ref.log_prob(batch)
+        await self._consult(batch)
+        metrics = self._prepare(batch)
+        prepared = time.perf_counter() - begin
+        learn = batch.step >= self.cfg.trainer.critic_warmup
+        updates = [self.roles.actor.update(batch, learn)]
+        if self.roles.critic is not None:
+            updates.append(self.roles.critic.update(batch))
+        for found in await asyncio.gather(*updates):
+            metrics |= found
+        times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
+        return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
+
+    async def _consult(self, batch: Batch) -> None:
+        """Ask every role for its view of the samples, all at once."""
+        roles, calls = self.roles, {}
+        if roles.ref is not None:
+            calls["ref_log_probs"] = roles.ref.log_prob(batch)
         if self.cfg.algorithm.old_log_probs == "recompute":
-            calls["old_log_probs"] = self.roles.actor.log_prob(batch)
-        for name, values in zip(calls, await asyncio.gather(*calls.values()), strict=True):
-            setattr(batch, name, values)
+            calls["old_log_probs"] = roles.actor.log_prob(batch)
+        if roles.critic is not None:
+            calls["values"] = roles.critic.values(batch)
+        if roles.reward_model is not None:
+            calls["scores"] = roles.reward_model.score(batch)
+        for name, found in zip(calls, await asyncio.gather(*calls.values()), strict=True):
+            if name == "scores":
+                mix(batch.samples, found, self.cfg)
+            else:
+                setattr(batch, name, found)
+
+    def _prepare(self, batch: Batch) -> dict[str, float]:
+        """Advantages, and returns for a critic; metrics of the KL in the reward."""
         algorithm = self.cfg.algorithm
         per_sample = core_algos.advantages(
             algorithm.adv_estimator,
@@ -202,9 +238,7 @@ class Pipeline:
             algorithm.norm_adv_by_std,
         )
         batch.advantages = core_algos.to_tokens(per_sample, [s.loss_mask for s in batch.samples])
-        prepared = time.perf_counter() - begin
-        metrics = await self.roles.actor.update(batch)
-        return metrics | {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
+        return {}
 
     def _evaluate_if_due(self, version: int) -> None:
         freq = self.cfg.trainer.test_freq

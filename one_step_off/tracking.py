@@ -64,6 +64,8 @@ class Tracker:
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
         self.usage: dict[str, float] = {}
+        self.spans: dict[str, float] = {}  # of this step, for its row
+        self.epoch = time.time() - time.perf_counter()
 
     def start(
         self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
@@ -71,7 +73,7 @@ class Tracker:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.first_step = step
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
-        for name in ("summary.json", "error.log", "evaluations.jsonl"):
+        for name in ("summary.json", "error.log", "evaluations.jsonl") + (() if step else ("timeline.json",)):
             (self.folder / name).unlink(missing_ok=True)
         for found in self.evaluations:
             self._append("evaluations.jsonl", found)
@@ -109,11 +111,30 @@ class Tracker:
         if self.meter and device_name:
             self.meter.device_name = device_name
 
+    def span(self, role: str, what: str, step: int, begin: float, end: float) -> None:
+        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`.
+
+        That file is a Chrome trace (chrome://tracing, Perfetto); its last bracket is left out, as the format allows, so
+        that it is whole at any moment.
+        """
+        name = f"time/{role}_{what}"
+        self.spans |= {
+            f"{name}_s": end - begin,
+            f"{name}_begin_s": begin - self.begin,
+            f"{name}_end_s": end - self.begin,
+        }
+        event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": role}
+        event |= {"ts": round((begin + self.epoch) * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+        with open(self.folder / "timeline.json", "a") as f:
+            f.write(("" if f.tell() else "[\n") + json.dumps(event) + ",\n")
+
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
         row = {"step": batch.step, "weight_version": version}
-        row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.unwritten | self.usage
-        self.unwritten = {}
+        row |= (
+            group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans | self.unwritten | self.usage
+        )
+        self.unwritten, self.spans = {}, {}
         row["tokens/response"] = float(sum(len(s.response_ids) for s in batch.samples))
         row["samples"] = float(len(batch.samples))
         if self.meter:

@@ -55,8 +55,10 @@ class TrainWorker(Protocol):
         """Log-probs at temperature 1 of every token but the first; the whole answer on every rank."""
         ...
 
-    def update(self, batch: Batch) -> dict[str, float]:
+    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One training step over the batch: v(N) -> v(N+1). Returns metrics, equal on every rank.
+
+        Without `learn` the version counts on and nothing else changes.
 
         Raises:
             StalenessError: a token was made by other weights than `batch.expected`. Nothing was changed then.
@@ -85,4 +87,20 @@ class TrainWorker(Protocol):
         Raises:
             ConfigError: the checkpoint is of another model or cannot be read.
         """
+        ...
+
+
+class CriticWorker(Protocol):
+    """One rank of the critic. Beside `values` it has the start, update and checkpoint of `TrainWorker`."""
+
+    def values(self, batch: Batch) -> dict[int, np.ndarray]:
+        """V(state before each response token) of this rank's share: position in batch -> float32 [R]."""
+        ...
+
+
+class RewardModelWorker(Protocol):
+    """One rank of a reward model. Beside `score_sequences` it has the start of `TrainWorker`."""
+
+    def score_sequences(self, sequences: list[np.ndarray]) -> dict[int, float]:
+        """Scores of this rank's share of whole sequences (token ids): position -> score."""
         ...

@@ -67,7 +67,7 @@ class FakeActor:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def update(self, batch):
+    async def update(self, batch, learn=True):
         w = self.world
         await w.phase("train", batch.step)
         w.version += 1

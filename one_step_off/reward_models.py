@@ -1,0 +1,122 @@
+"""Rewards by a model: a classifier in a pool of this run, or a server. Both score the finished samples of a step.
+
+    scores = await reward_model.score(batch)      # one float per sample
+
+The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight * (score of the model).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config import Config
+from one_step_off.groups import OnSpan, RoleError, TrainGroup
+from one_step_off.samples import Batch, Prompt, PromptId, Sample
+
+Find = Callable[[PromptId], Prompt | None]
+"""The prompt of an id."""
+
+
+def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:
+    """Prompt and response as the reward model reads them: int32 token ids, one array per sample.
+
+    Where both tokenizers are the same these are the very tokens of the policy. Else the texts are written anew: through
+    the reward model's chat template where it has one and the prompt is a chat, or as plain text.
+    """
+    if ours.get_vocab() == theirs.get_vocab():
+        return [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
+    texts = []
+    for s in samples:
+        prompt = find(s.prompt_id)
+        if prompt is None:
+            raise KeyError(f"prompt {s.prompt_id} is not in the data")
+        if theirs.chat_template and prompt.messages:
+            chat = [*prompt.messages, {"role": "assistant", "content": s.response}]
+            texts.append(theirs.apply_chat_template(chat, tokenize=False))
+        else:
+            texts.append(prompt.text + s.response)
+    ids = theirs(texts, add_special_tokens=not theirs.chat_template)["input_ids"]
+    return [np.asarray(one, np.int32) for one in ids]
+
+
+class LocalRewardModel:
+    """The role reward_model: a sequence classifier under the training back end."""
+
+    def __init__(self, group: TrainGroup, find: Find, ours: Any, theirs: Any) -> None:
+        self.group, self.find, self.ours, self.theirs = group, find, ours, theirs
+
+    async def score(self, batch: Batch) -> list[float]:
+        """One score per sample. Tokenising is quick, and happens beside the event loop."""
+        sequences = await asyncio.to_thread(sequences_for, batch.samples, self.find, self.ours, self.theirs)
+        return await self.group.score_sequences(batch.step, sequences)
+
+
+class RemoteRewardModel:
+    """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores": [numbers]}."""
+
+    def __init__(self, cfg: Config, find: Find) -> None:
+        self.own, self.find = cfg.reward_model, find
+        self.on_span: OnSpan = lambda *_: None
+
+    async def score(self, batch: Batch) -> list[float]:
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once.
+
+        Raises:
+            RoleError: a request failed `retries` + 1 times, or the server answered something else than scores.
+        """
+        import aiohttp
+
+        begin, size = time.perf_counter(), self.own.request_size
+        parts = [batch.samples[i : i + size] for i in range(0, len(batch.samples), size)]
+        gate = asyncio.Semaphore(self.own.max_concurrency)
+        async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.own.timeout_s)) as session:
+
+            async def one(part: list[Sample]) -> list[float]:
+                async with gate:
+                    return await self._request(session, part, batch.step)
+
+            scores = await asyncio.gather(*(one(part) for part in parts))
+        self.on_span("reward_model", "score", batch.step, begin, time.perf_counter())
+        return [score for part in scores for score in part]
+
+    async def _request(self, session: Any, samples: list[Sample], step: int) -> list[float]:
+        prompts = [self.find(s.prompt_id) for s in samples]
+        body = {
+            "prompts": [p.text if p else "" for p in prompts],
+            "responses": [s.response for s in samples],
+            "ground_truths": [p.ground_truth if p else "" for p in prompts],
+        }
+        for attempt in range(self.own.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), 10.0))
+            try:
+                async with session.post(self.own.url, json=body) as answer:
+                    answer.raise_for_status()
+                    scores = (await answer.json())["scores"]
+                if len(scores) == len(samples) and all(_is_number(x) for x in scores):
+                    return [float(x) for x in scores]
+                problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
+            except Exception as e:  # the network's, the server's and the parser's: all are tried again
+                problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
+        raise RoleError(
+            f"step {step}, reward_model.url={self.own.url}: {self.own.retries + 1} requests failed; the last: {problem}"
+        )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
+    """Add the model's scores to the rewards of the samples, and keep both parts in `extra["reward_parts"]`."""
+    for sample, score in zip(samples, scores, strict=True):
+        if not math.isfinite(score):
+            raise RoleError(f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}")
+        sample.extra["reward_parts"] = {"function": sample.reward, "model": score}
+        sample.reward = cfg.reward.weight * sample.reward + cfg.reward_model.weight * score

@@ -1,0 +1,105 @@
+"""Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config import Config, path_of
+from one_step_off.distributed_util import SendingEnd
+from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
+from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
+from one_step_off.placement import Seat, create_pools, spawn
+from one_step_off.ray_trainer import Roles
+from one_step_off.reward_models import Find, LocalRewardModel, RemoteRewardModel
+from one_step_off.rewards import Scorer
+from one_step_off.vllm_rollout import RolloutReplica
+
+ENGINE_ENV = {
+    "cpu": {
+        "TORCH_COMPILE_DISABLE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    },
+    "cuda": {},
+}
+COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+class ActorWorker(SendingEnd, PolicyWorker):
+    """The actor's ranks also send the weights."""
+
+
+WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+
+
+class Spawned:
+    """The roles of a run, and all actors behind them.
+
+    Attributes:
+        roles: what the pipeline works with.
+        groups: role -> its group, of every role that holds a model under the training back end.
+        actors: every Ray actor, to be ended with the run.
+        lines: what was created, for people: pool, shape, roles.
+    """
+
+    def __init__(
+        self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
+    ) -> None:
+        """Reserve the pools and create the processes; nothing is loaded yet.
+
+        Raises:
+            ConfigError: the cluster has too little for a pool.
+        """
+        self.cfg, self.device, self.total_steps = cfg, device, total_steps
+        self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self.pools = create_pools(cfg, device)
+        self.env = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if self.host and device == "cpu" else {})
+        where = cfg.placement.roles
+        self.turns = {pool: asyncio.Lock() for pool in self.pools}
+        scorer = spawn(Scorer, (cfg.reward,), None, device)
+        seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
+        replicas = [
+            spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=self.env | ENGINE_ENV[device])
+            for i, seat in enumerate(self.pools[where["rollout"]])
+        ]
+        self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
+        rollout, actor = RolloutGroup(replicas, cfg, seeded), self.groups["actor"]
+        self.actors = [scorer, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
+        self.roles = Roles(
+            actor,
+            rollout,
+            WeightSync(actor, rollout, canary, self.host),
+            self.groups.get("ref"),
+            self.groups.get("critic"),
+            self._reward_model(tokenizer, find),
+        )
+
+    def _group(self, role: str, seats: list[Seat]) -> TrainGroup:
+        pool = self.cfg.placement.roles[role]
+        # Ray books a part of each seat for every role in the pool.
+        share = 1.0 / list(self.cfg.placement.roles.values()).count(pool)
+        more = (self.total_steps,) if role in ("actor", "critic", "ref") else ()
+        ranks = [
+            spawn(WORKERS[role], (self.cfg, role, i, len(seats), self.device, *more), seat, self.device, share, self.env)
+            for i, seat in enumerate(seats)
+        ]
+        return TrainGroup(role, ranks, self.cfg, self.turns[pool], self.host)
+
+    def _reward_model(self, tokenizer: Any, find: Find) -> LocalRewardModel | RemoteRewardModel | None:
+        if "reward_model" in self.groups:
+            from transformers import AutoTokenizer
+
+            theirs = AutoTokenizer.from_pretrained(
+                path_of(self.cfg, "reward_model"), trust_remote_code=self.cfg.model.trust_remote_code
+            )
+            return LocalRewardModel(self.groups["reward_model"], find, tokenizer, theirs)
+        return RemoteRewardModel(self.cfg, find) if self.cfg.reward_model.url else None
+
+    async def setup(self) -> None:
+        """Load every model and engine, and connect the weight sync. All at once: they share nothing yet but hosts."""
+        await asyncio.gather(*(group.setup() for group in self.groups.values()), self.roles.rollout.setup())
+        await self.roles.sync.connect()
