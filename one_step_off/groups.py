@@ -111,15 +111,11 @@ class TrainGroup:
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
-        return _merged(await self._in_turn(batch.step, "log_prob", _put(batch)))
+        return merged(await self._in_turn(batch.step, "log_prob", _put(batch)))
 
     async def values(self, batch: Batch) -> list[np.ndarray]:
         """The critic's values of the states before all response tokens: one float32 [R] per sample."""
-        return _merged(await self._in_turn(batch.step, "values", _put(batch)))
-
-    async def score_sequences(self, step: int, sequences: list[np.ndarray]) -> list[float]:
-        """The reward model's scores of whole sequences, in their order."""
-        return _merged(await self._in_turn(step, "score_sequences", sequences))
+        return merged(await self._in_turn(batch.step, "values", _put(batch)))
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
@@ -138,7 +134,7 @@ class TrainGroup:
         await every(self.limit, self.role, self.ranks, "save_hf", path)
 
 
-def _merged(parts: list[dict[int, T]]) -> list[T]:
+def merged(parts: list[dict[int, T]]) -> list[T]:
     """The ranks' shares, put back in order."""
     merged = {i: answer for part in parts for i, answer in part.items()}
     return [merged[i] for i in range(len(merged))]

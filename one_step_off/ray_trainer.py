@@ -221,7 +221,7 @@ class Pipeline:
         if roles.critic is not None:
             calls["values"] = roles.critic.values(batch)
         if roles.reward_model is not None:
-            calls["scores"] = roles.reward_model.score(batch)
+            calls["scores"] = roles.reward_model.rewards(batch)
         for name, found in zip(calls, await asyncio.gather(*calls.values()), strict=True):
             if name == "scores":
                 mix(batch.samples, found, self.cfg)

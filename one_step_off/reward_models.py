@@ -1,6 +1,6 @@
 """Rewards by a model: a classifier in a pool of this run, or a server. Both score the finished samples of a step.
 
-    scores = await reward_model.score(batch)      # one float per sample
+    scores = await reward_model.rewards(batch)      # one float per sample
 
 The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight * (score of the model).
 """
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config import Config
-from one_step_off.groups import OnSpan, RoleError, TrainGroup
+from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
 from one_step_off.samples import Batch, Prompt, PromptId, Sample
 
 Find = Callable[[PromptId], Prompt | None]
@@ -45,16 +45,18 @@ def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any)
     return [np.asarray(one, np.int32) for one in ids]
 
 
-class LocalRewardModel:
+class LocalRewardModel(TrainGroup):
     """The role reward_model: a sequence classifier under the training back end."""
 
-    def __init__(self, group: TrainGroup, find: Find, ours: Any, theirs: Any) -> None:
-        self.group, self.find, self.ours, self.theirs = group, find, ours, theirs
+    def __init__(self, *of_group: Any, find: Find, ours: Any, theirs: Any) -> None:
+        """`of_group`: as of `TrainGroup`. `ours`, `theirs`: the tokenizers of the policy and of the reward model."""
+        super().__init__(*of_group)
+        self.find, self.ours, self.theirs = find, ours, theirs
 
-    async def score(self, batch: Batch) -> list[float]:
-        """One score per sample. Tokenising is quick, and happens beside the event loop."""
+    async def rewards(self, batch: Batch) -> list[float]:
+        """One score per sample. Tokenising happens beside the event loop."""
         sequences = await asyncio.to_thread(sequences_for, batch.samples, self.find, self.ours, self.theirs)
-        return await self.group.score_sequences(batch.step, sequences)
+        return merged(await self._in_turn(batch.step, "score_sequences", sequences))
 
 
 class RemoteRewardModel:
@@ -64,7 +66,7 @@ class RemoteRewardModel:
         self.own, self.find = cfg.reward_model, find
         self.on_span: OnSpan = lambda *_: None
 
-    async def score(self, batch: Batch) -> list[float]:
+    async def rewards(self, batch: Batch) -> list[float]:
         """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once.
 
         Raises:
@@ -82,7 +84,7 @@ class RemoteRewardModel:
                     return await self._request(session, part, batch.step)
 
             scores = await asyncio.gather(*(one(part) for part in parts))
-        self.on_span("reward_model", "score", batch.step, begin, time.perf_counter())
+        self.on_span("reward_model", "score_sequences", batch.step, begin, time.perf_counter())
         return [score for part in scores for score in part]
 
     async def _request(self, session: Any, samples: list[Sample], step: int) -> list[float]:

@@ -7,8 +7,9 @@ import os
 from typing import Any
 
 import numpy as np
+from transformers import AutoTokenizer
 
-from one_step_off.config import Config, path_of
+from one_step_off.config import Config
 from one_step_off.distributed_util import SendingEnd
 from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
@@ -66,6 +67,7 @@ class Spawned:
             spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=self.env | ENGINE_ENV[device])
             for i, seat in enumerate(self.pools[where["rollout"]])
         ]
+        self.reading = {"find": find, "ours": tokenizer}
         self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
         rollout, actor = RolloutGroup(replicas, cfg, seeded), self.groups["actor"]
         self.actors = [scorer, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
@@ -75,7 +77,7 @@ class Spawned:
             WeightSync(actor, rollout, canary, self.host),
             self.groups.get("ref"),
             self.groups.get("critic"),
-            self._reward_model(tokenizer, find),
+            self.groups.get("reward_model") or (RemoteRewardModel(cfg, find) if cfg.reward_model.url else None),
         )
 
     def _group(self, role: str, seats: list[Seat]) -> TrainGroup:
@@ -84,20 +86,18 @@ class Spawned:
         share = 1.0 / list(self.cfg.placement.roles.values()).count(pool)
         more = (self.total_steps,) if role in ("actor", "critic", "ref") else ()
         ranks = [
-            spawn(WORKERS[role], (self.cfg, role, i, len(seats), self.device, *more), seat, self.device, share, self.env)
+            spawn(
+                WORKERS[role], (self.cfg, role, i, len(seats), self.device, *more), seat, self.device, share, self.env
+            )
             for i, seat in enumerate(seats)
         ]
-        return TrainGroup(role, ranks, self.cfg, self.turns[pool], self.host)
-
-    def _reward_model(self, tokenizer: Any, find: Find) -> LocalRewardModel | RemoteRewardModel | None:
-        if "reward_model" in self.groups:
-            from transformers import AutoTokenizer
-
-            theirs = AutoTokenizer.from_pretrained(
-                path_of(self.cfg, "reward_model"), trust_remote_code=self.cfg.model.trust_remote_code
-            )
-            return LocalRewardModel(self.groups["reward_model"], find, tokenizer, theirs)
-        return RemoteRewardModel(self.cfg, find) if self.cfg.reward_model.url else None
+        of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
+        if role != "reward_model":
+            return TrainGroup(*of_group)
+        theirs = AutoTokenizer.from_pretrained(
+            self.cfg.reward_model.path, trust_remote_code=self.cfg.model.trust_remote_code
+        )
+        return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
 
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync. All at once: they share nothing yet but hosts."""

@@ -175,7 +175,7 @@ def test_a_failing_rollout_does_not_wait_for_a_long_training_step(tmp_path):
     world.fail_at = ("generate", "step 1")
     pipeline = build(tmp_path, world, 4, 1)
 
-    async def long_update(batch):
+    async def long_update(batch, learn=True):
         await asyncio.sleep(60)
 
     pipeline.roles.actor.update = long_update
