@@ -98,7 +98,7 @@ class BackendConfig:
     """What the training back end needs to know of any role. null: as the actor has it."""
 
     micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
-    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=-1)
+    fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
 
@@ -198,9 +198,9 @@ class RewardConfig:
     """Rewards."""
 
     function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
-    weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
+    weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
 
 
 @dataclass

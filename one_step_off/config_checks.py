@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.cores import count_gpus
 
-ROLES = ("rollout", "actor", "ref")
+ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
+TRAINED = ("actor", "critic")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
@@ -103,7 +104,8 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _batch(cfg), _algorithm(cfg, device), _sampling(cfg), _engine(cfg, device)]
+    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
+    groups += [_sampling(cfg), _engine(cfg, device)]
     groups += [_model(cfg, device), _data(cfg), _reward(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
@@ -117,7 +119,7 @@ def _owner(cfg: Config, field: str) -> str | None:
 
 
 def _run(cfg: Config) -> Iterator[str]:
-    t, r, betas = cfg.trainer, cfg.rollout, cfg.actor.betas
+    t, r = cfg.trainer, cfg.rollout
     if not cfg.model.path.strip():
         yield "model.path: not set; give a model directory, a hub id, or tiny:qwen2 (and config=FILE?)"
     if not cfg.data.train_files.strip(" ,"):
@@ -127,8 +129,6 @@ def _run(cfg: Config) -> Iterator[str]:
         yield f"{wanted}: nothing to evaluate on; set data.val_files"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
-    if len(betas) != 2 or not all(0 <= b < 1 for b in betas):
-        yield f"actor.betas={show(betas)}: must be two numbers, each at least 0 and below 1, as [0.9, 0.999]"
     if (t.total_steps is None) == (t.total_epochs is None):
         both = f"trainer.total_steps={show(t.total_steps)} and trainer.total_epochs={show(t.total_epochs)}"
         yield f"{both}: one must be set, the other null"
@@ -158,18 +158,23 @@ def _placement(cfg: Config) -> Iterator[str]:
 
 
 def _batch(cfg: Config) -> Iterator[str]:
-    batch, mini, n = cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.rollout.n
-    pools, roles = cfg.placement.pools, cfg.placement.roles
-    ranks, size, width = sum(pools[roles["actor"]]), cfg.actor.fsdp_size, cfg.rollout.tensor_parallel_size
-    where = f"actor.ppo_mini_batch_size={mini}"
-    if batch % mini:
-        yield f"{where}: does not divide data.train_batch_size={batch}; use {_divisor(batch, mini)}"
-    if mini * n < ranks:
-        few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {ranks} trainer ranks"
-        yield f"{where}: {few}; use at least {-(-ranks // n)} prompts"
-    if size > 0 and ranks % size:
-        use = f"use {_divisor(ranks, size)}, or -1 for all"
-        yield f"actor.fsdp_size={size}: does not divide the {ranks} ranks of the actor; {use}"
+    batch, n = cfg.data.train_batch_size, cfg.rollout.n
+    pools, roles, width = cfg.placement.pools, cfg.placement.roles, cfg.rollout.tensor_parallel_size
+    for role in (role for role in roles if role != "rollout"):
+        own, ranks = settings_of(cfg, role), sum(pools[roles[role]])
+        if own.fsdp_size > 0 and ranks % own.fsdp_size:
+            use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
+            yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
+        if role not in TRAINED:
+            continue
+        mini, where = own.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}"
+        if batch % mini:
+            yield f"{where}: does not divide data.train_batch_size={batch}; use {_divisor(batch, mini)}"
+        if mini * n < ranks:
+            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {ranks} {role} ranks"
+            yield f"{where}: {few}; use at least {-(-ranks // n)} prompts"
+        if len(own.betas) != 2 or not all(0 <= b < 1 for b in own.betas):
+            yield f"{role}.betas={show(own.betas)}: must be two numbers, each at least 0 and below 1, as [0.9, 0.999]"
     for node, gpus in enumerate(pools[roles["rollout"]]):
         if gpus % width:
             has = f"the {gpus} GPUs of node {node} in placement.pools.{roles['rollout']}"
@@ -182,22 +187,41 @@ def _divisor(whole: int, near: int) -> int:
     return next(d for d in range(min(whole, near), 0, -1) if whole % d == 0)
 
 
-def _algorithm(cfg: Config, device: str) -> Iterator[str]:
-    a, has_ref = cfg.algorithm, "ref" in cfg.placement.roles
-    for name in ("param_offload", "optimizer_offload"):
-        if device == "cpu" and getattr(cfg.actor, name):
-            yield f"actor.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
+def _roles(cfg: Config, device: str) -> Iterator[str]:
+    """What a role needs, and what needs a role."""
+    roles, a, rm = cfg.placement.roles, cfg.algorithm, cfg.reward_model
+    for role in (role for role in roles if role != "rollout"):
+        for name in ("param_offload", "optimizer_offload"):
+            if device == "cpu" and getattr(getattr(cfg, role), name, False):
+                yield f"{role}.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
+    if a.kl_coef > 0 and "ref" not in roles:
+        yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
+    if "ref" in roles and a.kl_coef == 0:
+        yield "placement.roles.ref: nothing uses it while algorithm.kl_coef=0; remove the role or raise kl_coef"
+    if a.kl_target is not None and a.kl_place != "reward":
+        yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward; set algorithm.kl_place=reward"
+    if cfg.trainer.critic_warmup and "critic" not in roles:
+        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup}: needs the role critic; set placement.roles.critic"
+    if ("reward_model" in roles) != bool(rm.path):
+        yield f"reward_model.path={show(rm.path)}: goes with placement.roles.reward_model; set both or neither"
+    if rm.path and rm.url:
+        yield f"reward_model.url={show(rm.url)}: so is reward_model.path; set one of them"
+    if rm.url and not re.fullmatch(r"https?://[^\s/]+.*", rm.url):
+        yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..."
+    for role in ("critic", "ref", "reward_model"):
+        if role in roles and getattr(cfg, role).path:
+            yield from _model_path(f"{role}.path", getattr(cfg, role).path)
+
+
+def _algorithm(cfg: Config) -> Iterator[str]:
+    a = cfg.algorithm
     if a.adv_estimator == "grpo" and cfg.rollout.n == 1:
         yield "rollout.n=1: GRPO compares the samples of one prompt, so one alone teaches nothing; use at least 2"
-    if a.kl_coef > 0 and a.kl_estimator == "k1":
+    if a.kl_coef > 0 and a.kl_place == "loss" and a.kl_estimator == "k1":
         yield (
             "algorithm.kl_estimator=k1: estimates the value of the KL, but as a loss its gradient has mean zero and "
             "only adds noise; use k2 or k3"
         )
-    if a.kl_coef > 0 and not has_ref:
-        yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
-    if has_ref and a.kl_coef == 0:
-        yield "placement.roles.ref: nothing uses it while algorithm.kl_coef=0; remove the role or raise kl_coef"
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
         yield (
             f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; "
@@ -252,9 +276,13 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
-    path, where = cfg.model.path, f"model.path={show(cfg.model.path)}"
     if device == "cpu" and cfg.model.attn_implementation == "flash_attention_2":
         yield "model.attn_implementation=flash_attention_2: needs GPUs, and this run is on CPU; use auto or sdpa"
+    yield from _model_path("model.path", cfg.model.path)
+
+
+def _model_path(key: str, path: str) -> Iterator[str]:
+    where = f"{key}={show(path)}"
     if path.startswith("tiny"):
         if path not in TINY_MODELS:
             yield f"{where}: unknown tiny model; use {' or '.join(TINY_MODELS)}"

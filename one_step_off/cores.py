@@ -11,14 +11,17 @@ _NVIDIA_SMI_LIMIT_S = 2.0
 
 
 def plan_cores(
-    n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int]
+    n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int], in_turns: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Cores of each rollout process and of each trainer process.
 
     The two groups work at the same time, so they share no core (unless there is only one). Each group gets its part
     by its number of processes, at least one core, and divides it evenly; with more processes than cores they wrap.
+    With `in_turns` the groups never work at the same time, and each divides all cores.
     """
     mine = sorted(cores)
+    if in_turns:
+        return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
     if len(mine) == 1:
         return [mine[:] for _ in range(n_rollout_procs)], [mine[:] for _ in range(n_trainer_procs)]
     share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))

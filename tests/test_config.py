@@ -122,7 +122,7 @@ BAD = [
     (["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"], ["ppo_mini_batch_size=128", "use 64"]),
     (
         ["placement.pools.actor=[8]", "actor.ppo_mini_batch_size=1", "rollout.n=4"],
-        ["ppo_mini_batch_size=1", "8 trainer ranks", "at least 2"],
+        ["ppo_mini_batch_size=1", "8 actor ranks", "at least 2"],
     ),
     (["placement.pools.rollout=[3]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "use 1"]),
     (["placement.pools.rollout=[3, 1]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "node 0"]),
@@ -132,7 +132,7 @@ BAD = [
     (["placement.pools.actor=[]"], ["placement.pools.actor=[]", "from 1"]),
     (["placement.pools.actor=[1000000]"], ["placement.pools.actor=[1000000]", "1024"]),
     (["placement.roles.actor=nowhere"], ["placement.roles.actor=nowhere", "rollout, actor"]),
-    (["placement.roles.critic=actor"], ["placement.roles.critic=actor", "unknown role", "ref"]),
+    (["placement.roles.judge=actor"], ["placement.roles.judge=actor", "unknown role", "ref"]),
     (["placement.pools.spare=[1]"], ["placement.pools.spare=[1]", "remove it"]),
     (["placement.roles={rollout: rollout}"], ["placement.roles", "actor", "add"]),
     (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
