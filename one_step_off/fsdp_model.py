@@ -245,7 +245,7 @@ def _scalar_forward(
     rows = at if len(at) else torch.zeros(1, dtype=torch.int64, device=hidden.device)  # as in _policy_forward
     hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
     values = getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)
-    return (values, None) if len(at) else (values[:0].clone(), None)
+    return values[: len(at)].clone(), None  # a clone: FSDP2's backward hook must not sit on a view
 
 
 def _project(

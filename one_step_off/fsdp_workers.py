@@ -47,10 +47,13 @@ from one_step_off.workers import WeightPiece
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
-    def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str) -> None:
+    def __init__(
+        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
+    ) -> None:
+        """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
-        self._device_type = device
+        self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
         self._address: tuple[str, int] | None = None
 
     # ---- start --------------------------------------------------------------------------------------------------
@@ -164,12 +167,8 @@ class TrainedWorker(ModelWorker):
     learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
     """
 
-    def __init__(
-        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
-    ) -> None:
-        """`total_steps`: trainer steps of the whole run, for the learning-rate schedule."""
-        super().__init__(cfg, role, rank, world_size, device)
-        self._total_steps = total_steps or cfg.trainer.total_steps
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         self.version = 0
         self.optimizer_steps = 0
         self.optimizer: torch.optim.Optimizer | None = None

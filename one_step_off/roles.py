@@ -34,6 +34,7 @@ class ActorWorker(SendingEnd, PolicyWorker):
     """The actor's ranks also send the weights."""
 
 
+TRAINED = ("actor", "critic")
 WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
 
 
@@ -84,10 +85,14 @@ class Spawned:
         pool = self.cfg.placement.roles[role]
         # Ray books a part of each seat for every role in the pool.
         share = 1.0 / list(self.cfg.placement.roles.values()).count(pool)
-        more = (self.total_steps,) if role in ("actor", "critic", "ref") else ()
         ranks = [
             spawn(
-                WORKERS[role], (self.cfg, role, i, len(seats), self.device, *more), seat, self.device, share, self.env
+                WORKERS[role],
+                (self.cfg, role, i, len(seats), self.device, self.total_steps),
+                seat,
+                self.device,
+                share,
+                self.env,
             )
             for i, seat in enumerate(seats)
         ]
@@ -103,3 +108,11 @@ class Spawned:
         """Load every model and engine, and connect the weight sync. All at once: they share nothing yet but hosts."""
         await asyncio.gather(*(group.setup() for group in self.groups.values()), self.roles.rollout.setup())
         await self.roles.sync.connect()
+
+    async def save_state(self, folder: str) -> None:
+        """Write the part of every role that learns into a checkpoint's folder."""
+        await asyncio.gather(*(self.groups[role].save_state(folder) for role in TRAINED if role in self.groups))
+
+    async def load_state(self, folder: str) -> None:
+        """Bring every role that learns to a checkpoint's state; after `setup`."""
+        await asyncio.gather(*(self.groups[role].load_state(folder) for role in TRAINED if role in self.groups))

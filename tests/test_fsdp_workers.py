@@ -172,6 +172,7 @@ def test_log_prob_equals_the_models_own_forward(checkpoints, single, name):
     for settings in ({}, {"log_prob_chunk": 5}, {"micro_batch_tokens": 40}, {"packed": True, "log_prob_chunk": 7}):
         worker.packed = settings.pop("packed", False)
         worker.cfg = config(path, **{f"actor__{k}": v for k, v in settings.items()})
+        worker.own = worker.cfg.actor
         got = worker.log_prob(batch)
         assert sorted(got) == list(range(len(want)))
         for i, w in enumerate(want):
