@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from one_step_off.screen import LiveScreen, PlainScreen, clock, figures, open_screen, quiet_libraries, trend
+from one_step_off.screen import LiveScreen, PlainScreen, figures, in_clock, open_screen, quiet_libraries, trend
 
 ROOT = Path(__file__).parents[1]
 
@@ -51,38 +51,93 @@ def test_plain_lines_are_one_per_step():
         "ratio nan  canary nan"
         for i in range(3)
     ]
-    assert [line for line in lines if line.startswith("building")] == [
-        "building: 0%", "building: 30%", "building: 60%", "building: 90%",
-    ]  # fmt: skip
+    assert [line for line in lines if line.startswith("building")] == ["building ...", "building: 0 s"]
     assert "starting engines ..." in lines and "model        tiny" in lines and "             two" in lines
     assert "\x1b" not in out.getvalue()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_takes_long_is_told_with_the_time_left_ever_more_seldom():
+    out, clock = io.StringIO(), Clock()
+    with PlainScreen(out, clock) as screen, screen.working("reading"):
+        for i in range(100):
+            clock.now += 0.5
+            screen.progress("building (once, then cached)", (i + 1) / 100)
+    assert out.getvalue().splitlines() == [
+        "reading ...",
+        "building (once, then cached) ...",
+        "building (once, then cached): 11% after 0:05, about 0:44 left",
+        "building (once, then cached): 21% after 0:10, about 0:40 left",
+        "building (once, then cached): 41% after 0:20, about 0:30 left",
+        "building (once, then cached): 81% after 0:40, about 0:09 left",
+        "building (once, then cached): 50 s",
+        "reading: 50 s",
+    ]
+
+
+def test_what_failed_is_not_said_to_have_ended():
+    out = io.StringIO()
+    with pytest.raises(ValueError), PlainScreen(out) as screen, screen.working("reading"):
+        raise ValueError
+    assert out.getvalue() == "reading ...\n"
 
 
 def terminal(width: int = 120) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
 
 
+def drawn(screen: LiveScreen, width: int) -> str:
+    """What moves, as it is now."""
+    console = terminal(width)
+    console.print(screen.bars.get_renderable())
+    return " ".join(console.file.getvalue().split())
+
+
 @pytest.mark.parametrize("width", [120, 60])
 def test_the_bar_and_its_figures(width):
-    console = terminal(width)
-    with LiveScreen(console) as screen, screen.training(40):
+    clock = Clock()
+    with LiveScreen(terminal(width), clock) as screen, screen.training(40):
+        assert "step 0/40" in drawn(screen, width) and "left" not in drawn(screen, width)
+        clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
             screen.step(row(step, step / 10), 40)
-        drawn = terminal(width)
-        drawn.print(screen._render())
-        text = " ".join(drawn.file.getvalue().split())
+            clock.now += 70.0
+        text = drawn(screen, width)
     for part in (
         "step 10/40",
         "━",
         "25%",
-        "left 1:00",
+        "13:20 left 35:00",
         "reward 0.900 " + "▁▂" * (width > 100),
         "length 12.3",
         "1,234 tok/s",
+        "waits: rollout 0.50 s, trainer 0.05 s",
     ):
         assert part in text
-    assert "waits: rollout 0.50 s, trainer 0.05 s" in text
-    assert screen.live is None
+
+
+def test_other_work_has_a_moving_line_and_leaves_its_time():
+    clock, console = Clock(), terminal()
+    with LiveScreen(console, clock) as screen, screen.working("starting [Ray]"):
+        screen.progress("building", 0.0)
+        clock.now = 10.0
+        screen.progress("building", 0.25)
+        clock.now = 20.0
+        screen.progress("building", 0.5)
+        text = drawn(screen, 120)
+        screen.progress("building", 1.0)
+        assert "building" not in drawn(screen, 120)
+    assert "starting [Ray] ━" in text and "50% 0:20 left 0:20" in text
+    assert "starting [Ray]: 20 s" in console.file.getvalue() and "building: 20 s" in console.file.getvalue()
 
 
 def test_the_live_part_goes_and_what_was_said_stays():
@@ -113,7 +168,6 @@ def test_an_error_ends_the_live_part_and_threads():
     with pytest.raises(ValueError), screen, screen.training(3):
         screen.progress("building", 0.5)
         raise ValueError
-    assert screen.live is None
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,7 +175,7 @@ def test_an_error_ends_the_live_part_and_threads():
 
 
 def test_small_helpers():
-    assert clock(59.6) == "1:00" and clock(3661) == "1:01:01" and clock(-1) == "0:00"
+    assert in_clock(59.6) == "1:00" and in_clock(3661) == "1:01:01" and in_clock(-1) == "0:00"
     assert trend([0, 1]) == "▁█" and trend([1, 1, float("nan")]) == "▁▁" and trend([1]) == ""
     assert "tok/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k}, [])
 
