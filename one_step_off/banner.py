@@ -68,7 +68,7 @@ def count(number: int) -> str:
 
 def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """What the run came to, where things lie, and how to go on. `summary` is that of `Tracker.summary`."""
-    known = {k: v for k, v in summary.items() if v is not None}
+    known = {k: v for k, v in summary.items() if v is not None and (v or k != "reward/timeouts")}
     for start, unit in _UNITS.items():
         known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
     if len(known.get("val/versions", ())) < 2:

@@ -406,9 +406,11 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
     finally:
         import ray
 
-        ray.shutdown()
+        failed = sys.exc_info()[0] is not None
+        with tracker.screen.working("ending all processes"):
+            ray.shutdown()
+            tracker.close(failed)
         signal.signal(signal.SIGTERM, previous)
-        tracker.close(failed=sys.exc_info()[0] is not None)
 
 
 def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:

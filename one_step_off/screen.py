@@ -169,7 +169,11 @@ class LiveScreen(PlainScreen):
         try:
             yield
         finally:
-            self.bars.remove_task(task)
+            self._remove(task)
+
+    def _remove(self, task: Any) -> None:
+        self.bars.remove_task(task)
+        self.bars.refresh()  # or what is said next would draw it once more
 
     def progress(self, what: str, done: float) -> None:
         """A bar with percent and the time left; a line stays of it when all is done."""
@@ -179,7 +183,7 @@ class LiveScreen(PlainScreen):
         self.bars.update(task, completed=done)
         if done >= 1:
             del self._jobs[what]
-            self.bars.remove_task(task)
+            self._remove(task)
             self.say(f"{what}: {self.clock() - begin:.0f} s")
 
     @contextlib.contextmanager
@@ -191,7 +195,7 @@ class LiveScreen(PlainScreen):
             yield
         finally:
             self.figures = ""
-            self.bars.remove_task(self.steps)
+            self._remove(self.steps)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """The bar moves on; no line is left behind, for metrics.jsonl holds them all."""

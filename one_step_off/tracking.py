@@ -200,17 +200,18 @@ def _speed(rows: list[Row]) -> dict[str, float | None]:
     medians = {n: _median(r.get(n) for r in rows) for n in rows[-1] if n.startswith(("time/", *rates))}
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
 
-    def sums(*names: str) -> float:
-        return sum(r[n] for r in rows for n in names)
+    def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:
+        return sum(r[name] for r in of) / sum(r["time/step_s"] for r in over)
 
-    total = sums("time/step_s")
     return found | {
         "overlap_ratio": medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"]),
-        # The replicas idle from the end of their samples to the end of the next sync.
-        "idle_share/rollout": sums("time/wait_trainer_s", "time/sync_s") / total,
-        "idle_share/trainer": 1 - sums("time/train_s") / total,
-        "samples_per_s": sums("samples") / total,
-        "response_tokens_per_s": sums("tokens/response") / total,
+        # The replicas idle from the end of their samples, within the step before, to the end of the next sync.
+        "idle_share/rollout": min(
+            1.0, per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:] or rows, rows[:-1] or rows)
+        ),
+        "idle_share/trainer": 1 - per_s("time/train_s"),
+        "samples_per_s": per_s("samples"),
+        "response_tokens_per_s": per_s("tokens/response"),
     }
 
 
