@@ -29,7 +29,7 @@ from one_step_off.config_io import resolved_device, resolved_yaml
 from one_step_off.loggers import open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.rewards import resolve as resolve_reward
-from one_step_off.screen import open_screen, quiet_libraries
+from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
 
@@ -359,7 +359,7 @@ def run(cfg: Config) -> int:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
     """
     quiet_libraries()
-    with open_screen() as screen:
+    with Screen() as screen:
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)

@@ -14,6 +14,7 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ Find = Callable[[PromptId], Prompt | None]
 RUN_ID_FILE = "wandb_run_id"
 SAMPLES = "samples"
 _PATIENCE_S = 60.0
-_QUEUE = 32
+_QUEUE = 64
 
 
 class Logger:
@@ -156,33 +157,26 @@ class Loggers:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.link = say, ""
-        self.live: list[Logger] = []
+        self.live: dict[str, Logger] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
 
     def add(self, what: str, make: Callable[[], Logger]) -> None:
         """Make a logger in the thread: TensorBoard's import takes seconds."""
-
-        def job() -> None:
-            try:
-                self.live.append(make())
-            except Exception as e:
-                self.say(f"warning: {what} is left out: {type(e).__name__}: {e}")
-
-        self.jobs.put(job)
+        self.jobs.put(lambda: self._try(what, lambda: self.live.update({what: make()})))
 
     def step(self, row: dict[str, Any], batch: Batch) -> None:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
         advantages = [float(a[0]) if len(a) else None for a in batch.advantages or ()]
-        self._write(own, row["step"], step_file(batch.step), batch.samples, advantages)
+        self._put(own, row["step"], step_file(batch.step), batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
         version = int(figures["val/version"])
-        self._write(figures, version, val_file(version), samples, [])
+        self._put(figures, version, val_file(version), samples, [])
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
@@ -192,32 +186,28 @@ class Loggers:
         if self.thread.is_alive():
             self.say(f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing")
 
-    def _write(
-        self, figures: dict[str, Any], at: int, name: str, samples: list[Sample], advantages: list[float | None]
-    ) -> None:
+    def _put(self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]) -> None:
         if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
-            self.say(f"warning: the loggers are {_QUEUE} steps behind; {name} is left out of them")
+            self.say(f"warning: the loggers are {_QUEUE // 2} steps behind; {name} is left out of them")
             return
         finite = {k: float(v) for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-
-        def write(logger: Logger) -> None:
-            logger.write(finite, at)
-            logger.samples(name, samples, advantages)
-
-        self.jobs.put(lambda: self._tell(write))
+        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at)))
+        self.jobs.put(lambda: self._tell(lambda logger: logger.samples(name, *samples_and_advantages)))
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             job()
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
-        for logger in list(self.live):
-            try:
-                call(logger)
-            except Exception as e:
-                self.live.remove(logger)
-                name = type(logger).__name__
-                self.say(f"warning: {name} failed and is left out from now on: {type(e).__name__}: {e}")
+        for what, logger in list(self.live.items()):
+            self._try(what, partial(call, logger))
+
+    def _try(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as e:
+            self.live.pop(what, None)
+            self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
 def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None]) -> Loggers:
@@ -232,8 +222,7 @@ def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], 
     online = Wandb(cfg, folder) if cfg.logging.wandb else None
     loggers = Loggers(say)
     if online:
-        loggers.link = online.link
-        loggers.live.append(online)
+        loggers.link, loggers.live["W&B"] = online.link, online
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

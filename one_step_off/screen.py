@@ -1,6 +1,6 @@
 """What a person at the screen sees: a live bar on a terminal, plain lines anywhere else.
 
-    with open_screen() as screen:
+    with Screen() as screen:
         with screen.working("starting Ray"):
             ...
         with screen.training(total_steps):
@@ -24,8 +24,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-Facts = Iterable[tuple[str, str]]
-"""(name, what is so); an empty name continues the one above."""
+from rich import progress
+from rich.console import Console
+from rich.text import Text
 
 _NAMES = 13
 _TREND = 24
@@ -33,118 +34,52 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _FIRST_ESTIMATE_S = 5.0
 
 
-class PlainScreen:
-    """One line per step, for files, pipes and CI."""
+class _Times(progress.ProgressColumn):
+    """Time taken and, once it can be told, time left."""
 
-    def __init__(self, out: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`out` None: stdout, whatever it is when something is said. `clock`: seconds."""
-        self.out, self.clock = out, clock
-        self._jobs: dict[str, Any] = {}  # what is known of each that told of its progress
-
-    def __enter__(self) -> PlainScreen:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def say(self, line: str) -> None:
-        """One line."""
-        print(line, file=self.out, flush=True)
-
-    def table(self, facts: Facts) -> None:
-        """Named facts, one per line, aligned."""
-        for name, text in facts:
-            self.say(f"{name:<{_NAMES}}{text}")
-
-    @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Something long without steps of its own: a line when it begins, and how long it took when it ended well."""
-        begin = self.clock()
-        with self._shown(what):
-            yield
-        if self.clock() - begin >= 1:
-            self.say(f"{what}: {self.clock() - begin:.0f} s")
-
-    @contextlib.contextmanager
-    def _shown(self, what: str) -> Iterator[None]:
-        self.say(f"{what} ...")
-        yield
-
-    def progress(self, what: str, done: float) -> None:
-        """Something long of which `done` (0 to 1) is done. A line at once, an estimate soon, then ever more seldom."""
-        now = self.clock()
-        if what not in self._jobs:
-            self._jobs[what] = now, done, _FIRST_ESTIMATE_S  # begin, done by then, seconds at which to tell more
-            self.say(f"{what} ...")
-        begin, before, next_s = self._jobs[what]
-        seconds = now - begin
-        if done >= 1:
-            del self._jobs[what]
-            self.say(f"{what}: {seconds:.0f} s")
-        elif seconds >= next_s and done > before:
-            self._jobs[what] = begin, before, 2 * seconds
-            left = in_clock(seconds * (1 - done) / (done - before))
-            self.say(f"{what}: {done:.0%} after {in_clock(seconds)}, about {left} left")
-
-    @contextlib.contextmanager
-    def training(self, total: int, done: int = 0) -> Iterator[None]:
-        """The steps come now; `done` of them were made by an earlier run."""
-        yield
-
-    def step(self, row: dict[str, Any], total: int) -> None:
-        """One finished step: its row of metrics.jsonl."""
-        width = len(str(total))
-        self.say(
-            f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
-            f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
-            f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
-            f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
-            f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
-        )
+    def render(self, task: progress.Task) -> Text:
+        left = "" if task.time_remaining is None else f"  left {in_clock(task.time_remaining)}"
+        return Text(in_clock(task.elapsed or 0) + left)
 
 
-class LiveScreen(PlainScreen):
-    """A terminal: what is going on stands at the bottom and moves, what was said scrolls by above it."""
+class _Bars(progress.Progress):
+    """A line per task, and one with the figures of the last step."""
 
-    def __init__(self, console: Any, clock: Callable[[], float] = time.monotonic) -> None:
-        """`console`: a rich Console."""
-        from rich import progress
-        from rich.text import Text
+    figures = ""
 
-        super().__init__(clock=clock)
-        self.console, self.figures = console, ""
+    def get_renderables(self) -> Iterator[Any]:
+        yield self.make_tasks_table(self.tasks)
+        if self.figures:
+            yield Text(self.figures, style="cyan")
+
+
+class Screen:
+    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes, CI
+    and terminals that cannot move their cursor get lines instead, one per step."""
+
+    def __init__(
+        self, out: TextIO | None = None, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`out` None: stdout. `console`: a terminal, whatever it may look like. `clock`: seconds."""
+        dumb = os.environ.get("TERM", "dumb") == "dumb"
+        self.live = console is not None or ((out or sys.stdout).isatty() and not dumb)
+        self.console = console or Console(file=out, highlight=False)
         self.rewards: deque[float] = deque(maxlen=_TREND)
-        screen = self
-
-        class Times(progress.ProgressColumn):
-            """Time taken and, once it can be told, time left."""
-
-            def render(self, task: progress.Task) -> Text:
-                left = "" if task.time_remaining is None else f"  left {in_clock(task.time_remaining)}"
-                return Text(in_clock(task.elapsed or 0) + left)
-
-        class Bars(progress.Progress):
-            """A line per task, and one with the figures of the last step."""
-
-            def get_renderables(self) -> Iterator[Any]:
-                yield self.make_tasks_table(self.tasks)
-                if screen.figures:
-                    yield Text(screen.figures, style="cyan")
-
-        self.bars = Bars(
+        self.bars = _Bars(
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=None),
             progress.TaskProgressColumn(),
-            Times(),
-            console=console,
+            _Times(),
+            console=self.console,
             get_time=clock,
             speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half
             refresh_per_second=4,
             transient=True,
             expand=True,
+            disable=not self.live,
         )
 
-    def __enter__(self) -> LiveScreen:
+    def __enter__(self) -> Screen:
         # What libraries print meanwhile goes through the console too, and so above the live part.
         self.bars.start()
         return self
@@ -153,56 +88,82 @@ class LiveScreen(PlainScreen):
         self.bars.stop()
 
     def say(self, line: str) -> None:
-        """One line, above what moves."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        """One line, left to the terminal to wrap: a command must copy as one line."""
+        self.console.print(Text(line), soft_wrap=True)
 
-    def table(self, facts: Facts) -> None:
-        """Named facts, the names bold. Long texts are left to the terminal to wrap: a command must copy as one line."""
-        from rich.text import Text
-
+    def table(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
             self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), text), soft_wrap=True)
 
     @contextlib.contextmanager
-    def _shown(self, what: str) -> Iterator[None]:
-        task = self.bars.add_task(what, total=None)
+    def working(self, what: str) -> Iterator[None]:
+        """Something long without steps of its own. A line of it stays, with the seconds, when it ended well."""
+        task = self._begin(what, None)
         try:
             yield
-        finally:
+        except BaseException:
             self._remove(task)
-
-    def _remove(self, task: Any) -> None:
-        self.bars.remove_task(task)
-        self.bars.refresh()  # or what is said next would draw it once more
+            raise
+        self._end(task)
 
     def progress(self, what: str, done: float) -> None:
-        """A bar with percent and the time left; a line stays of it when all is done."""
-        if what not in self._jobs:
-            self._jobs[what] = self.bars.add_task(what, total=1.0), self.clock()
-        task, begin = self._jobs[what]
-        self.bars.update(task, completed=done)
+        """Something long of which `done` (0 to 1) is done. Lines: one at once, then estimates, ever more seldom."""
+        task = next((t for t in self.bars.tasks if t.description == what), None) or self._begin(what, 1.0)
+        self.bars.update(task.id, completed=done)
         if done >= 1:
-            del self._jobs[what]
-            self._remove(task)
-            self.say(f"{what}: {self.clock() - begin:.0f} s")
+            self._end(task)
+        elif not self.live and task.elapsed >= task.fields["next_s"] and task.time_remaining is not None:
+            self.say(f"{what}: {done:.0%} after {in_clock(task.elapsed)}, about {in_clock(task.time_remaining)} left")
+            self.bars.update(task.id, next_s=2 * task.elapsed)
+
+    def _begin(self, what: str, total: float | None) -> progress.Task:
+        if not self.live:
+            self.say(f"{what} ...")
+        self.bars.add_task(what, total=total, next_s=_FIRST_ESTIMATE_S)
+        return self.bars.tasks[-1]
+
+    def _end(self, task: progress.Task) -> None:
+        self._remove(task)
+        if task.elapsed >= 1:
+            self.say(f"{task.description}: {task.elapsed:.0f} s")
+
+    def _remove(self, task: progress.Task) -> None:
+        self.bars.remove_task(task.id)
+        self.bars.refresh()  # or what is said next would draw it once more
 
     @contextlib.contextmanager
     def training(self, total: int, done: int = 0) -> Iterator[None]:
-        """The bar of the steps."""
-        self.figures, name = "waiting for the first step", f"step {done}/{total}"
-        self.steps = self.bars.add_task(name, total=total, completed=done)
+        """The steps come now; `done` of them were made by an earlier run."""
+        self.bars.add_task(f"step {done}/{total}", total=total, completed=done)
+        self.steps, self.bars.figures = self.bars.tasks[-1], "waiting for the first step"
         try:
             yield
         finally:
-            self.figures = ""
+            self.bars.figures = ""
             self._remove(self.steps)
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        """The bar moves on; no line is left behind, for metrics.jsonl holds them all."""
-        done = row["step"] + 1
+        """One finished step: its row of metrics.jsonl. The bar leaves no lines behind."""
+        if not self.live:
+            self.say(step_line(row, total))
+            return
         self.rewards.append(row["reward/mean"])
-        self.figures = figures(row, self.rewards, self.console.width)
-        self.bars.update(self.steps, completed=done, description=f"step {done}/{total}")
+        self.bars.figures = figures(row, self.rewards, self.console.width)
+        done = row["step"] + 1
+        self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
+
+
+def step_line(row: dict[str, Any], total: int) -> str:
+    """One step in one line."""
+    width = len(str(total))
+    return (
+        f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
+        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
+        f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
+        f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
+        f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
+    )
 
 
 def figures(row: dict[str, Any], rewards: Iterable[float], width: int = 120) -> str:
@@ -233,15 +194,6 @@ def in_clock(seconds: float) -> str:
     """h:mm:ss, or m:ss under an hour."""
     minutes, whole = divmod(max(0, round(seconds)), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{whole:02}" if minutes >= 60 else f"{minutes}:{whole:02}"
-
-
-def open_screen(out: TextIO | None = None) -> PlainScreen:
-    """A live screen where stdout (or `out`) is a terminal that can move its cursor, else a plain one."""
-    if (out or sys.stdout).isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        from rich.console import Console
-
-        return LiveScreen(Console(file=out, highlight=False))
-    return PlainScreen(out)
 
 
 def quiet_libraries() -> None:

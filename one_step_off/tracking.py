@@ -17,7 +17,7 @@ from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
 from one_step_off.samples import Batch, Sample
-from one_step_off.screen import PlainScreen
+from one_step_off.screen import Screen
 
 Row = dict[str, Any]
 
@@ -53,12 +53,10 @@ class Tracker:
         evaluations: all of the run, those before a resume too; `unwritten` is what the next row has to repeat of them.
     """
 
-    def __init__(
-        self, folder: str, total_steps: int, out: TextIO | None = None, screen: PlainScreen | None = None
-    ) -> None:
+    def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
         self.folder, self.total_steps = Path(folder), total_steps
-        self.screen = screen or PlainScreen(out)
+        self.screen = screen or Screen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step, self.first_step_s = 0, math.nan

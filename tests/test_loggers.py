@@ -122,7 +122,7 @@ def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.SampleDump, "samples", broken)
     said: list[str] = []
     log_steps(config(tmp_path), range(3), said)
-    assert said == ["warning: SampleDump failed and is left out from now on: OSError: No space left on device"]
+    assert said == ["warning: the sample dump failed and is left out from now on: OSError: No space left on device"]
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
@@ -149,7 +149,7 @@ def test_a_logger_that_cannot_start_is_told():
 
     found.add("TensorBoard", make)
     found.close()
-    assert said == ["warning: TensorBoard is left out: ImportError: no module"]
+    assert said == ["warning: TensorBoard failed and is left out from now on: ImportError: no module"]
 
 
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
