@@ -38,8 +38,12 @@ class UsageProbe:
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda:
-            self._gpus = self._gpus or _open_gpus()
-            found |= self._gpus.take() if self._gpus else {"device": _torch_device_name()}
+            with contextlib.suppress(
+                Exception
+            ):  # any of NVML's: figures are a courtesy, and a run goes on without them
+                self._gpus = self._gpus or _Gpus()
+                found |= self._gpus.take()
+            found["device"] = found["device"] or _torch_device_name()
         return found
 
 
@@ -63,29 +67,22 @@ def _torch_device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
 
 
-def _open_gpus() -> _Gpus | None:
-    """None without NVML (the package nvidia-ml-py) or without GPUs."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = range(pynvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
-        handles = [
-            pynvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(n)
-            for n in names
-        ]
-        return _Gpus(pynvml, handles) if handles else None
-    except Exception:  # any of NVML's: figures are a courtesy, and a run goes on without them
-        return None
-
-
 class _Gpus:
     """The GPUs that this process sees, by NVML, sampled from a thread: one look at the end of a step tells nothing."""
 
-    def __init__(self, nvml: Any, handles: list[Any]) -> None:
-        self.nvml, self.handles, self.busy, self.memory = nvml, handles, [], 0
-        name = nvml.nvmlDeviceGetName(handles[0])
+    def __init__(self) -> None:
+        """Raises what NVML raises, and ImportError without the package nvidia-ml-py."""
+        import pynvml as nvml
+
+        nvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = range(nvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
+        self.nvml, self.busy, self.memory = nvml, [], 0
+        self.handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else nvml.nvmlDeviceGetHandleByUUID(n)
+            for n in names
+        ]
+        name = nvml.nvmlDeviceGetName(self.handles[0])
         self.name = name.decode() if isinstance(name, bytes) else name
         self._look()
         threading.Thread(target=self._sample, name="gpu-usage", daemon=True).start()

@@ -50,16 +50,16 @@ def find_file(folder: str, step: int | None, val: int | None) -> Path:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The samples of one file. Raises ConfigError naming the line that cannot be read."""
-    rows, number = [], 0
+    rows: list[dict[str, Any]] = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").removesuffix("\n").split("\n"), 1):  # noqa: B007
+        for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
             row = json.loads(line)
             row["response"], row["length"]
-            rows.append({**row, "reward": math.nan if row["reward"] is None else float(row["reward"])})
+            rows.append(row | {"reward": math.nan if row["reward"] is None else float(row["reward"])})
     except OSError as e:
         raise ConfigError(f"{path}: cannot be read: {e}") from None
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}:{number}: not a sample of this program; was the file changed?") from None
+        raise ConfigError(f"{path}:{len(rows) + 1}: not a sample of this program; was the file changed?") from None
     return rows
 
 

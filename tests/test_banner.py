@@ -88,6 +88,7 @@ def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
     (tmp_path / "hf_model").mkdir()  # an earlier run's
+    assert dict(start_facts(cfg, "m", None, [5], 1, []))["steps"] == "none: the held-out set is evaluated"
     assert not {"model", "to go on"} & set(dict(end_facts(SUMMARY, cfg)))
 
 
