@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any
@@ -11,24 +12,24 @@ from one_step_off.config_io import placement_text
 
 Facts = list[tuple[str, str]]
 
-# Of `summary.json`, but memory in GiB and arithmetic in GFLOP/s. A part whose figures are not all there is left out; of
-# two lines with one name the first that has any stands.
+# Of `summary.json`, but memory in GiB and arithmetic in GFLOP/s. A line whose figures are not all there is left out; of
+# two with one name the first stands.
 _END = (
-    ("reward", "{reward/first:.3f} -> {reward/last:.3f} (means of the first and last {reward/averaged_steps} steps)"),
+    ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
+    ("reward", "{reward/last:.3f}"),
     ("held out", "{val/first:.3f} -> {val/last:.3f}"),
     ("held out", "{val/last:.3f}"),
     (
         "median step",
-        "{median/time/step_s:.2f} s: generate {median/time/generate_s:.2f} s",
-        "train {median/time/train_s:.2f} s",
+        "{median/time/step_s:.2f} s: generate {median/time/generate_s:.2f} s, train {median/time/train_s:.2f} s, "
         "sync {median/time/sync_s:.3f} s",
     ),
-    ("idle", "rollout {idle_share/rollout:.0%}", "trainer {idle_share/trainer:.0%}"),
+    ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
     ("samples/s", "{samples_per_s:.0f}"),
-    ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}", "trainer {tokens_per_s/trainer:,.0f} while they work"),
-    ("MFU", "rollout {mfu/rollout:.1%}", "trainer {mfu/trainer:.1%} of {device} in bf16"),
-    ("GFLOP/s", "rollout {flops_per_s/rollout:.3g}", "trainer {flops_per_s/trainer:.3g}"),
-    ("peak memory", "rollout {memory/rollout_peak_bytes:.2f} GiB", "trainer {memory/trainer_peak_bytes:.2f} GiB"),
+    ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work"),
+    ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
+    ("GFLOP/s", "rollout {flops_per_s/rollout:.3g}, trainer {flops_per_s/trainer:.3g}"),
+    ("peak memory", "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB"),
     ("not judged", "{reward/timeouts:.0f} responses took longer than reward.timeout_s and scored 0"),
 )
 _UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
@@ -69,30 +70,25 @@ def count(number: int) -> str:
 
 def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """What the run came to, where things lie, and how to go on. `summary` is that of `Tracker.summary`."""
-    known = {k: v for k, v in summary.items() if v is not None and (v or k != "reward/timeouts")}
+    known = {k: v for k, v in summary.items() if v is not None}
     for start, unit in _UNITS.items():
         known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
-    if len(known.get("val/versions", ())) < 2:
-        known.pop("val/first", None)
+    dropped = {
+        "reward/first": known["steps"] == 1,
+        "val/first": len(known.get("val/versions", ())) == 1,
+        "flops_per_s/rollout": "mfu/rollout" in known,
+        "reward/timeouts": not known.get("reward/timeouts"),
+    }
+    known = {k: v for k, v in known.items() if not dropped.get(k)}
+    k = known.get("reward/averaged_steps", 0)
+    known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"
     found: dict[str, str] = {}
-    for name, *parts in _END:
-        texts = [text for part in parts if (text := _filled(part, known))]
-        if texts and not (name == "GFLOP/s" and "MFU" in found):
-            found.setdefault(name, ", ".join(texts))
-    if "reward" in found and known["reward/averaged_steps"] == 1:
-        one, last = known["steps"] == 1, f"{known['reward/last']:.3f}"
-        found["reward"] = last if one else f"{known['reward/first']:.3f} -> {last} (first and last step)"
-    done = known["steps"] - known.get("steps_before", 0)
-    found["this run" if "steps_before" in known else "whole run"] = f"{done} steps in {known['seconds']:.0f} s"
+    for name, pattern in _END:
+        with contextlib.suppress(KeyError):
+            found.setdefault(name, pattern.format_map(known))
+    made = known["steps"] - known.get("steps_before", 0)
+    found["this run" if "steps_before" in known else "whole run"] = f"{made} steps in {known['seconds']:.0f} s"
     return [*found.items(), *_places(cfg)]
-
-
-def _filled(pattern: str, values: dict[str, Any]) -> str:
-    """The pattern with its values, empty if one is not known."""
-    try:
-        return pattern.format_map(values)
-    except KeyError:
-        return ""
 
 
 def _places(cfg: Config) -> Facts:

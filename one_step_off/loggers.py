@@ -74,7 +74,9 @@ class Wandb(Logger):
 
         file, offline = folder / RUN_ID_FILE, cfg.logging.wandb_mode == "offline"
         run_id = file.read_text().strip() if file.exists() else secrets.token_hex(4)
+        settings = wandb.Settings(silent=True, console="off")
         try:
+            wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
             self.run = wandb.init(
                 project=cfg.logging.wandb_project,
                 name=folder.resolve().name,
@@ -84,7 +86,7 @@ class Wandb(Logger):
                 mode=cfg.logging.wandb_mode,
                 dir=str(folder),
                 config=asdict(cfg),
-                settings=wandb.Settings(silent=True, console="off"),
+                settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
             raise ConfigError(

@@ -198,13 +198,13 @@ except RuntimeError as e:
 """
 
 
-def on_a_terminal(program: str, term: str = "xterm") -> str:
+def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
     """What a terminal of 100 columns receives, stdout and stderr."""
     master, slave = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | variables
     done = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
+        stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
     )  # fmt: skip
     os.close(slave)
     out = b""
