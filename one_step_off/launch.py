@@ -13,15 +13,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from one_step_off import checkpoint
 from one_step_off import data as data_room
@@ -31,12 +28,16 @@ from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
-from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
-from one_step_off.screen import open_screen, quiet_libraries
+from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
-from one_step_off.vllm_rollout import longest_sequence
+
+# No torch, Ray or transformers here: a person waits for the first line.
+if TYPE_CHECKING:
+    import numpy as np
+
+    from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 
 CANARY_TOKENS = 64
 
@@ -108,6 +109,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 def check_model(cfg: Config) -> None:
     """What the model's config tells before anything is loaded. Raises ConfigError."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+
+    from one_step_off.vllm_rollout import longest_sequence
 
     name = f"model.path={cfg.model.path}"
     try:
@@ -211,18 +214,23 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     from one_step_off.distributed_util import SendingEnd
     from one_step_off.fsdp_workers import PolicyWorker
     from one_step_off.placement import create_pools, spawn
+    from one_step_off.ray_trainer import Roles
     from one_step_off.rewards import Scorer
     from one_step_off.vllm_rollout import RolloutReplica
 
     class ActorWorker(SendingEnd, PolicyWorker):
         pass
 
+    class CountingScorer(Scorer):
+        def usage(self, cuda: bool) -> dict[str, Any]:
+            return {"timeouts": self.timeouts}
+
     cfg, device = prepared.cfg, prepared.device
     pools = create_pools(cfg, device)
     host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
     env = common | ENGINE_ENV[device]
-    scorer = spawn(Scorer, (cfg.reward,), None, device)
+    scorer = spawn(CountingScorer, (cfg.reward,), None, device)
     seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
     replicas = [
         spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=env)
@@ -248,26 +256,21 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
 
 
-async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
-    """Start everybody, run the pipeline, save the model."""
+async def train(prepared: Prepared, roles: Roles, scorer: Any, tracker: Tracker) -> None:
+    """Run the pipeline on processes that have started, and save the model."""
+    from one_step_off.ray_trainer import Pipeline
+
     cfg, screen = prepared.cfg, tracker.screen
-    begin = time.perf_counter()
-    trainers = [group for group in (roles.actor, roles.ref) if group is not None]
-    with screen.working(
-        f"starting {len(roles.rollout.replicas)} rollout replica(s) and {len(roles.actor.ranks)} trainer rank(s)"
-    ):
-        await asyncio.gather(*(g.setup() for g in trainers), roles.rollout.setup())
-        await roles.sync.connect()
-    screen.say(f"started in {time.perf_counter() - begin:.0f} s")
     resumed = await resume(prepared, roles, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
+    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks, "reward": [scorer]}
+    only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
-        with screen.training(tracker.total_steps, tracker.first_step):
+        with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
-    if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
+    if cfg.trainer.save_hf_model and not only:
         with screen.working("writing hf_model"):
             path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
             await roles.actor.save_hf(path)
@@ -275,6 +278,8 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
 
 async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
     """Bring the trainer to the checkpoint, if there is one."""
+    from one_step_off.ray_trainer import Resumed
+
     path, state = prepared.resume_from, prepared.state
     if path is None:
         return None
@@ -316,12 +321,27 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
             loop.remove_signal_handler(number)
 
 
+def _devices(cfg: Config, role: str) -> int:
+    return sum(cfg.placement.pools[cfg.placement.roles[role]])
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
-    roles, actors = spawn_roles(prepared)
+    cfg = prepared.cfg
+    replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
+    roles, actors = None, []
     try:
-        await train(prepared, roles, tracker)
+        with tracker.screen.working(f"starting {replicas} and {_several(_devices(cfg, 'actor'), 'trainer rank')}"):
+            roles, actors = spawn_roles(prepared)
+            groups = (roles.actor, roles.ref, roles.rollout)
+            await asyncio.gather(*(group.setup() for group in groups if group is not None))
+            await roles.sync.connect()
+        await train(prepared, roles, actors[0], tracker)
     finally:
         # The engines have processes of their own, which end in good order only if asked.
         with contextlib.suppress(Exception):
@@ -339,7 +359,7 @@ def run(cfg: Config) -> int:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
     """
     quiet_libraries()
-    with open_screen() as screen:
+    with Screen() as screen:
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
@@ -358,30 +378,39 @@ def run(cfg: Config) -> int:
         else:
             tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
         observe(prepared, tracker, prepared.asked_for)
-        import ray
-
-        previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        logs = "none: Ray did not start"
-        try:
-            logs = f"{start_ray(cfg)}/logs"
-            asyncio.run(_to_the_end(prepared, tracker))
-        except Stopped as e:
-            newest = checkpoint.finished(checkpoint.folder_of(cfg))
-            screen.say(
-                f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
-            )
-            raise KeyboardInterrupt from e
-        except asyncio.CancelledError as e:
-            raise KeyboardInterrupt from e
-        except Exception as e:
-            e.add_note(f"logs of all processes: {logs}")
-            raise
-        finally:
-            ray.shutdown()
-            signal.signal(signal.SIGTERM, previous)
-            tracker.close(failed=sys.exc_info()[0] is not None)
+        _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
+
+
+def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
+    """From the start of Ray to its end, whatever happens between."""
+    from one_step_off.ray_trainer import Stopped
+
+    previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    cfg, logs = prepared.cfg, "none: Ray did not start"
+    try:
+        with tracker.screen.working("starting Ray"):
+            logs = f"{start_ray(cfg)}/logs"
+        asyncio.run(_to_the_end(prepared, tracker))
+    except Stopped as e:
+        newest = checkpoint.finished(checkpoint.folder_of(cfg))
+        how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"
+        tracker.say(f"stopped at {e}; {how}")
+        raise KeyboardInterrupt from e
+    except asyncio.CancelledError as e:
+        raise KeyboardInterrupt from e
+    except Exception as e:
+        e.add_note(f"logs of all processes: {logs}")
+        raise
+    finally:
+        import ray
+
+        failed = sys.exc_info()[0] is not None
+        with tracker.screen.working("ending all processes"):
+            ray.shutdown()
+            tracker.close(failed)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
@@ -392,8 +421,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     """
     cfg, data = prepared.cfg, prepared.data
     params, shape = measure_model(cfg)
-    places = {name: sum(cfg.placement.pools[cfg.placement.roles[name]]) for name in ("rollout", "actor")}
-    tracker.meter = Meter(cfg, shape, rollout=places["rollout"], trainer=places["actor"])
+    tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     # A prompt's row does not change from epoch to epoch.

@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,8 @@ from one_step_off import launch
 from one_step_off.config import ConfigError
 from one_step_off.tracking import Tracker
 from tests.conftest import tiny_config
+
+ROOT = Path(__file__).parents[1]
 
 
 def changed(model: str, folder: Path, **keys: object) -> str:
@@ -41,6 +45,12 @@ def test_models_that_do_not_fit(models, tmp_path, keys, words):
     cfg = tiny_config(changed(models(), tmp_path, **keys), str(tmp_path / "out"))
     with pytest.raises(ConfigError, match=words):
         launch.prepare(cfg, lambda line: None)
+
+
+def test_the_first_line_waits_for_no_large_import():
+    code = "import sys, one_step_off.launch; print(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_heads_must_split(models, tmp_path):
