@@ -189,7 +189,8 @@ def _require_causal(name: str, found: Any) -> None:
     vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
-    if vllm is None or adaptable or metadata.entry_points(group="vllm.general_plugins"):
+    plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
+    if vllm is None or adaptable or not all(p.value.startswith("vllm.") for p in plugins):
         return
     # Read, not imported: that takes ten seconds.
     registry = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
@@ -198,7 +199,9 @@ def _require_causal(name: str, found: Any) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """With the second, where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 def load_tokenizer(cfg: Config) -> Any:

@@ -41,10 +41,11 @@ def changed(model: str, folder: Path, **keys: object) -> str:
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM .* is no causal .*; give"),
         ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
         (
-            {"model_type": "gpt_neo", "architectures": ["GPTNeoForCausalLM"]},
-            "vLLM.* no code for GPTNeoForCausalLM; give",
+            {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
+            "vLLM.* no code for OpenAIGPTLMHeadModel; give",
         ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\), .*; give the model"),
+        ({"num_hidden_layers": "two"}, r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w"),
         ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config in config.json\)"),
         ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
     ],
