@@ -45,7 +45,10 @@ def changed(model: str, folder: Path, **keys: object) -> str:
             "vLLM.* no code for OpenAIGPTLMHeadModel; give",
         ),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\), .*; give the model"),
-        ({"num_hidden_layers": "two"}, r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w"),
+        (
+            {"num_hidden_layers": "two"},
+            r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
+        ),
         ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config in config.json\)"),
         ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
     ],
