@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +17,7 @@ import numpy as np
 
 from one_step_off.config import Config, ConfigError, DataConfig
 from one_step_off.evaluation import MAIN, set_epoch
+from one_step_off.rewards import plain_number
 from one_step_off.samples import Prompt
 from one_step_off.word_problems import GENERATORS, default_test_size
 
@@ -25,7 +25,6 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 COLUMNS = {"gsm8k": ("question", "answer"), "messages": ("prompt", "reward_model")}
 _NAMED = 5
-_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 
 
 class BadRow(Exception):
@@ -95,75 +94,53 @@ RawRow = tuple[str, Any]
 """Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
 
 
-def _read_json(path: str) -> Iterator[RawRow]:
-    """Rows of a .jsonl file, or of a .json file that holds a list or JSON lines."""
+def _read_file(path: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines.
+
+    JSON is not read by the `datasets` library: it gives up a whole file for one bad line, and does not name it.
+    """
+    import pyarrow.parquet as pq
+
+    if path.endswith(".parquet"):
+        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        return
     with open(path, "rb") as f:
         data = f.read().removeprefix(b"\xef\xbb\xbf")
     if path.endswith(".json") and data.lstrip()[:1] == b"[":
-        yield from ((f"{path}:{i}", value) for i, value in enumerate(json.loads(data), 1))
+        yield from enumerate(json.loads(data), 1)
         return
     # Split bytes at newlines only: str.splitlines would also cut at U+2028 inside a string.
     for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as e:
-            value = BadRow(f"not valid JSON: {e}")
-        yield f"{path}:{number}", value
-
-
-def _read_file(path: str) -> list[RawRow]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    # Not by the `datasets` library: it gives up a whole file for one bad line, and does not name it.
-    try:
-        if path.endswith(".parquet"):
-            return [(f"{path}:{i}", row) for i, row in enumerate(pq.read_table(path).to_pylist(), 1)]
-        return list(_read_json(path))
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise ConfigError(
-            f"data file {path}: cannot be read: {_first_line(e)}; check the path, or mend the file"
-        ) from e
-
-
-def _read_hub(spec: str, split: str) -> list[RawRow]:
-    """Rows of a hub data set, `owner/name` or `owner/name:config`."""
-    import datasets
-
-    name, _, config = spec.partition(":")
-    try:
-        rows = datasets.load_dataset(name, config or HUB_CONFIGS.get(name), split=split).to_list()
-    except Exception as e:  # the hub client raises errors of many libraries
-        raise ConfigError(
-            f"data source {spec!r} (split {split}): cannot be had from the Hugging Face hub: {type(e).__name__}: "
-            f"{_first_line(e)}; check the id and the network, run `hf auth login` for gated data, "
-            "or give a local .jsonl or .parquet file"
-        ) from e
-    return [(f"{spec}[{split}]:{i}", row) for i, row in enumerate(rows, 1)]
-
-
-def _read_generator(spec: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
-    name = spec.removeprefix("generator:")
-    size = cfg.generator_size
-    if split == "test":
-        size = default_test_size(name) if cfg.val_size < 0 else cfg.val_size
-    try:
-        rows = GENERATORS[name](split, size, seed)
-    except ValueError as e:
-        key = "data.val_size" if split == "test" else "data.generator_size"
-        raise ConfigError(f"data source {spec!r}, {key}={size}: {_first_line(e)}") from e
-    return [(f"{spec}[{split}]:{i}", row) for i, row in enumerate(rows, 1)]
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as e:
+                yield number, BadRow(f"not valid JSON: {e}")
 
 
 def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
-    if source.startswith("generator:"):
-        return _read_generator(source, split, cfg, seed)
-    rows = _read_file(source) if source.endswith(FILE_ENDINGS) else _read_hub(source, split)
-    if not rows:
-        raise ConfigError(f"data source {source} (split {split}): holds no rows; write at least one, or use another")
-    return rows
+    """All rows of one file, generator or hub set. Raises ConfigError if it cannot be read or has none."""
+    name, _, part = source.partition(":")
+    where = f"{source}[{split}]"
+    try:
+        if source.endswith(FILE_ENDINGS):
+            where, mend = source, "check the path, or mend the file"
+            rows = _read_file(source)
+        elif name == "generator":
+            key, size = ("generator_size", cfg.generator_size) if split == "train" else ("val_size", cfg.val_size)
+            mend = f"change data.{key}={size}"
+            rows = enumerate(GENERATORS[part](split, default_test_size(part) if size < 0 else size, seed), 1)
+        else:
+            import datasets  # takes a second, which files and generators need not wait for
+
+            mend = "check the id and the network, run `hf auth login` for gated data, or give a local .jsonl file"
+            rows = enumerate(datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1)
+        found = [(f"{where}:{number}", row) for number, row in rows]
+    except Exception as e:  # of many libraries
+        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {_first_line(e)}; {mend}") from e
+    if not found:
+        raise ConfigError(f"data source {where}: holds no rows; give another")
+    return found
 
 
 def _first_line(error: BaseException) -> str:
@@ -205,7 +182,7 @@ def final_number(answer: str) -> str:
     if not marker:
         raise BadRow("the answer has no '#### NUMBER'")
     number = rest.strip().replace("$", "").removesuffix(".")
-    if not _NUMBER.fullmatch(number):
+    if plain_number(number) is None:
         raise BadRow(f"after '####' stands {rest.strip()[:40]!r}, not a number")
     return number.replace(",", "")
 
@@ -249,7 +226,7 @@ def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
         raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
     fields = _PARSERS[kind](columns, instruction)
     try:  # JSON may hold lone surrogates, and one would stop the tokenisation of all rows
-        "".join(m["role"] + m["content"] for m in fields["messages"]).encode()
+        "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
     except UnicodeEncodeError:
         raise BadRow("its text is not valid Unicode") from None
     named = columns.get("data_source")

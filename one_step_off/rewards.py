@@ -63,7 +63,7 @@ _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
 
 
-def _plain_number(text: str) -> Fraction | None:
+def plain_number(text: str) -> Fraction | None:
     """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
     match = _PLAIN.fullmatch(text) if len(text) <= _LONGEST_ANSWER else None
     if match is None:
@@ -84,7 +84,7 @@ def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
     answer = rest.split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
     if "####" not in response or not answer:
         return 0.0
-    truth, got = _plain_number(ground_truth.strip()), _plain_number(answer)
+    truth, got = plain_number(ground_truth.strip()), plain_number(answer)
     if truth is not None and got is not None:
         return float(truth == got)
     if len(answer) > _LONGEST_ANSWER or _UNWORKED.search(answer):
@@ -118,7 +118,7 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
     try:
         got = parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
         # [value, text]: a repeated question, `68 + 89`, has the right value too, and a policy would find that out.
-        if got and _SUM.search(str(got[-1])) and _plain_number(ground_truth.strip()) is not None:
+        if got and _SUM.search(str(got[-1])) and plain_number(ground_truth.strip()) is not None:
             return 0.0
         return float(bool(got) and verify(_parse_truth(ground_truth), got, timeout_seconds=None))
     except Exception:  # what cannot be parsed is not the answer

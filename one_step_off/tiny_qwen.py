@@ -131,24 +131,14 @@ def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **
 
 def default_cache_dir() -> Path:
     """Where built models are kept, by the environment."""
-    own = os.environ.get("ONE_STEP_OFF_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "one_step_off"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "one_step_off"
+    return Path(os.environ.get("ONE_STEP_OFF_CACHE") or base).expanduser()
 
 
 def recipe_hash(kind: str, seed: int) -> str:
     """Twelve hex digits of all that the built model depends on: comments and unrelated code are not."""
-    recipe = [
-        VERSION,
-        kind,
-        seed,
-        asdict(RECIPE),
-        ENDINGS,
-        CHAT_TEMPLATE,
-        _rows(RECIPE.corpus_rows),
-        _rows(RECIPE.rows),
-    ]
+    data = [_rows(RECIPE.corpus_rows), _rows(RECIPE.rows)]
+    recipe = [VERSION, kind, seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
 
