@@ -172,7 +172,9 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
         ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit.
     """
     spec = cfg.function
-    if spec in BUILT_IN:  # they take no kwargs, as the config's own checks say
+    if spec in BUILT_IN:
+        if cfg.kwargs:
+            raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
     function = _load(spec)
     if not callable(function) or inspect.iscoroutinefunction(function):
