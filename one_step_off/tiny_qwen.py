@@ -112,7 +112,7 @@ def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **
     """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second.
 
     Args:
-        kind: the `model_type` of any causal language model of transformers: `llama`, `qwen2`, `qwen3`, ...
+        kind: the `model_type` of a causal language model whose config has the usual fields: `llama`, `qwen3`, ...
         path: the directory to fill; made if missing.
         seed: of the weights.
         dtype: of the saved weights, `float32` or `bfloat16`.
