@@ -286,16 +286,12 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     class ActorWorker(SendingEnd, FSDPWorker):
         pass
 
-    class CountingScorer(Scorer):
-        def usage(self, cuda: bool) -> dict[str, Any]:
-            return {"timeouts": self.timeouts}
-
     cfg, device = prepared.cfg, prepared.device
     pools = create_pools(cfg, device)
     host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
     env = common | ENGINE_ENV[device]
-    scorer = spawn(CountingScorer, (cfg.reward,), None, device)
+    scorer = spawn(Scorer, (cfg.reward,), None, device)
     seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
     replicas = [
         spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=env)
@@ -321,7 +317,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
 
 
-async def train(prepared: Prepared, roles: Roles, scorer: Any, tracker: Tracker) -> None:
+async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
@@ -329,7 +325,7 @@ async def train(prepared: Prepared, roles: Roles, scorer: Any, tracker: Tracker)
     resumed = await resume(prepared, roles, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks, "reward": [scorer]}
+    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
         with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
@@ -406,7 +402,7 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
             groups = (roles.actor, roles.ref, roles.rollout)
             await asyncio.gather(*(group.setup() for group in groups if group is not None))
             await roles.sync.connect()
-        await train(prepared, roles, actors[0], tracker)
+        await train(prepared, roles, tracker)
     finally:
         # The engines have processes of their own, which end in good order only if asked.
         with contextlib.suppress(Exception):
