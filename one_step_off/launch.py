@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -40,6 +41,12 @@ if TYPE_CHECKING:
     from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 
 CANARY_TOKENS = 64
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -107,23 +114,32 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 
 
 def check_model(cfg: Config) -> None:
-    """What the model's config tells before anything is loaded. Raises ConfigError."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    """What the model's files tell before anything is loaded. Raises ConfigError."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import has_file
 
     from one_step_off.vllm_rollout import longest_sequence
 
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        weights = any(has_file(cfg.model.path, file) for file in WEIGHT_FILES)
     except Exception as e:
+        raise ConfigError(f"{name}: its config cannot be loaded ({_first_line(e)}); {_mend(e)}") from e
+    if not weights:
         raise ConfigError(
-            f"{name}: its config cannot be loaded ({_first_line(e)}); give a model directory or a hub id that this "
-            "machine can reach (gated models: log in first)"
-        ) from e
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not cfg.model.trust_remote_code:
-        raise ConfigError(
-            f"{name}: model type {found.model_type!r} is no causal language model that transformers knows"
+            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES[::2])}; GGUF files cannot); give a "
+            "model saved by save_pretrained"
         )
+    quantised = getattr(found, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{name}: its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be "
+            "trained; give the model that it was made from"
+        )
+    if not cfg.model.trust_remote_code:  # then the model's own code says what it is
+        _require_causal(name, found)
     text = found.get_text_config()
     needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)
@@ -138,8 +154,57 @@ def check_model(cfg: Config) -> None:
         )
 
 
+def _mend(error: BaseException) -> str:
+    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
+    from huggingface_hub import errors
+
+    chain: list[BaseException] = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+
+    def caused_by(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in chain)
+
+    if caused_by(errors.GatedRepoError):
+        return "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
+    if caused_by(errors.RepositoryNotFoundError):
+        return "no such model on the hub, or a private one: check the id, or run `hf auth login`"
+    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        return "check the network and HF_HUB_OFFLINE, or give a model directory"
+    return (
+        "give a model directory saved by save_pretrained or a hub id; a model newer than transformers "
+        f"{metadata.version('transformers')} needs a newer one, a model with code of its own model.trust_remote_code=true"
+    )
+
+
+def _require_causal(name: str, found: Any) -> None:
+    """Refuse what is no causal language model, or one that vLLM has no code for. Raises ConfigError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    saved_as = (getattr(found, "architectures", None) or [""])[0]
+    causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
+        raise ConfigError(
+            f"{name}: {saved_as or 'its model'} (model type {found.model_type!r}) is no causal language model that "
+            "transformers knows; give one that generates text"
+        )
+    vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    # vLLM runs other models by transformers' own code where that takes an attention from outside.
+    adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
+    plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
+    if vllm is None or adaptable or not all(p.value.startswith("vllm.") for p in plugins):
+        return
+    # Read, not imported: that takes ten seconds.
+    registry = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
+    if f'"{saved_as or cls.__name__}"' not in registry.read_text():
+        raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """With the second, where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 def load_tokenizer(cfg: Config) -> Any:
@@ -221,16 +286,12 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     class ActorWorker(SendingEnd, PolicyWorker):
         pass
 
-    class CountingScorer(Scorer):
-        def usage(self, cuda: bool) -> dict[str, Any]:
-            return {"timeouts": self.timeouts}
-
     cfg, device = prepared.cfg, prepared.device
     pools = create_pools(cfg, device)
     host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
     common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
     env = common | ENGINE_ENV[device]
-    scorer = spawn(CountingScorer, (cfg.reward,), None, device)
+    scorer = spawn(Scorer, (cfg.reward,), None, device)
     seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
     replicas = [
         spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=env)
@@ -256,7 +317,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
 
 
-async def train(prepared: Prepared, roles: Roles, scorer: Any, tracker: Tracker) -> None:
+async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
@@ -264,7 +325,7 @@ async def train(prepared: Prepared, roles: Roles, scorer: Any, tracker: Tracker)
     resumed = await resume(prepared, roles, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks, "reward": [scorer]}
+    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
         with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
@@ -341,7 +402,7 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
             groups = (roles.actor, roles.ref, roles.rollout)
             await asyncio.gather(*(group.setup() for group in groups if group is not None))
             await roles.sync.connect()
-        await train(prepared, roles, actors[0], tracker)
+        await train(prepared, roles, tracker)
     finally:
         # The engines have processes of their own, which end in good order only if asked.
         with contextlib.suppress(Exception):

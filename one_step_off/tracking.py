@@ -106,10 +106,6 @@ class Tracker:
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
         """What `usage.watching` found; it goes into the rows from now on."""
-        if metrics.get("reward/timeouts") and not self.usage.get("reward/timeouts"):
-            self.say(
-                "warning: responses take longer to judge than reward.timeout_s and score 0; reward/timeouts counts them"
-            )
         self.usage |= metrics
         if self.meter and device_name:
             self.meter.device_name = device_name
@@ -137,6 +133,10 @@ class Tracker:
         row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans
         row |= self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
+        if metrics.get("reward/timeouts") and not any(r.get("reward/timeouts") for r in self.steps):
+            self.say(
+                "warning: responses take longer to judge than reward.timeout_s and score 0; reward/timeouts counts them"
+            )
         if self.meter:
             row |= self.meter.step(batch, row["time/generate_s"], row["time/train_s"], row["time/step_s"])
         if math.isnan(self.first_step_s):
@@ -183,7 +183,8 @@ class Tracker:
             found |= {"val/first": rewards[0], "val/last": rewards[-1], "val/rewards": rewards}
             found["val/versions"] = [e["val/version"] for e in self.evaluations]
         # The last look was after the last row.
-        found |= {name: value for name, value in self.usage.items() if name.startswith(("memory/", "reward/"))}
+        found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
+        found["reward/timeouts"] = sum(r.get("reward/timeouts", 0.0) for r in self.steps)
         if self.meter:
             found["device"] = self.meter.device_name or "cpu"
         found = _without_nan(found)

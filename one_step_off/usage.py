@@ -106,13 +106,12 @@ class _Gpus:
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of one group: the largest peaks of its processes, the mean utilisation, the sum of what timed out."""
+    """Metrics of one group: the largest peaks of its processes, the mean utilisation."""
     found = {}
     for key, name, over in (
         ("memory_bytes", f"memory/{group}_peak_bytes", max),
         ("gpu_memory_bytes", f"memory/{group}_gpu_peak_bytes", max),
         ("gpu_utilisation", f"gpu_utilisation/{group}", lambda values: sum(values) / len(values)),
-        ("timeouts", f"{group}/timeouts", sum),
     ):
         if values := [a[key] for a in answers if key in a]:
             found[name] = float(over(values))

@@ -69,7 +69,6 @@ def test_without_nvml_there_are_no_such_figures(monkeypatch):
 def test_groups_are_merged():
     answers = [{"memory_bytes": 1, "gpu_utilisation": 0.5}, {"memory_bytes": 3, "gpu_utilisation": 1.0}]
     assert merged("rollout", answers) == {"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}
-    assert merged("reward", [{"timeouts": 2}]) == {"reward/timeouts": 2.0}
 
 
 class Actor:
