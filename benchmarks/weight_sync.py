@@ -90,7 +90,7 @@ async def measure(cfg: Config, repeats: int) -> dict[str, Any]:
     import ray
 
     prepared = launch.prepare(cfg, print)
-    roles, _ = launch.spawn_roles(prepared)
+    roles = launch.spawn_roles(prepared).roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     await roles.sync.connect()
     cores = sorted(os.sched_getaffinity(0))

@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from one_step_off.config import Config, ConfigError, DataConfig
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
-from one_step_off.samples import Prompt
+from one_step_off.samples import Prompt, PromptId
 from one_step_off.word_problems import GENERATORS, default_test_size
 
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
@@ -325,7 +325,9 @@ def encode(
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
             array = np.asarray(ids, dtype=np.int32)
-            prompts.append(Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra))
+            prompts.append(
+                Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra, row.messages)
+            )
         elif cfg.overlong_prompts == "fail":
             raise ConfigError(
                 f"data row {row.where}: {len(ids)} tokens, more than data.max_prompt_length={cfg.max_prompt_length}; "
@@ -435,7 +437,8 @@ class PromptStream:
 # --- all together -----------------------------------------------------------------------------------------------
 
 
-class Data(NamedTuple):
+@dataclass
+class Data:
     """What a run trains and is evaluated on. `val` holds the prompts of all held-out sets, None without one."""
 
     stream: PromptStream
@@ -446,6 +449,16 @@ class Data(NamedTuple):
     def lines(self) -> list[str]:
         """The reports, for people."""
         return [line for report in self.reports for line in report.lines()]
+
+    def find(self, id: PromptId) -> Prompt | None:
+        """The prompt of an id, of any epoch: a prompt's row does not change from one to the next."""
+        rows, held_out = self._known
+        return held_out.get(id) or rows.get(id[1])
+
+    @cached_property
+    def _known(self) -> tuple[dict[int, Prompt], dict[PromptId, Prompt]]:
+        rows = {p.id[1]: p for p in self.stream.first_rows(len(self.stream))}
+        return rows, {p.id: p for p in self.val or ()}
 
 
 def build(cfg: Config, tokenizer: Any) -> Data:

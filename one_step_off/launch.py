@@ -38,7 +38,8 @@ from one_step_off.usage import watching
 if TYPE_CHECKING:
     import numpy as np
 
-    from one_step_off.ray_trainer import Pipeline, Resumed, Roles
+    from one_step_off.ray_trainer import Pipeline, Resumed
+    from one_step_off.roles import Spawned
 
 CANARY_TOKENS = 64
 WEIGHT_FILES = (
@@ -47,18 +48,6 @@ WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-
-# vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
-# inside the engine's process (a process less, and a start of 3 s instead of 20).
-ENGINE_ENV = {
-    "cpu": {
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    },
-    "cuda": {},
-}
-COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 @dataclass
@@ -69,6 +58,7 @@ class Prepared:
     device: str
     data: data_room.Data
     canary: list[np.ndarray]
+    tokenizer: Any
     asked_for: str
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
@@ -84,13 +74,14 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 
     transformers_logging.disable_progress_bar()
     asked_for = cfg.model.path
-    if asked_for.startswith("tiny:"):
-        from one_step_off import tiny_qwen
+    told = progress or (lambda what, done: None)
+    for section in (cfg.model, cfg.critic, cfg.ref, cfg.reward_model):
+        if section.path.startswith("tiny:"):
+            from one_step_off import tiny_qwen
 
-        told = progress or (lambda what, done: None)
-        cfg.model.path = tiny_qwen.ensure(
-            cfg.model.path, progress=lambda what, done: told(f"{what} (once, then cached)", done)
-        )
+            section.path = tiny_qwen.ensure(
+                section.path, progress=lambda what, done: told(f"{what} (once, then cached)", done)
+            )
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -110,7 +101,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
     state = checkpoint.read_state(resume_from) if resume_from else None
     if state:
         data.stream.load_state_dict(state["stream"])
-    return Prepared(cfg, resolved_device(cfg), data, canary, asked_for, resume_from, state)
+    return Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state)
 
 
 def check_model(cfg: Config) -> None:
@@ -273,59 +264,27 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
-def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
-    """Create every process of the run; returns the roles, and all actors for the end."""
-    from one_step_off import groups
-    from one_step_off.distributed_util import SendingEnd
-    from one_step_off.fsdp_workers import PolicyWorker
-    from one_step_off.placement import create_pools, spawn
-    from one_step_off.ray_trainer import Roles
-    from one_step_off.rewards import Scorer
-    from one_step_off.vllm_rollout import RolloutReplica
+def spawn_roles(prepared: Prepared) -> Spawned:
+    """Create every process of the run. Raises ConfigError if a pool does not fit."""
+    from one_step_off.roles import Spawned
 
-    class ActorWorker(SendingEnd, PolicyWorker):
-        pass
-
-    cfg, device = prepared.cfg, prepared.device
-    pools = create_pools(cfg, device)
-    host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
-    common = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if host and device == "cpu" else {})
-    env = common | ENGINE_ENV[device]
-    scorer = spawn(Scorer, (cfg.reward,), None, device)
-    seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
-    replicas = [
-        spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=env)
-        for i, seat in enumerate(pools[cfg.placement.roles["rollout"]])
-    ]
-    trained: dict[str, groups.TrainGroup] = {}
-    roles_of = {pool: [r for r, p in cfg.placement.roles.items() if p == pool] for pool in pools}
-    turns = {pool: asyncio.Lock() for pool in pools}
-    for role in ("actor", "ref"):
-        if role in cfg.placement.roles:
-            pool = cfg.placement.roles[role]
-            seats, share = pools[pool], 1.0 / len(roles_of[pool])
-            cls = ActorWorker if role == "actor" else PolicyWorker
-            steps = prepared.data.stream.total_steps
-            ranks = [
-                spawn(cls, (cfg, role, i, len(seats), device, steps), seat, device, share, common)
-                for i, seat in enumerate(seats)
-            ]
-            trained[role] = groups.TrainGroup(role, ranks, cfg, turns[pool], host)
-    rollout = groups.RolloutGroup(replicas, cfg, seeded)
-    sync = groups.WeightSync(trained["actor"], rollout, prepared.canary, host)
-    actors = [scorer, *replicas, *(rank for group in trained.values() for rank in group.ranks)]
-    return Roles(trained["actor"], rollout, sync, trained.get("ref")), actors
+    data = prepared.data
+    return Spawned(
+        prepared.cfg, prepared.device, data.stream.total_steps, prepared.canary, prepared.tokenizer, data.find
+    )
 
 
-async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
+async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
-    cfg, screen = prepared.cfg, tracker.screen
-    resumed = await resume(prepared, roles, tracker)
-    checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
+    cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
+    resumed = await resume(prepared, team, tracker)
+    checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
+    named = {"actor": "trainer"}  # its figures have the name of the group that they are compared with
+    groups = {named.get(role, role): group.ranks for role, group in team.groups.items()}
+    groups["rollout"] = roles.rollout.replicas
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
         with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
@@ -337,14 +296,14 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
             await roles.actor.save_hf(path)
 
 
-async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
-    """Bring the trainer to the checkpoint, if there is one."""
+async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed | None:
+    """Bring the roles that learn to the checkpoint, if there is one."""
     from one_step_off.ray_trainer import Resumed
 
     path, state = prepared.resume_from, prepared.state
     if path is None:
         return None
-    await roles.actor.load_state(str(path.resolve()))
+    await team.load_state(str(path.resolve()))
     tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     return Resumed(state["step"], samples, state["generate_s"])
@@ -395,21 +354,27 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
 
     cfg = prepared.cfg
     replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
-    roles, actors = None, []
+    ranks = " and ".join(
+        _several(_devices(cfg, role), f"{role.replace('_', ' ')} rank")
+        for role in cfg.placement.roles
+        if role != "rollout"
+    )
+    team: Spawned | None = None
     try:
-        with tracker.screen.working(f"starting {replicas} and {_several(_devices(cfg, 'actor'), 'trainer rank')}"):
-            roles, actors = spawn_roles(prepared)
-            groups = (roles.actor, roles.ref, roles.rollout)
-            await asyncio.gather(*(group.setup() for group in groups if group is not None))
-            await roles.sync.connect()
-        await train(prepared, roles, tracker)
+        with tracker.screen.working(f"starting {replicas}, {ranks}"):
+            team = spawn_roles(prepared)
+            for line in team.lines:
+                tracker.say(line)
+            await team.setup()
+        await train(prepared, team, tracker)
     finally:
-        # The engines have processes of their own, which end in good order only if asked.
-        with contextlib.suppress(Exception):
-            await roles.rollout.stop()
-        for actor in actors:
+        if team:
+            # The engines have processes of their own, which end in good order only if asked.
             with contextlib.suppress(Exception):
-                ray.kill(actor)
+                await team.roles.rollout.stop()
+            for actor in team.actors:
+                with contextlib.suppress(Exception):
+                    ray.kill(actor)
 
 
 def run(cfg: Config) -> int:
@@ -485,14 +450,9 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
-    # A prompt's row does not change from epoch to epoch.
-    prompts = {p.id[1]: p for p in data.stream.first_rows(len(data.stream))}
-    held_out = {p.id: p for p in data.val or ()}
-    tracker.loggers = open_loggers(
-        cfg, tracker.first_step, lambda id: held_out.get(id) or prompts.get(id[1]), tracker.say
-    )
+    tracker.loggers = open_loggers(cfg, tracker.first_step, data.find, tracker.say)
     tracker.repeat_evaluations()
-    used = [len(prompts)] + ([len(held_out)] if held_out else [])
+    used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
     tracker.screen.table(start_facts(cfg, asked_model, params, used, tracker.total_steps, links))
 

@@ -18,7 +18,7 @@ Stamp = tuple[int, int]
 class Prompt:
     """One row of data, tokenised.
 
-    `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from;
+    `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from, `messages` the chat;
     `ground_truth` and `data_source` go to the reward function.
     """
 
@@ -28,6 +28,7 @@ class Prompt:
     ground_truth: str
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, str]] = field(default_factory=list)
 
 
 @dataclass

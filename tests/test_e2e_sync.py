@@ -89,7 +89,7 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles, _ = launch.spawn_roles(prepared)
+        roles = launch.spawn_roles(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -167,7 +167,7 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles, _ = launch.spawn_roles(launch.prepare(cfg, lambda line: None))
+        roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
