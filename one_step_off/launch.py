@@ -363,8 +363,6 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working(f"starting {replicas}, {ranks}"):
             team = spawn_roles(prepared)
-            for line in team.lines:
-                tracker.say(line)
             await team.setup()
         await train(prepared, team, tracker)
     finally:

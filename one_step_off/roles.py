@@ -10,7 +10,6 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from one_step_off.config import Config
-from one_step_off.config_io import placement_text
 from one_step_off.distributed_util import SendingEnd
 from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
@@ -48,7 +47,6 @@ class Spawned:
         roles: what the pipeline works with.
         groups: role -> its group, of every role that holds a model under the training back end.
         actors: every Ray actor, to be ended with the run.
-        lines: what was created, for people: pool, shape, roles.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class Spawned:
             spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=self.env | ENGINE_ENV[device])
             for i, seat in enumerate(self.pools[where["rollout"]])
         ]
-        self.lines = placement_text(cfg).splitlines()
         self.reading = {"find": find, "ours": tokenizer}
         self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
         rollout, actor = RolloutGroup(replicas, cfg, seeded), self.groups["actor"]
