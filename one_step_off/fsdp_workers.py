@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from one_step_off import batching, core_algos, fsdp_model
+from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.config import Config, ConfigError
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.usage import UsageProbe
@@ -209,7 +209,7 @@ class FSDPWorker(UsageProbe):
         for name, needed in (
             ("advantages", True),
             ("old_log_probs", algorithm.old_log_probs == "recompute"),
-            ("ref_log_probs", algorithm.kl_coef > 0),
+            ("ref_log_probs", algorithm.kl_coef > 0 and not algorithm.kl_in_reward),
         ):
             values = getattr(batch, name)
             if needed and (values is None or len(values) != len(batch.samples)):
@@ -221,7 +221,11 @@ class FSDPWorker(UsageProbe):
         trained = [int(s.loss_mask.sum()) for s in samples]
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
         weights = core_algos.token_weights(
-            trained, self.cfg.algorithm.loss_agg, sum(trained), sum(n > 0 for n in trained)
+            trained,
+            self.cfg.algorithm.loss_agg,
+            sum(trained),
+            sum(n > 0 for n in trained),
+            self.cfg.data.max_response_length,
         )
         plan = batching.plan(
             [s.length for s in samples], self.world_size, self.cfg.actor.micro_batch_tokens, self.packed
@@ -240,7 +244,10 @@ class FSDPWorker(UsageProbe):
             stats.add("tokens_total", sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, torch.Tensor]:
-        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each."""
+        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each.
+
+        And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
+        """
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {
             "mu": [batch.samples[i].log_probs for i in positions],
@@ -251,12 +258,14 @@ class FSDPWorker(UsageProbe):
             if values is not None:
                 columns[name] = [values[i] for i in positions]
         empty = np.zeros(0)
-        return {
+        of = {
             name: self._tensor(
                 np.concatenate([empty, *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
             )
             for name, arrays in columns.items()
         }
+        counts = [n for n in (int(m.sum()) for m in masks) if n]
+        return of | {"sequence": self._tensor(np.repeat(np.arange(len(counts)), counts).astype(np.int64))}
 
     def _loss(
         self,
@@ -272,14 +281,18 @@ class FSDPWorker(UsageProbe):
         high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
         decoupled = algorithm.old_log_probs == "recompute"
         old = of["proximal"] if decoupled else of["mu"]
-        per_token, clipped = core_algos.policy_loss(log_probs, old, of["advantage"], low, high)
+        inputs = policy_losses.LossInputs(
+            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, algorithm.clip_ratio_c
+        )
+        policy_loss = policy_losses.POLICY_LOSSES.find(algorithm.policy_loss).function
+        per_token, clipped = policy_loss(inputs, **algorithm.policy_loss_kwargs)
         if decoupled:
-            per_token = per_token * core_algos.correction_weights(
-                old, of["mu"], algorithm.rollout_correction, algorithm.rollout_correction_cap
+            per_token = per_token * policy_losses.correction_weights(
+                old, of["mu"], of["sequence"], algorithm.rollout_correction, algorithm.rollout_correction_cap
             )
         policy = (of["weight"] * per_token).sum()
         loss = policy - algorithm.entropy_coef * (of["weight"] * entropies).sum()
-        if "ref" in of:
+        if "ref" in of and not algorithm.kl_in_reward:
             divergence = core_algos.kl(log_probs, of["ref"], algorithm.kl_estimator)
             loss = loss + algorithm.kl_coef * (of["weight"] * divergence).sum()
             stats.add("kl", divergence.detach().sum())

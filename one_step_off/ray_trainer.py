@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from one_step_off import core_algos
+import numpy as np
+
+from one_step_off import advantages
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config
+from one_step_off.core_algos import KLController
 from one_step_off.samples import Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 
@@ -39,6 +42,7 @@ class Resumed:
     step: int
     samples: list[Sample] | None
     generate_s: float
+    kl_coef: float | None = None
 
 
 class Stopped(Exception):
@@ -71,6 +75,10 @@ class Pipeline:
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
         self.oldest = self.start if not (resumed and resumed.samples) else 0
+        a = cfg.algorithm
+        self.kl = KLController(a.kl_coef, a.kl_target, a.kl_horizon)
+        if a.kl_target is not None and resumed and resumed.kl_coef is not None:
+            self.kl.value = resumed.kl_coef
         self.incarnation = 0
         self.synced = -1
         self.canary: dict[str, float] = {}
@@ -140,6 +148,7 @@ class Pipeline:
             "generate_s": self.last_generate_s if batch else 0.0,
             "evaluations": self.tracker.evaluations,
             "unwritten": self.tracker.unwritten,
+            "kl_coef": self.kl.value,
         }
         path = await self.checkpointer.save(step, batch.samples if batch else None, state)
         self.tracker.say(f"checkpoint of step {step} in {path} ({time.perf_counter() - begin:.2f} s)")
@@ -194,17 +203,46 @@ class Pipeline:
             calls["old_log_probs"] = self.roles.actor.log_prob(batch)
         for name, values in zip(calls, await asyncio.gather(*calls.values()), strict=True):
             setattr(batch, name, values)
-        algorithm = self.cfg.algorithm
-        per_sample = core_algos.advantages(
-            algorithm.adv_estimator,
-            [s.reward for s in batch.samples],
-            [s.prompt_id for s in batch.samples],
-            algorithm.norm_adv_by_std,
-        )
-        batch.advantages = core_algos.to_tokens(per_sample, [s.loss_mask for s in batch.samples])
+        metrics = self._advantages(batch)
         prepared = time.perf_counter() - begin
-        metrics = await self.roles.actor.update(batch)
+        metrics |= await self.roles.actor.update(batch)
         return metrics | {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
+
+    def _advantages(self, batch: Batch) -> dict[str, float]:
+        """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""
+        data, a, reward = self.cfg.data, self.cfg.algorithm, self.cfg.reward
+        if a.filter_overlong:
+            cut = [s.finish_reason == "length" for s in batch.samples]
+            masks = advantages.without_overlong([s.loss_mask for s in batch.samples], cut)
+            batch.samples = [replace(s, loss_mask=m) for s, m in zip(batch.samples, masks, strict=True)]
+        samples, metrics, penalties = batch.samples, {}, None
+        masks = [s.loss_mask for s in samples]
+        if a.kl_in_reward:
+            per_token = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
+            kl = float(np.mean([x[m].sum() for x, m in zip(per_token, masks, strict=True) if m.any()] or [0.0]))
+            metrics = {"kl/response": kl, "kl/coef": self.kl.value}
+            penalties = [-self.kl.value * x for x in per_token]
+            self.kl.update(kl, len(samples))
+        lengths = np.array([len(s.response_ids) for s in samples])
+        found = advantages.estimate(
+            a.adv_estimator,
+            advantages.Trajectories(
+                rewards=np.array([s.reward for s in samples])
+                + advantages.overlong_penalty(
+                    lengths, data.max_response_length, reward.overlong_buffer, reward.overlong_penalty
+                ),
+                groups=[s.prompt_id for s in samples],
+                masks=masks,
+                token_rewards=penalties,
+                values=batch.values,
+                log_probs=[s.log_probs for s in samples],
+            ),
+            advantages.Options(a.gamma, a.lam, a.norm_adv_by_std),
+            a.whiten_adv,
+            **a.adv_kwargs,
+        )
+        batch.advantages, batch.returns = found.advantages, found.returns
+        return metrics
 
     def _evaluate_if_due(self, version: int) -> None:
         freq = self.cfg.trainer.test_freq

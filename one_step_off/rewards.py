@@ -11,10 +11,8 @@ import inspect
 import logging
 import math as _math
 import numbers
-import os
 import re
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from one_step_off import registry
 from one_step_off.config import ConfigError, RewardConfig
 from one_step_off.samples import PromptId
 
@@ -167,25 +166,7 @@ def _load(spec: str) -> RewardFunction:
         raise ConfigError(
             f"reward.function={spec!r}: unknown; use one of {', '.join(BUILT_IN)}, or your own as module:function"
         )
-    if not {"", os.getcwd()} & set(sys.path):
-        # `python -m` finds modules beside the user's config, and so must a worker process.
-        sys.path.append(os.getcwd())
-    try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as e:
-        what = "no such module" if f"{module_name}.".startswith(f"{e.name}.") else f"it needs the module {e.name!r}"
-        raise ConfigError(
-            f"reward.function={spec!r}: cannot import {module_name!r}: {what}; start in its folder or set PYTHONPATH"
-        ) from e
-    except Exception as e:
-        raise ConfigError(
-            f"reward.function={spec!r}: importing {module_name!r} raised {type(e).__name__}: {_one_line(e)}"
-        ) from e
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"reward.function={spec!r}: module {module_name!r} has no {attribute!r}; check the name")
-        target = getattr(target, part)
-    return target
+    return registry.load("reward.function", spec)
 
 
 def resolve(cfg: RewardConfig) -> RewardFunction:

@@ -72,7 +72,8 @@ class Batch:
     """The samples of one training step, ordered by (position of the prompt in the step, index).
 
     `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
-    where the step does not use them. `old_log_probs` is the proximal policy of decoupled PPO.
+    where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
+    learn). `old_log_probs` is the proximal policy of decoupled PPO.
     `expected` is the one stamp that every token must carry.
     """
 
@@ -82,6 +83,8 @@ class Batch:
     advantages: list[np.ndarray] | None = None
     old_log_probs: list[np.ndarray] | None = None
     ref_log_probs: list[np.ndarray] | None = None
+    values: list[np.ndarray] | None = None
+    returns: list[np.ndarray] | None = None
 
     def prompt_order(self) -> list[PromptId]:
         """The prompts of this step, each once, in order."""
