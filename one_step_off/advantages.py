@@ -347,7 +347,9 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
 # ---- before the advantages ----------------------------------------------------------------------------------------
 
 
-def overlong_penalty(lengths: np.ndarray, longest: int, buffer: int, penalty: float = 1.0) -> np.ndarray:
+def overlong_penalty(
+    lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1.0
+) -> np.ndarray:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0.
 
     0 up to longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)
@@ -366,8 +368,7 @@ def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
 
 def uninformative(rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]) -> list[Hashable]:
     """The groups whose samples all score alike, in order: those that dynamic sampling replaces (DAPO, eq. 11)."""
-    best: dict[Hashable, tuple[float, float]] = {}
+    scores: dict[Hashable, set[float]] = {}
     for r, group in zip(rewards, groups, strict=True):
-        low, high = best.get(group, (r, r))
-        best[group] = min(low, r), max(high, r)
-    return [group for group, (low, high) in best.items() if low == high]
+        scores.setdefault(group, set()).add(float(r))
+    return [group for group, found in scores.items() if len(found) == 1]

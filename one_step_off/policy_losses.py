@@ -10,6 +10,8 @@ of tensors alone: a config is checked against the names here, and must not wait 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,6 @@ log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass tur
 
 POLICY_LOSSES = Registry("algorithm.policy_loss")
 register = POLICY_LOSSES.register
-ROLLOUT_CORRECTIONS = Registry("algorithm.rollout_correction")
 
 
 @dataclass(frozen=True)
@@ -90,11 +91,11 @@ def vanilla(x: LossInputs) -> tuple[Tensor, Tensor]:
     with clip_c, where A < 0:  l = min(l, -clip_c A)           so that a huge ratio cannot blow it up
     """
     loss, clipped = _clipped_surrogate(x.ratio(), x)
-    if x.clip_c is not None:
-        bound = -x.clip_c * x.advantage
-        binds = (x.advantage < 0) & (loss > bound)
-        loss, clipped = bound.where(binds, loss), clipped | binds.detach()
-    return loss, clipped
+    if x.clip_c is None:
+        return loss, clipped
+    bound = -x.clip_c * x.advantage
+    binds = (x.advantage < 0) & (loss > bound).detach()
+    return bound.where(binds, loss), clipped | binds
 
 
 @register("gspo")
@@ -240,65 +241,43 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Te
 # ---- rollout correction ---------------------------------------------------------------------------------------------
 
 
-def correction_weights(
-    proximal_log_probs: Tensor, mu_log_probs: Tensor, sequence: Tensor, mode: str, cap: float
-) -> Tensor:
-    """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
-
-    Tokens that a mode masks still count in the loss's denominator: masking is part of the estimator.
-
-    Args:
-        proximal_log_probs, mu_log_probs: [n], nats.
-        sequence: int64 [n], as in `LossInputs`.
-        mode: a registered rollout correction.
-
-    Returns:
-        [n], detached: the weight says how much a token counts and is nothing to optimise.
-    """
-    log_ratio = (proximal_log_probs - mu_log_probs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return ROLLOUT_CORRECTIONS[mode].function(log_ratio, sequence, cap)
-
-
 def _up_to(weight: Tensor, cap: float) -> Tensor:
     return weight.where(weight <= cap, weight.new_zeros(()))
-
-
-@ROLLOUT_CORRECTIONS.register("none")
-def _none(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """1: the proximal policy is taken for the one that sampled."""
-    return log_ratio.new_ones(len(log_ratio))
-
-
-@ROLLOUT_CORRECTIONS.register("tis")
-def _tis(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """min(w, cap) per token: truncated importance sampling."""
-    return log_ratio.exp().clamp(max=cap)
-
-
-@ROLLOUT_CORRECTIONS.register("mis")
-def _mis(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """w where w <= cap, else 0, per token: masked importance sampling."""
-    return _up_to(log_ratio.exp(), cap)
 
 
 def _product(log_ratio: Tensor, sequence: Tensor) -> Tensor:
     return sequence_sums(log_ratio, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-@ROLLOUT_CORRECTIONS.register("seq-tis")
-def _seq_tis(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """min(product of the sequence's w, cap), for all its tokens."""
-    return _product(log_ratio, sequence).clamp(max=cap)
+def _near_one(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
+    return (sequence_means(log_ratio, sequence).abs() <= abs(math.log(cap))).to(log_ratio.dtype)
 
 
-@ROLLOUT_CORRECTIONS.register("seq-mis")
-def _seq_mis(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """The product of the sequence's w where it is at most cap, else 0, for all its tokens."""
-    return _up_to(_product(log_ratio, sequence), cap)
+ROLLOUT_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "none": lambda log_ratio, sequence, cap: log_ratio.new_ones(len(log_ratio)),
+    "tis": lambda log_ratio, sequence, cap: log_ratio.exp().clamp(max=cap),
+    "mis": lambda log_ratio, sequence, cap: _up_to(log_ratio.exp(), cap),
+    "seq-tis": lambda log_ratio, sequence, cap: _product(log_ratio, sequence).clamp(max=cap),
+    "seq-mis": lambda log_ratio, sequence, cap: _up_to(_product(log_ratio, sequence), cap),
+    "geo-mask": _near_one,
+}
 
 
-@ROLLOUT_CORRECTIONS.register("geo-mask")
-def _geo_mask(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    """1 where the geometric mean of the sequence's w lies in [1 / cap, cap], else 0, for all its tokens."""
-    mean = sequence_means(log_ratio, sequence).exp()
-    return ((mean >= 1 / cap) & (mean <= cap)).to(log_ratio.dtype)
+def correction_weights(proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float) -> Tensor:
+    """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
+
+        none, tis, mis      1;  min(w, cap), truncated;  w where w <= cap, else 0, masked
+        seq-tis, seq-mis    the same with the product of the sequence's w, for all its tokens
+        geo-mask            1 where the geometric mean of the sequence's w lies in [1 / cap, cap], else 0
+
+    Masked tokens still count in the loss's denominator: masking is part of the estimator.
+
+    Args:
+        proximal, mu: log-probs, [n], nats.
+        sequence: int64 [n], as in `LossInputs`.
+
+    Returns:
+        [n], detached: the weight says how much a token counts and is nothing to optimise.
+    """
+    log_ratio = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return ROLLOUT_CORRECTIONS[mode](log_ratio, sequence, cap)

@@ -210,37 +210,31 @@ class Pipeline:
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""
-        data, a, reward = self.cfg.data, self.cfg.algorithm, self.cfg.reward
+        longest, a, reward = self.cfg.data.max_response_length, self.cfg.algorithm, self.cfg.reward
+        samples, metrics, token_rewards = batch.samples, {}, None
         if a.filter_overlong:
-            cut = [s.finish_reason == "length" for s in batch.samples]
-            masks = advantages.without_overlong([s.loss_mask for s in batch.samples], cut)
-            batch.samples = [replace(s, loss_mask=m) for s, m in zip(batch.samples, masks, strict=True)]
-        samples, metrics, penalties = batch.samples, {}, None
-        masks = [s.loss_mask for s in samples]
+            cut = [s.finish_reason == "length" for s in samples]
+            masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
+            samples = batch.samples = [replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)]
         if a.kl_in_reward:
-            per_token = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
-            kl = float(np.mean([x[m].sum() for x, m in zip(per_token, masks, strict=True) if m.any()] or [0.0]))
-            metrics = {"kl/response": kl, "kl/coef": self.kl.value}
-            penalties = [-self.kl.value * x for x in per_token]
-            self.kl.update(kl, len(samples))
-        lengths = np.array([len(s.response_ids) for s in samples])
-        found = advantages.estimate(
-            a.adv_estimator,
-            advantages.Trajectories(
-                rewards=np.array([s.reward for s in samples])
-                + advantages.overlong_penalty(
-                    lengths, data.max_response_length, reward.overlong_buffer, reward.overlong_penalty
-                ),
-                groups=[s.prompt_id for s in samples],
-                masks=masks,
-                token_rewards=penalties,
-                values=batch.values,
-                log_probs=[s.log_probs for s in samples],
-            ),
-            advantages.Options(a.gamma, a.lam, a.norm_adv_by_std),
-            a.whiten_adv,
-            **a.adv_kwargs,
+            log_ratios = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
+            token_rewards = [-self.kl.value * x for x in log_ratios]
+            sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
+            metrics = {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
+            self.kl.update(metrics["kl/response"], len(samples))
+        shaping = advantages.overlong_penalty(
+            [len(s.response_ids) for s in samples], longest, reward.overlong_buffer, reward.overlong_penalty
         )
+        trajectories = advantages.Trajectories(
+            rewards=np.array([s.reward for s in samples]) + shaping,
+            groups=[s.prompt_id for s in samples],
+            masks=[s.loss_mask for s in samples],
+            token_rewards=token_rewards,
+            values=batch.values,
+            log_probs=[s.log_probs for s in samples],
+        )
+        options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
+        found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
         batch.advantages, batch.returns = found.advantages, found.returns
         return metrics
 

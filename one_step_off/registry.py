@@ -62,11 +62,10 @@ class Entry:
 
 
 class Registry(dict[str, Entry]):
-    """Entries by name. `key` is the config key whose values they are."""
+    """Entries by name."""
 
     def __init__(self, key: str) -> None:
-        super().__init__()
-        self.key = key
+        self.key = key  # the config key whose values they are
 
     def register(self, name: str, **facts: Any) -> Callable[[Any], Any]:
         """Make a function known by `name`; `facts` are fields of `Entry`."""

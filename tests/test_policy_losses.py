@@ -170,12 +170,10 @@ def test_clip_cov_by_hand():
     assert seen == {0, 1}
     assert run("clip_cov", x, share=0.5)[1] == [True, True, False, False]
     assert not any(run("clip_cov", x, cov_high=3.0)[1])
-    assert run("clip_cov", of([2.0] * 4, [2.0, -2.0, 1.0, -1.0], old=[-2.0, -6.0, -3.5, -4.5]), share=1.0)[1] == [
-        True,  # by PPO
-        True,  # drawn
-        True,  # by PPO
-        False,
-    ]
+    x = of([2.0] * 4, [2.0, -2.0, 1.0, -1.0], old=[-2.0, -6.0, -3.5, -4.5])
+    for seed in range(9):  # PPO clips the first and the third; the one to draw is never spent on them
+        torch.manual_seed(seed)
+        assert run("clip_cov", x)[1] == [True, True, True, False]
 
 
 def test_kl_cov_by_hand():
