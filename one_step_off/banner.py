@@ -2,15 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import Any
 
 from one_step_off.config import Config
 from one_step_off.config_io import placement_text
-from one_step_off.loggers import SAMPLES
 
 Facts = list[tuple[str, str]]
+
+# Of `summary.json`, but memory in GiB and arithmetic in GFLOP/s. A line whose figures are not all there is left out; of
+# two with one name the first stands.
+_END = (
+    ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
+    ("reward", "{reward/last:.3f}"),
+    ("held out", "{val/first:.3f} -> {val/last:.3f}"),
+    ("held out", "{val/last:.3f}"),
+    (
+        "median step",
+        "{median/time/step_s:.2f} s: generate {median/time/generate_s:.2f} s, train {median/time/train_s:.2f} s, "
+        "sync {median/time/sync_s:.3f} s",
+    ),
+    ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
+    ("samples/s", "{samples_per_s:.0f}"),
+    ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work"),
+    ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
+    ("GFLOP/s", "rollout {flops_per_s/rollout:.3g}, trainer {flops_per_s/trainer:.3g}"),
+    ("peak memory", "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB"),
+    ("not judged", "{reward/timeouts:.0f} responses took longer than reward.timeout_s and scored 0"),
+)
+_UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
 
 
 def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
@@ -23,15 +45,19 @@ def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[in
         links: more places to look at, as the W&B run's.
     """
     size = "" if params is None else f", {count(params)} parameters"
-    found = [("model", f"{asked_model}{size}, {cfg.model.dtype}")]
-    found.append(("data", f"{used[0]} prompts of {cfg.data.train_files}"))
-    found.append(("held out", f"{used[1]} prompts of {cfg.data.val_files}" if len(used) > 1 else "none"))
-    for i, line in enumerate(placement_text(cfg).splitlines()):
-        found.append(("placement" if i == 0 else "", line))
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
-    found.append(("staleness", f"{cfg.pipeline.staleness} ({how})"))
-    found.append(("steps", f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"))
-    return [*found, ("output", cfg.trainer.output_dir), *links]
+    each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
+    places = placement_text(cfg).splitlines()
+    return [
+        ("model", f"{asked_model}{size}, {cfg.model.dtype}"),
+        ("data", f"{used[0]} prompts of {cfg.data.train_files}"),
+        ("held out", f"{used[1]} prompts of {cfg.data.val_files}" if len(used) > 1 else "none"),
+        *(("" if i else "placement", line) for i, line in enumerate(places)),
+        ("staleness", f"{cfg.pipeline.staleness} ({how})"),
+        ("steps", "none: the held-out set is evaluated" if cfg.trainer.val_only else each),
+        ("output", cfg.trainer.output_dir),
+        *links,
+    ]
 
 
 def count(number: int) -> str:
@@ -44,65 +70,41 @@ def count(number: int) -> str:
 
 def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """What the run came to, where things lie, and how to go on. `summary` is that of `Tracker.summary`."""
-    found: Facts = []
-    if "reward/first" in summary:
-        found.append(
-            (
-                "reward",
-                f"{summary['reward/first']:.3f} -> {summary['reward/last']:.3f} "
-                f"(means of the first and last {summary['reward/averaged_steps']} steps)",
-            )
-        )
-    if "val/first" in summary:
-        text = f"{summary['val/first']:.3f} -> {summary['val/last']:.3f}"
-        found.append(("held out", text if len(summary["val/versions"]) > 1 else f"{summary['val/last']:.3f}"))
-    if "median/time/step_s" in summary:
-        found += _speed(summary)
-    found.append(("whole run", f"{summary['steps']} steps in {summary['seconds']:.0f} s"))
-    return found + _places(cfg)
-
-
-def _speed(summary: dict[str, Any]) -> Facts:
-    found = [
-        (
-            "median step",
-            f"{summary['median/time/step_s']:.2f} s: generate {summary['median/time/generate_s']:.2f} s, train "
-            f"{summary['median/time/train_s']:.2f} s, sync {summary['median/time/sync_s']:.3f} s",
-        ),
-        ("idle", f"rollout {summary['idle_share/rollout']:.0%}, trainer {summary['idle_share/trainer']:.0%}"),
-        ("samples/s", f"{summary['samples_per_s']:.0f}"),
-        ("tokens/s", _of_groups(summary, "tokens_per_s", "{:,.0f}") + " while they work"),
-    ]
-    if summary.get("mfu/rollout") is not None:
-        found.append(("MFU", _of_groups(summary, "mfu", "{:.1%}") + f" of {summary['device']} in bf16"))
-    elif "flops_per_s/rollout" in summary:
-        found.append(("GFLOP/s", _of_groups(_scaled(summary, 1e-9), "flops_per_s", "{:.3g}")))
-    memory = _of_groups(_scaled(summary, 2**-30), "memory", "{:.2f} GiB", "_peak_bytes")
-    return found + ([("peak memory", memory)] if memory else [])
-
-
-def _scaled(summary: dict[str, Any], factor: float) -> dict[str, float]:
-    return {k: v * factor for k, v in summary.items() if isinstance(v, (int, float))}
-
-
-def _of_groups(summary: dict[str, Any], name: str, pattern: str, end: str = "") -> str:
-    """The figure `name` of each group that has it, as "rollout 1, trainer 2"."""
-    values = {g: summary.get(f"{name}/{g}{end}") for g in ("rollout", "trainer")}
-    return ", ".join(f"{g} {pattern.format(v)}" for g, v in values.items() if v is not None)
+    known = {k: v for k, v in summary.items() if v is not None}
+    for start, unit in _UNITS.items():
+        known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
+    dropped = {
+        "reward/first": known["steps"] == 1,
+        "val/first": len(known.get("val/versions", ())) == 1,
+        "flops_per_s/rollout": "mfu/rollout" in known,
+        "reward/timeouts": not known.get("reward/timeouts"),
+    }
+    known = {k: v for k, v in known.items() if not dropped.get(k)}
+    k = known.get("reward/averaged_steps", 0)
+    known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"
+    found: dict[str, str] = {}
+    for name, pattern in _END:
+        with contextlib.suppress(KeyError):
+            found.setdefault(name, pattern.format_map(known))
+    made = known["steps"] - known.get("steps_before", 0)
+    found["this run" if "steps_before" in known else "whole run"] = f"{made} steps in {known['seconds']:.0f} s"
+    return [*found.items(), *_places(cfg)]
 
 
 def _places(cfg: Config) -> Facts:
+    """Where things lie, as far as they are there."""
     folder = Path(cfg.trainer.output_dir)
-    found = [("metrics", f"{folder / 'metrics.jsonl'}, {folder / 'summary.json'}")]
-    if cfg.logging.tensorboard:
-        found.append(("tensorboard", f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"))
-    if cfg.logging.wandb and cfg.logging.wandb_mode == "offline":
-        found.append(("wandb", f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"))
-    if cfg.logging.sample_dump and (folder / SAMPLES).is_dir():
-        found.append(("samples", f"python -m one_step_off.view {shlex.quote(str(folder))}"))
-    if cfg.trainer.save_hf_model:
-        found += [("model", str(folder / "hf_model")), ("to go on", going_on(cfg))]
-    return found
+    run, events, offline = (shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb"))
+    files = [str(folder / n) for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (folder / n).exists()]
+    places = [
+        (bool(files), "metrics", ", ".join(files)),
+        (any(folder.glob("tensorboard/*")), "tensorboard", f"tensorboard --logdir {events}"),
+        (any(folder.glob("wandb/offline-run-*")), "wandb", f"wandb sync {offline}/offline-run-*"),
+        (any(folder.glob("samples/*.jsonl")), "samples", f"python -m one_step_off.view {run}"),
+    ]
+    if cfg.trainer.save_hf_model and not cfg.trainer.val_only and (folder / "hf_model").is_dir():
+        places += [(True, "model", str(folder / "hf_model")), (True, "to go on", going_on(cfg))]
+    return [(name, text) for there, name, text in places if there]
 
 
 def going_on(cfg: Config) -> str:

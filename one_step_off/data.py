@@ -8,16 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from one_step_off.config import Config, ConfigError, DataConfig
 from one_step_off.evaluation import MAIN, set_epoch
+from one_step_off.rewards import plain_number
 from one_step_off.samples import Prompt
 from one_step_off.word_problems import GENERATORS, default_test_size
 
@@ -25,7 +25,6 @@ FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 COLUMNS = {"gsm8k": ("question", "answer"), "messages": ("prompt", "reward_model")}
 _NAMED = 5
-_NUMBER = re.compile(r"[-+]?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 
 
 class BadRow(Exception):
@@ -37,16 +36,16 @@ class Row:
     """One usable row, not yet tokenised.
 
     `index` is its place in the data as it was written, bad rows included and all files in a row, from 0: filters do
-    not move it. `where` is "file:row" for people, from 1. `messages` is the chat; `question` is the text of the gsm8k
-    format without `data.instruction`, or None in the messages format.
+    not move it. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of the gsm8k
+    format with `data.instruction`.
     """
 
     index: int
     where: str
-    question: str | None
     messages: list[dict[str, str]]
     ground_truth: str
     data_source: str
+    chat: bool = False
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -60,6 +59,12 @@ class Report:
     overlong: list[tuple[str, int]] = field(default_factory=list)
     max_prompt_length: int = 0
     notes: list[str] = field(default_factory=list)
+
+    def skip(self, where: str, reason: str, cfg: DataConfig) -> None:
+        """Note a bad row, or with `data.bad_rows=fail` raise ConfigError."""
+        if cfg.bad_rows == "fail":
+            raise ConfigError(f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip")
+        self.bad.append((where, reason))
 
     @property
     def used(self) -> int:
@@ -85,95 +90,57 @@ def _some(lines: list[str]) -> list[str]:
 
 # --- reading ----------------------------------------------------------------------------------------------------
 
-RawRow = tuple[str, dict[str, Any] | BadRow]
-"""Where it stands, and its columns or why it has none."""
+RawRow = tuple[str, Any]
+"""Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
 
 
-def _read_json(path: str) -> list[RawRow]:
-    """Rows of a .jsonl file, or of a .json file that holds a list or JSON lines."""
+def _read_file(path: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines.
+
+    JSON is not read by the `datasets` library: it gives up a whole file for one bad line, and does not name it.
+    """
+    import pyarrow.parquet as pq
+
+    if path.endswith(".parquet"):
+        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        return
     with open(path, "rb") as f:
         data = f.read().removeprefix(b"\xef\xbb\xbf")
     if path.endswith(".json") and data.lstrip()[:1] == b"[":
-        try:
-            values: list[Any] = json.loads(data)
-        except ValueError as e:
-            raise ConfigError(f"data file {path}: not valid JSON: {e}; mend the file") from e
-        return [(f"{path}:{i}", _as_columns(v)) for i, v in enumerate(values, 1)]
-    rows: list[RawRow] = []
+        yield from enumerate(json.loads(data), 1)
+        return
     # Split bytes at newlines only: str.splitlines would also cut at U+2028 inside a string.
     for number, line in enumerate(data.split(b"\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append((f"{path}:{number}", _as_columns(json.loads(line))))
-        except (ValueError, RecursionError) as e:
-            rows.append((f"{path}:{number}", BadRow(f"not valid JSON: {e}")))
-    return rows
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except (ValueError, RecursionError) as e:
+                yield number, BadRow(f"not valid JSON: {e}")
 
 
-def _as_columns(value: Any) -> dict[str, Any] | BadRow:
-    return value if isinstance(value, dict) else BadRow(f"a JSON {type(value).__name__}, not an object with columns")
-
-
-def _read_parquet(path: str) -> list[RawRow]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
+    """All rows of one file, generator or hub set. Raises ConfigError if it cannot be read or has none."""
+    name, _, part = source.partition(":")
+    where = f"{source}[{split}]"
     try:
-        columns = pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError, ValueError) as e:
-        raise ConfigError(f"data file {path}: cannot be read as parquet: {_first_line(e)}; mend the file") from e
-    return [(f"{path}:{i}", row) for i, row in enumerate(columns, 1)]
+        if source.endswith(FILE_ENDINGS):
+            where, mend = source, "check the path, or mend the file"
+            rows = _read_file(source)
+        elif name == "generator":
+            key, size = ("generator_size", cfg.generator_size) if split == "train" else ("val_size", cfg.val_size)
+            mend = f"change data.{key}={size}"
+            rows = enumerate(GENERATORS[part](split, default_test_size(part) if size < 0 else size, seed), 1)
+        else:
+            import datasets  # takes a second, which files and generators need not wait for
 
-
-def _read_file(path: str) -> list[RawRow]:
-    if not os.path.isfile(path):
-        raise ConfigError(f"data file {path}: no such file (working directory {os.getcwd()}); check the path")
-    try:
-        rows = _read_parquet(path) if path.endswith(".parquet") else _read_json(path)
-    except OSError as e:
-        raise ConfigError(f"data file {path}: cannot be read: {_first_line(e)}; check its permissions") from e
-    if not rows:
-        raise ConfigError(f"data file {path}: holds no rows; write at least one")
-    return rows
-
-
-def _read_hub(spec: str, split: str) -> list[RawRow]:
-    """Rows of a hub data set, `owner/name` or `owner/name:config`."""
-    if os.path.exists(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", spec):
-        raise ConfigError(
-            f"data source {spec!r}: neither a {', '.join(FILE_ENDINGS)} file, nor generator:NAME, "
-            "nor a hub id as openai/gsm8k"
-        )
-    import datasets
-
-    name, _, config = spec.partition(":")
-    try:
-        rows = datasets.load_dataset(name, config or HUB_CONFIGS.get(name), split=split).to_list()
-    except Exception as e:  # the hub client raises errors of many libraries
-        raise ConfigError(
-            f"data source {spec!r} (split {split}): cannot be had from the Hugging Face hub: {type(e).__name__}: "
-            f"{_first_line(e)}; check the id and the network, run `hf auth login` for gated data, "
-            "or give a local .jsonl or .parquet file"
-        ) from e
-    if not rows:
-        raise ConfigError(f"data source {spec!r}: split {split} holds no rows; use another")
-    return [(f"{spec}[{split}]:{i}", row) for i, row in enumerate(rows, 1)]
-
-
-def _read_generator(spec: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
-    name = spec.removeprefix("generator:")
-    if name not in GENERATORS:
-        raise ConfigError(f"data source {spec!r}: no such generator; use one of {', '.join(sorted(GENERATORS))}")
-    size = cfg.generator_size
-    if split == "test":
-        size = default_test_size(name) if cfg.val_size < 0 else cfg.val_size
-    try:
-        rows = GENERATORS[name](split, size, seed)
-    except ValueError as e:
-        key = "data.val_size" if split == "test" else "data.generator_size"
-        raise ConfigError(f"data source {spec!r}, {key}={size}: {_first_line(e)}") from e
-    return [(f"{spec}[{split}]:{i}", dict(row)) for i, row in enumerate(rows, 1)]
+            mend = "check the id and the network, run `hf auth login` for gated data, or give a local .jsonl file"
+            rows = enumerate(datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1)
+        found = [(f"{where}:{number}", row) for number, row in rows]
+    except Exception as e:  # of many libraries
+        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {_first_line(e)}; {mend}") from e
+    if not found:
+        raise ConfigError(f"data source {where}: holds no rows; give another")
+    return found
 
 
 def _first_line(error: BaseException) -> str:
@@ -183,20 +150,15 @@ def _first_line(error: BaseException) -> str:
 # --- rows -------------------------------------------------------------------------------------------------------
 
 
-def _format_of(source: str, rows: Sequence[RawRow], wanted: str) -> str:
+def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
     """The format of a source, by the columns that its rows have."""
-    found: dict[str, None] = {}
-    for _, columns in rows:
-        if isinstance(columns, dict):
-            found.update(dict.fromkeys(columns))
-    if not found:
-        where, reason = rows[0]
-        raise ConfigError(f"data source {source}: all {len(rows)} rows are malformed; the first, {where}: {reason}")
+    found = {name: None for _, columns in rows if isinstance(columns, dict) for name in columns}
     # A set converted for RL may keep question and answer beside its messages: those are the more specific.
-    for name in ("messages", "gsm8k") if wanted == "auto" else (wanted,):
-        if all(c in found for c in COLUMNS[name]):
+    names = ("messages", "gsm8k") if wanted == "auto" else (wanted,)
+    for name in names:
+        if found.keys() >= set(COLUMNS[name]) or not found:  # no row has columns: each is named as a bad one
             return name
-    needed = " or ".join("+".join(COLUMNS[n]) for n in (("gsm8k", "messages") if wanted == "auto" else (wanted,)))
+    needed = " or ".join("+".join(COLUMNS[n]) for n in reversed(names))
     raise ConfigError(
         f"data source {source}: found the columns {', '.join(map(str, found))}; data.format={wanted} needs {needed}; "
         "rename the columns"
@@ -204,23 +166,10 @@ def _format_of(source: str, rows: Sequence[RawRow], wanted: str) -> str:
 
 
 def _text(columns: dict[str, Any], name: str) -> str:
-    if columns.get(name) is None:
-        raise BadRow(f"column {name!r} is missing")
-    value = columns[name]
-    if not isinstance(value, str):
-        raise BadRow(f"column {name!r} is {type(value).__name__}, not text")
-    if not value.strip():
-        raise BadRow(f"column {name!r} is empty")
-    _require_unicode(value, f"column {name!r}")
+    value = columns.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"column {name!r} holds {value!r:.40}, not a text")
     return value
-
-
-def _require_unicode(text: str, what: str) -> None:
-    """Refuse lone surrogates: JSON may hold them, and one would stop the tokenisation of all rows."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise BadRow(f"{what} is not valid Unicode") from None
 
 
 def final_number(answer: str) -> str:
@@ -233,49 +182,55 @@ def final_number(answer: str) -> str:
     if not marker:
         raise BadRow("the answer has no '#### NUMBER'")
     number = rest.strip().replace("$", "").removesuffix(".")
-    if not _NUMBER.fullmatch(number):
+    if plain_number(number) is None:
         raise BadRow(f"after '####' stands {rest.strip()[:40]!r}, not a number")
     return number.replace(",", "")
 
 
 def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     question = _text(columns, "question")
-    truth = final_number(_text(columns, "answer"))
     return {
-        "question": question,
         "messages": [{"role": "user", "content": question + instruction}],
-        "ground_truth": truth,
+        "ground_truth": final_number(_text(columns, "answer")),
     }
 
 
 def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    prompt = columns.get("prompt")
-    if prompt is None:
-        raise BadRow("column 'prompt' is missing")
+    prompt, model, extra = (columns.get(name) for name in ("prompt", "reward_model", "extra_info"))
     if not isinstance(prompt, list) or not prompt:
-        raise BadRow(f"column 'prompt' is {type(prompt).__name__ if prompt else 'empty'}, not a list of chat messages")
+        raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
     for i, message in enumerate(prompt):
-        texts = [message.get(k) for k in ("role", "content")] if isinstance(message, dict) else [None]
-        if not all(isinstance(t, str) for t in texts):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise BadRow(f"message {i} of 'prompt' is not an object with the texts 'role' and 'content'")
-        _require_unicode(message["content"], f"message {i} of 'prompt'")
     if not any(m["content"].strip() for m in prompt):
         raise BadRow("all messages of 'prompt' are empty")
-    model = columns.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
         raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
-    extra = columns.get("extra_info")
-    messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
     return {
-        "question": None,
-        "messages": messages,
+        "messages": [{"role": m["role"], "content": m["content"]} for m in prompt],
         "ground_truth": str(truth),
+        "chat": True,
         "extra": extra if isinstance(extra, dict) else {},
     }
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {"gsm8k": _gsm8k_row, "messages": _messages_row}
+
+
+def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
+    """The fields of a Row that its columns hold. Raises BadRow."""
+    if isinstance(columns, BadRow):
+        raise columns
+    if not isinstance(columns, dict):
+        raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    fields = _PARSERS[kind](columns, instruction)
+    try:  # JSON may hold lone surrogates, and one would stop the tokenisation of all rows
+        "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
+    except UnicodeEncodeError:
+        raise BadRow("its text is not valid Unicode") from None
+    named = columns.get("data_source")
+    return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
 def load_rows(
@@ -296,29 +251,18 @@ def load_rows(
         instruction = " " + instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
-        raise ConfigError(f"data source {spec!r}: names nothing; give a file, a hub id or generator:word_problems")
+        raise ConfigError(f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems")
     rows: list[Row] = []
     for source in sources:
-        if source.startswith("generator:"):
-            raw = _read_generator(source, split, cfg, seed)
-        elif source.endswith(FILE_ENDINGS):
-            raw = _read_file(source)
-        else:
-            raw = _read_hub(source, split)
+        raw = _read(source, split, cfg, seed)
         kind = _format_of(source, raw, cfg.format)
         for where, columns in raw if limit < 0 else raw[: max(0, limit - report.rows)]:
             index, report.rows = report.rows, report.rows + 1
             try:
-                if isinstance(columns, BadRow):
-                    raise columns
-                source_name = columns.get("data_source")
-                source_name = source_name if isinstance(source_name, str) and source_name else source
-                rows.append(Row(index, where, data_source=source_name, **_PARSERS[kind](columns, instruction)))
+                rows.append(Row(index, where, **{"data_source": source} | _parsed(kind, columns, instruction)))
             except BadRow as e:
-                if cfg.bad_rows == "fail":
-                    raise ConfigError(f"data row {where}: {e}; mend the row, or set data.bad_rows=skip") from None
-                report.bad.append((where, str(e)))
-    if not rows and report.rows:
+                report.skip(where, str(e), cfg)
+    if not rows and report.bad:
         where, reason = report.bad[0]
         raise ConfigError(f"data source {spec}: all {report.rows} rows are malformed; the first, {where}: {reason}")
     return rows
@@ -327,27 +271,18 @@ def load_rows(
 # --- tokenising -------------------------------------------------------------------------------------------------
 
 
-def _prompt_texts(rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, report: Report) -> Iterator[tuple[Row, str]]:
+def _texts(
+    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, templated: bool, report: Report
+) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
-    template = getattr(tokenizer, "chat_template", None)
-    if cfg.chat_template == "always" and not template:
-        raise ConfigError("data.chat_template=always: the tokenizer has no chat template; use never, or a chat model")
-    if cfg.chat_template == "never" or not template:
-        if cfg.chat_template == "auto" and any(r.question is None for r in rows):
-            raise ConfigError(
-                "data.chat_template=auto: the rows are chat messages, but the tokenizer has no chat template; "
-                "use a chat model, or data.chat_template=never to join the messages as plain text"
-            )
-        yield from ((r, "\n".join(m["content"] for m in r.messages)) for r in rows)
-        return
     for row in rows:
+        if not templated:
+            yield row, "\n".join(m["content"] for m in row.messages)
+            continue
         try:
             yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            reason = f"the chat template refuses it: {_first_line(e)}"
-            if cfg.bad_rows == "fail":
-                raise ConfigError(f"data row {row.where}: {reason}; mend the row, or set data.bad_rows=skip") from e
-            report.bad.append((row.where, reason))
+            report.skip(row.where, f"the chat template refuses it: {_first_line(e)}", cfg)
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
@@ -355,7 +290,7 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
 
     We add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there.
     """
-    ids = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     bos = getattr(tokenizer, "bos_token_id", None)
     if templated or bos is None or tokenizer("a")["input_ids"][:1] != [bos]:
         return ids
@@ -376,22 +311,29 @@ def encode(
     """
     report = report if report is not None else Report("data", rows=len(rows))
     report.max_prompt_length = cfg.max_prompt_length
-    pairs = list(_prompt_texts(rows, tokenizer, cfg, report))
-    templated = cfg.chat_template != "never" and bool(getattr(tokenizer, "chat_template", None))
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if not has_template and (
+        cfg.chat_template == "always" or (cfg.chat_template == "auto" and any(r.chat for r in rows))
+    ):
+        raise ConfigError(
+            f"data.chat_template={cfg.chat_template}: the tokenizer has no chat template, and the rows need one; use a "
+            "chat model, or data.chat_template=never to join the messages as plain text"
+        )
+    templated = has_template and cfg.chat_template != "never"
+    pairs = list(_texts(rows, tokenizer, cfg, templated, report))
     prompts = []
-    all_ids = _tokenise([text for _, text in pairs], tokenizer, templated) if pairs else []
-    for (row, text), ids in zip(pairs, all_ids, strict=True):
-        if len(ids) > cfg.max_prompt_length:
-            if cfg.overlong_prompts == "fail":
-                raise ConfigError(
-                    f"data row {row.where}: {len(ids)} tokens, more than data.max_prompt_length={cfg.max_prompt_length}; "
-                    "raise that, or set data.overlong_prompts=skip"
-                )
+    for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
+        if len(ids) <= cfg.max_prompt_length:
+            array = np.asarray(ids, dtype=np.int32)
+            prompts.append(Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra))
+        elif cfg.overlong_prompts == "fail":
+            raise ConfigError(
+                f"data row {row.where}: {len(ids)} tokens, more than data.max_prompt_length={cfg.max_prompt_length}; "
+                "raise that, or set data.overlong_prompts=skip"
+            )
+        else:
             report.overlong.append((row.where, len(ids)))
-            continue
-        array = np.asarray(ids, dtype=np.int32)
-        prompts.append(Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra))
-    if rows and not prompts:
+    if not prompts:
         shown = report.lines()
         raise ConfigError(f"{shown[0]}: no prompt is left; {shown[1].strip() if len(shown) > 1 else 'check the data'}")
     return prompts
@@ -409,13 +351,12 @@ class PromptStream:
 
     Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full: one that reaches the end
     of an epoch goes on in the next, so no prompt is dropped and an epoch needs not be a whole number of batches. A
-    batch may be larger than the data. A prompt's id is (epoch, row), so it is unique in the whole run.
-
-    `total_epochs=E` is turned into the fewest steps that see every prompt E times: ceil(E * prompts / batch_size);
-    `surplus` prompts of the last batch then belong to epoch E, one more than asked for.
+    batch may be larger than the data. A prompt's id is (epoch, row), so it is unique in the whole run; `prompts`
+    carry their row in `id[1]`, and the epoch in it is replaced.
 
     Attributes:
-        total_steps: steps of the run. The stream itself does not end there.
+        total_steps: steps of the run: as given, or the fewest that see every prompt `total_epochs` times. The stream
+            itself does not end there.
         surplus: prompts that the last step takes beyond `total_epochs`; 0 with `total_steps`.
     """
 
@@ -428,25 +369,8 @@ class PromptStream:
         total_steps: int | None = None,
         total_epochs: int | None = None,
     ) -> None:
-        """`prompts` carry their row in `id[1]`; the epoch in it is replaced.
-
-        Raises:
-            ConfigError: no prompts, or not exactly one of total_steps and total_epochs.
-        """
-        if not prompts:
-            raise ConfigError("data.train_files: no prompts to train on; check the data")
-        if (total_steps is None) == (total_epochs is None):
-            raise ConfigError(
-                f"trainer.total_steps={total_steps}, trainer.total_epochs={total_epochs}: set exactly one of them"
-            )
-        self._prompts = list(prompts)
-        self._batch_size = batch_size
-        self._shuffle = shuffle
-        self._seed = seed
-        self._epoch = 0
-        self._offset = 0
-        self._order = self._order_of(0)
-        self._data_digest = ""
+        self._prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
+        self._go_to(0, 0)
         wanted = len(self._prompts) * (total_epochs or 0)
         self.total_steps: int = total_steps if total_steps is not None else math.ceil(wanted / batch_size)
         self.surplus: int = 0 if total_steps is not None else self.total_steps * batch_size - wanted
@@ -454,11 +378,6 @@ class PromptStream:
     def __len__(self) -> int:
         """Prompts in one epoch."""
         return len(self._prompts)
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """(epoch, offset in that epoch) of the next prompt; offset is less than the number of prompts."""
-        return self._epoch, self._offset
 
     def first_rows(self, count: int) -> list[Prompt]:
         """The first `count` prompts in the data's own order (fewer if there are fewer); moves nothing."""
@@ -472,8 +391,7 @@ class PromptStream:
             batch += [replace(self._prompts[i], id=(self._epoch, self._prompts[i].id[1])) for i in part]
             self._offset += len(part)
             if self._offset == len(self._prompts):
-                self._epoch, self._offset = self._epoch + 1, 0
-                self._order = self._order_of(self._epoch)
+                self._go_to(self._epoch + 1, 0)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -486,14 +404,15 @@ class PromptStream:
         Raises:
             ConfigError: this stream would not continue the saved one. It stays where it was.
         """
-        epoch, offset = int(state["epoch"]), int(state["offset"])
-        order = self._order_of(epoch)
-        if state["digest"] != self._digest(order):
+        if state["digest"] != self._digest(self._order_of(state["epoch"])):
             raise ConfigError(
                 "data: the checkpoint was made with other prompts or another order; resume with the same "
                 "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle and trainer.seed"
             )
-        self._epoch, self._offset, self._order = epoch, offset, order
+        self._go_to(state["epoch"], state["offset"])
+
+    def _go_to(self, epoch: int, offset: int) -> None:
+        self._epoch, self._offset, self._order = epoch, offset, self._order_of(epoch)
 
     def _order_of(self, epoch: int) -> np.ndarray:
         """Positions of one epoch: int64 [prompts]."""
@@ -501,13 +420,14 @@ class PromptStream:
             return np.arange(len(self._prompts))
         return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
 
+    @cached_property
+    def _data_digest(self) -> str:
+        data = hashlib.sha256()
+        for p in self._prompts:
+            data.update(f"{p.id[1]} {len(p.ids)} {p.ground_truth}\n".encode() + p.ids.tobytes())
+        return data.hexdigest()
+
     def _digest(self, order: np.ndarray) -> str:
-        if not self._data_digest:
-            data = hashlib.sha256()
-            for p in self._prompts:
-                data.update(f"{p.id[1]} {len(p.ids)} {p.ground_truth}\n".encode())
-                data.update(p.ids.tobytes())
-            self._data_digest = data.hexdigest()
         # The order is part of it, because numpy does not promise the same permutations in all its versions.
         return hashlib.sha256(self._data_digest.encode() + order.astype(np.int64).tobytes()).hexdigest()
 
@@ -531,14 +451,12 @@ class Data(NamedTuple):
 def build(cfg: Config, tokenizer: Any) -> Data:
     """Read, check and tokenise both sets of a run.
 
-    Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs
-    with other seeds are evaluated alike.
+    Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do
+    not depend on `trainer.seed`, so that runs with other seeds are evaluated alike.
 
     Raises:
-        ConfigError: see `load_rows`, `encode` and `PromptStream`.
+        ConfigError: see `load_rows` and `encode`.
     """
-    if not cfg.data.train_files.strip():
-        raise ConfigError("data.train_files='': nothing to train on; give a file, a hub id or generator:word_problems")
     report = Report("training data")
     rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report)
@@ -547,8 +465,8 @@ def build(cfg: Config, tokenizer: Any) -> Data:
         cfg.data.train_batch_size,
         cfg.data.shuffle,
         cfg.trainer.seed,
-        total_steps=cfg.trainer.total_steps,
-        total_epochs=cfg.trainer.total_epochs,
+        cfg.trainer.total_steps,
+        cfg.trainer.total_epochs,
     )
     if stream.surplus:
         report.notes.append(

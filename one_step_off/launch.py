@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import logging
 import os
@@ -13,15 +14,12 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from one_step_off import checkpoint
 from one_step_off import data as data_room
@@ -33,14 +31,24 @@ from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
-from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rewards import resolve as resolve_reward
-from one_step_off.screen import open_screen, quiet_libraries
+from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
-from one_step_off.vllm_rollout import longest_sequence
+
+# No torch, Ray or transformers here: a person waits for the first line.
+if TYPE_CHECKING:
+    import numpy as np
+
+    from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 
 CANARY_TOKENS = 64
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -110,21 +118,32 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 
 
 def check_model(cfg: Config) -> None:
-    """What the model's config tells before anything is loaded. Raises ConfigError."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
+    """What the model's files tell before anything is loaded. Raises ConfigError."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import has_file
+
+    from one_step_off.vllm_rollout import longest_sequence
 
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        weights = any(has_file(cfg.model.path, file) for file in WEIGHT_FILES)
     except Exception as e:
+        raise ConfigError(f"{name}: its config cannot be loaded ({_first_line(e)}); {_mend(e)}") from e
+    if not weights:
         raise ConfigError(
-            f"{name}: its config cannot be loaded ({_first_line(e)}); give a model directory or a hub id that this "
-            "machine can reach (gated models: log in first)"
-        ) from e
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING and not cfg.model.trust_remote_code:
-        raise ConfigError(
-            f"{name}: model type {found.model_type!r} is no causal language model that transformers knows"
+            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES[::2])}; GGUF files cannot); give a "
+            "model saved by save_pretrained"
         )
+    quantised = getattr(found, "quantization_config", None)
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        raise ConfigError(
+            f"{name}: its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be "
+            "trained; give the model that it was made from"
+        )
+    if not cfg.model.trust_remote_code:  # then the model's own code says what it is
+        _require_causal(name, found)
     text = found.get_text_config()
     needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)
@@ -139,8 +158,57 @@ def check_model(cfg: Config) -> None:
         )
 
 
+def _mend(error: BaseException) -> str:
+    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
+    from huggingface_hub import errors
+
+    chain: list[BaseException] = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+
+    def caused_by(*kinds: type[BaseException]) -> bool:
+        return any(isinstance(e, kinds) for e in chain)
+
+    if caused_by(errors.GatedRepoError):
+        return "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
+    if caused_by(errors.RepositoryNotFoundError):
+        return "no such model on the hub, or a private one: check the id, or run `hf auth login`"
+    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
+        return "check the network and HF_HUB_OFFLINE, or give a model directory"
+    return (
+        "give a model directory saved by save_pretrained or a hub id; a model newer than transformers "
+        f"{metadata.version('transformers')} needs a newer one, a model with code of its own model.trust_remote_code=true"
+    )
+
+
+def _require_causal(name: str, found: Any) -> None:
+    """Refuse what is no causal language model, or one that vLLM has no code for. Raises ConfigError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    saved_as = (getattr(found, "architectures", None) or [""])[0]
+    causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
+        raise ConfigError(
+            f"{name}: {saved_as or 'its model'} (model type {found.model_type!r}) is no causal language model that "
+            "transformers knows; give one that generates text"
+        )
+    vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    # vLLM runs other models by transformers' own code where that takes an attention from outside.
+    adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
+    plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
+    if vllm is None or adaptable or not all(p.value.startswith("vllm.") for p in plugins):
+        return
+    # Read, not imported: that takes ten seconds.
+    registry = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
+    if f'"{saved_as or cls.__name__}"' not in registry.read_text():
+        raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """With the second, where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
 
 
 def load_tokenizer(cfg: Config) -> Any:
@@ -215,6 +283,7 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
     from one_step_off.distributed_util import SendingEnd
     from one_step_off.fsdp_workers import FSDPWorker
     from one_step_off.placement import create_pools, spawn
+    from one_step_off.ray_trainer import Roles
     from one_step_off.rewards import Scorer
     from one_step_off.vllm_rollout import RolloutReplica
 
@@ -253,25 +322,20 @@ def spawn_roles(prepared: Prepared) -> tuple[Roles, list[Any]]:
 
 
 async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
-    """Start everybody, run the pipeline, save the model."""
+    """Run the pipeline on processes that have started, and save the model."""
+    from one_step_off.ray_trainer import Pipeline
+
     cfg, screen = prepared.cfg, tracker.screen
-    begin = time.perf_counter()
-    trainers = [group for group in (roles.actor, roles.ref) if group is not None]
-    with screen.working(
-        f"starting {len(roles.rollout.replicas)} rollout replica(s) and {len(roles.actor.ranks)} trainer rank(s)"
-    ):
-        await asyncio.gather(*(g.setup() for g in trainers), roles.rollout.setup())
-        await roles.sync.connect()
-    screen.say(f"started in {time.perf_counter() - begin:.0f} s")
     resumed = await resume(prepared, roles, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, roles.actor.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
     groups = {"rollout": roles.rollout.replicas, "trainer": roles.actor.ranks}
+    only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
-        with screen.training(tracker.total_steps, tracker.first_step):
+        with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
-    if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
+    if cfg.trainer.save_hf_model and not only:
         with screen.working("writing hf_model"):
             path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
             await roles.actor.save_hf(path)
@@ -279,6 +343,8 @@ async def train(prepared: Prepared, roles: Roles, tracker: Tracker) -> None:
 
 async def resume(prepared: Prepared, roles: Roles, tracker: Tracker) -> Resumed | None:
     """Bring the trainer to the checkpoint, if there is one."""
+    from one_step_off.ray_trainer import Resumed
+
     path, state = prepared.resume_from, prepared.state
     if path is None:
         return None
@@ -320,11 +386,26 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
             loop.remove_signal_handler(number)
 
 
+def _devices(cfg: Config, role: str) -> int:
+    return sum(cfg.placement.pools[cfg.placement.roles[role]])
+
+
+def _several(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
-    roles, actors = spawn_roles(prepared)
+    cfg = prepared.cfg
+    replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
+    roles, actors = None, []
     try:
+        with tracker.screen.working(f"starting {replicas} and {_several(_devices(cfg, 'actor'), 'trainer rank')}"):
+            roles, actors = spawn_roles(prepared)
+            groups = (roles.actor, roles.ref, roles.rollout)
+            await asyncio.gather(*(group.setup() for group in groups if group is not None))
+            await roles.sync.connect()
         await train(prepared, roles, tracker)
     finally:
         # The engines have processes of their own, which end in good order only if asked.
@@ -343,7 +424,7 @@ def run(cfg: Config) -> int:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
     """
     quiet_libraries()
-    with open_screen() as screen:
+    with Screen() as screen:
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
@@ -362,30 +443,39 @@ def run(cfg: Config) -> int:
         else:
             tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
         observe(prepared, tracker, prepared.asked_for)
-        import ray
-
-        previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
-        logs = "none: Ray did not start"
-        try:
-            logs = f"{start_ray(cfg)}/logs"
-            asyncio.run(_to_the_end(prepared, tracker))
-        except Stopped as e:
-            newest = checkpoint.finished(checkpoint.folder_of(cfg))
-            screen.say(
-                f"stopped at {e}; " + (f"the same command goes on from {newest[-1]}" if newest else "no checkpoint")
-            )
-            raise KeyboardInterrupt from e
-        except asyncio.CancelledError as e:
-            raise KeyboardInterrupt from e
-        except Exception as e:
-            e.add_note(f"logs of all processes: {logs}")
-            raise
-        finally:
-            ray.shutdown()
-            signal.signal(signal.SIGTERM, previous)
-            tracker.close(failed=sys.exc_info()[0] is not None)
+        _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
+
+
+def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
+    """From the start of Ray to its end, whatever happens between."""
+    from one_step_off.ray_trainer import Stopped
+
+    previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    cfg, logs = prepared.cfg, "none: Ray did not start"
+    try:
+        with tracker.screen.working("starting Ray"):
+            logs = f"{start_ray(cfg)}/logs"
+        asyncio.run(_to_the_end(prepared, tracker))
+    except Stopped as e:
+        newest = checkpoint.finished(checkpoint.folder_of(cfg))
+        how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"
+        tracker.say(f"stopped at {e}; {how}")
+        raise KeyboardInterrupt from e
+    except asyncio.CancelledError as e:
+        raise KeyboardInterrupt from e
+    except Exception as e:
+        e.add_note(f"logs of all processes: {logs}")
+        raise
+    finally:
+        import ray
+
+        failed = sys.exc_info()[0] is not None
+        with tracker.screen.working("ending all processes"):
+            ray.shutdown()
+            tracker.close(failed)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
@@ -396,8 +486,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
     """
     cfg, data = prepared.cfg, prepared.data
     params, shape = measure_model(cfg)
-    places = {name: sum(cfg.placement.pools[cfg.placement.roles[name]]) for name in ("rollout", "actor")}
-    tracker.meter = Meter(cfg, shape, rollout=places["rollout"], trainer=places["actor"])
+    tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     # A prompt's row does not change from epoch to epoch.

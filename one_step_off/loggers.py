@@ -14,8 +14,9 @@ import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import resolved_yaml
@@ -27,32 +28,23 @@ Find = Callable[[PromptId], Prompt | None]
 RUN_ID_FILE = "wandb_run_id"
 SAMPLES = "samples"
 _PATIENCE_S = 60.0
-_QUEUE = 8
+_QUEUE = 64
 
 
-class Logger(Protocol):
-    """Told of every step and every evaluation, in order, in one thread."""
+class Logger:
+    """Told of every step and every evaluation, in order, in one thread. What one does not override it does not need."""
 
-    def step(self, row: dict[str, Any], batch: Batch) -> None:
-        """One finished step: its row of metrics.jsonl, and its samples."""
-        ...
+    def write(self, figures: dict[str, float], at: int) -> None:
+        """The finite figures of step `at`; or those of an evaluation, "val/version" among them, which is `at`."""
 
-    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """One evaluation: its val/ figures, val/version among them, and its samples (none: an earlier run has them)."""
-        ...
+    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+        """The samples of a step or evaluation and the name of their file; no advantages for an evaluation."""
 
     def close(self, failed: bool) -> None:
         """The run is over; `failed` tells how."""
-        ...
 
 
-def numbers(row: dict[str, Any]) -> dict[str, float]:
-    """The finite numbers of a row, without its counters."""
-    kept = {k: float(v) for k, v in row.items() if k != "step" and isinstance(v, (int, float))}
-    return {k: v for k, v in kept.items() if math.isfinite(v)}
-
-
-class TensorBoard:
+class TensorBoard(Logger):
     """Event files in tensorboard/. Held-out figures stand at the version that was evaluated."""
 
     def __init__(self, folder: Path, config_text: str, first_step: int) -> None:
@@ -62,16 +54,9 @@ class TensorBoard:
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self.writer.add_text("config", "    " + config_text.replace("\n", "\n    "), first_step)
 
-    def step(self, row: dict[str, Any], batch: Batch) -> None:
+    def write(self, figures: dict[str, float], at: int) -> None:
         """Each figure is a scalar."""
-        self._write(row, row["step"])
-
-    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """At the version that was evaluated."""
-        self._write(figures, int(figures["val/version"]))
-
-    def _write(self, figures: dict[str, Any], at: int) -> None:
-        for name, value in numbers(figures).items():
+        for name, value in figures.items():
             self.writer.add_scalar(name, value, at)
         self.writer.flush()
 
@@ -80,26 +65,28 @@ class TensorBoard:
         self.writer.close()
 
 
-class Wandb:
+class Wandb(Logger):
     """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
 
     def __init__(self, cfg: Config, folder: Path) -> None:
         """Raises ConfigError if W&B does not start (not logged in, say)."""
         import wandb
 
-        file = folder / RUN_ID_FILE
+        file, offline = folder / RUN_ID_FILE, cfg.logging.wandb_mode == "offline"
         run_id = file.read_text().strip() if file.exists() else secrets.token_hex(4)
+        settings = wandb.Settings(silent=True, console="off")
         try:
+            wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
             self.run = wandb.init(
                 project=cfg.logging.wandb_project,
                 name=folder.resolve().name,
                 id=run_id,
                 # Offline there is nothing to ask; runs of one id become one when they are sent.
-                resume="allow" if cfg.logging.wandb_mode == "online" else None,
+                resume=None if offline else "allow",
                 mode=cfg.logging.wandb_mode,
                 dir=str(folder),
                 config=asdict(cfg),
-                settings=wandb.Settings(silent=True, console="off"),
+                settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
             raise ConfigError(
@@ -108,58 +95,38 @@ class Wandb:
             ) from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
-        self.link = f"offline, in {folder / 'wandb'}" if cfg.logging.wandb_mode == "offline" else self.run.url
+        self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
         # Our own steps, not W&B's: those only count upwards, and a resumed run may start before the last row.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         self.run.define_metric("val/*", step_metric="val/version")
 
-    def step(self, row: dict[str, Any], batch: Batch) -> None:
+    def write(self, figures: dict[str, float], at: int) -> None:
         """One row of figures."""
-        self.run.log(numbers(row) | {"step": row["step"]})
-
-    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """Against val/version."""
-        self.run.log(numbers(figures))
+        self.run.log(figures if "val/version" in figures else figures | {"step": at})
 
     def close(self, failed: bool) -> None:
         """Send what is left."""
         self.run.finish(exit_code=int(failed))
 
 
-class SampleDump:
+class SampleDump(Logger):
     """All samples of each step and evaluation, one JSON object per line."""
 
     def __init__(self, folder: Path, find: Find) -> None:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def step(self, row: dict[str, Any], batch: Batch) -> None:
-        """samples/step_NNNNNN.jsonl"""
-        advantages = None
-        if batch.advantages is not None:
-            advantages = [float(a[0]) if len(a) else None for a in batch.advantages]
-        self._write(step_file(batch.step), batch.samples, advantages)
-
-    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """samples/val_vNNNNNN.jsonl; it is there already where the evaluation was an earlier run's."""
-        if samples:
-            self._write(val_file(int(figures["val/version"])), samples, None)
-
-    def close(self, failed: bool) -> None:
-        """Nothing is held back."""
-
-    def _write(self, name: str, samples: list[Sample], advantages: list[float | None] | None) -> None:
-        lines = []
-        for i, sample in enumerate(samples):
-            found = describe(sample, self.find(sample.prompt_id))
-            if advantages is not None:
-                found["advantage"] = advantages[i]
-            lines.append(json.dumps(found, ensure_ascii=False))
-        # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
-        temporary = self.folder / f".{name}.tmp"
-        temporary.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
-        os.replace(temporary, self.folder / name)
+    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+        """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
+        rows = [describe(sample, self.find(sample.prompt_id)) for sample in samples]
+        for row, advantage in zip(rows, advantages, strict=False):
+            row["advantage"] = advantage
+        if rows:
+            # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
+            temporary, text = self.folder / f".{name}.tmp", "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
+            temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
+            os.replace(temporary, self.folder / name)
 
 
 def step_file(step: int) -> str:
@@ -192,59 +159,57 @@ class Loggers:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.link = say, ""
-        self.live: list[Logger] = []
-        self.jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_QUEUE)
+        self.live: dict[str, Logger] = {}
+        self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
 
     def add(self, what: str, make: Callable[[], Logger]) -> None:
         """Make a logger in the thread: TensorBoard's import takes seconds."""
-
-        def job() -> None:
-            try:
-                self.live.append(make())
-            except Exception as e:
-                self.say(f"warning: {what} is left out: {type(e).__name__}: {e}")
-
-        self._put(job)
+        self.jobs.put(lambda: self._try(what, lambda: self.live.update({what: make()})))
 
     def step(self, row: dict[str, Any], batch: Batch) -> None:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
-        own = {name: value for name, value in row.items() if not name.startswith("val/")}
-        self._put(lambda: self._tell(lambda logger: logger.step(own, batch)))
+        own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
+        advantages = [float(a[0]) if len(a) else None for a in batch.advantages or ()]
+        self._put(own, row["step"], step_file(batch.step), batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """Tell all of an evaluation; returns at once."""
-        self._put(lambda: self._tell(lambda logger: logger.evaluation(figures, samples)))
+        """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
+        version = int(figures["val/version"])
+        self._put(figures, version, val_file(version), samples, [])
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
-        self._put(lambda: self._tell(lambda logger: logger.close(failed)))
-        self._put(None)
+        self.jobs.put(lambda: self._tell(lambda logger: logger.close(failed)))
+        self.jobs.put(None)
         self.thread.join(_PATIENCE_S)
         if self.thread.is_alive():
             self.say(f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing")
 
-    def _put(self, job: Callable[[], None] | None) -> None:
-        try:
-            self.jobs.put(job, timeout=_PATIENCE_S)
-        except queue.Full:
-            self.say(f"warning: the loggers are {_QUEUE} steps behind; this step is left out of them")
+    def _put(self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]) -> None:
+        if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
+            self.say(f"warning: the loggers are {_QUEUE // 2} steps behind; {name} is left out of them")
+            return
+        finite = {k: float(v) for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
+        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at)))
+        self.jobs.put(lambda: self._tell(lambda logger: logger.samples(name, *samples_and_advantages)))
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:
             job()
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
-        for logger in list(self.live):
-            try:
-                call(logger)
-            except Exception as e:
-                self.live.remove(logger)
-                self.say(
-                    f"warning: {type(logger).__name__} failed and is left out from now on: {type(e).__name__}: {e}"
-                )
+        for what, logger in list(self.live.items()):
+            self._try(what, partial(call, logger))
+
+    def _try(self, what: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as e:
+            self.live.pop(what, None)
+            self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
 def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None]) -> Loggers:
@@ -259,8 +224,7 @@ def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], 
     online = Wandb(cfg, folder) if cfg.logging.wandb else None
     loggers = Loggers(say)
     if online:
-        loggers.link = online.link
-        loggers.add("W&B", lambda: online)
+        loggers.link, loggers.live["W&B"] = online.link, online
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

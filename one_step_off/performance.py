@@ -18,29 +18,25 @@ from one_step_off.config import Config
 from one_step_off.samples import Batch
 
 # Dense bf16 FLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
-PEAKS: tuple[tuple[str, float], ...] = (
-    ("B200", 2250e12),
-    ("GH200", 989e12),
-    ("H200", 989e12),
-    ("H100 PCIE", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989e12),
-    ("H800", 989e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-    ("L40", 181e12),
-    ("L4", 121e12),
-    ("A40", 149.7e12),
-    ("A30", 165e12),
-    ("A10", 125e12),
-)
+PEAKS: dict[float, tuple[str, ...]] = {
+    2250e12: ("B200",),
+    756e12: ("H100 PCIE",),
+    835e12: ("H100 NVL",),
+    989e12: ("GH200", "H200", "H100", "H800"),
+    312e12: ("A100", "A800"),
+    362e12: ("L40S",),
+    181e12: ("L40",),
+    121e12: ("L4",),
+    149.7e12: ("A40",),
+    165e12: ("A30",),
+    125e12: ("A10",),
+}
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    return next((peak for name, peak in PEAKS if set(name.split()) <= words), None)
+    return next((peak for peak, names in PEAKS.items() if any(set(n.split()) <= words for n in names)), None)
 
 
 @dataclass(frozen=True)
@@ -60,18 +56,9 @@ class ModelShape:
         n = np.asarray(lengths, dtype=np.float64)
         return float((2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum())
 
-    def train_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """Forward and backward, which costs twice as much, over whole sequences."""
-        return 3 * self.forward_flops(lengths)
-
     def generate_flops(self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]) -> float:
-        """Each prompt once (its samples share it), then token by token: 2N, and attention to what stands before.
-
-        Args:
-            prompts: tokens of each prompt.
-            before: for each sample the tokens of its prompt.
-            made: for each sample the tokens of its response.
-        """
+        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one: 2N
+        each, and attention to what stands before it."""
         p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
         seen = r * p + r * (r - 1) / 2
         own = 2 * self.matmul_params * r + 4 * self.layers * self.attention_width * seen
@@ -107,44 +94,32 @@ class Meter:
     trainer: int
     device_name: str = ""
 
-    @property
-    def peak(self) -> float | None:
-        """FLOP/s of one device, where it is known. The table is for bf16; fp32 runs have another peak."""
-        return peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
-
     def step(self, batch: Batch, generate_s: float, train_s: float, step_s: float) -> dict[str, float | None]:
         """The figures of one step. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
         lengths = np.array([s.length for s in batch.samples])
         made = np.array([len(s.response_ids) for s in batch.samples])
         epochs = self.cfg.actor.ppo_epochs
         found: dict[str, float | None] = {
-            "tokens_per_s/rollout": _rate(float(made.sum()), generate_s),
-            "tokens_per_s/trainer": _rate(float(lengths.sum()) * epochs, train_s),
+            "tokens_per_s/rollout": _rate(made.sum(), generate_s),
+            "tokens_per_s/trainer": _rate(lengths.sum() * epochs, train_s),
         }
         if self.shape is None:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
-        # Reference and proximal log-probs are forward passes within time/train_s.
-        passes = (batch.ref_log_probs is not None) + (batch.old_log_probs is not None)
-        work = {
-            "rollout": (
-                self.shape.generate_flops(list(prompts.values()), lengths - made, made),
-                generate_s,
-                self.rollout,
-            ),
-            "trainer": (
-                epochs * self.shape.train_flops(lengths) + passes * self.shape.forward_flops(lengths),
-                train_s,
-                self.trainer,
-            ),
-        }
-        for group, (flops, seconds, devices) in work.items():
+        # Reference and proximal log-probs are within time/train_s. Backward costs as much as two forward passes.
+        passes = (batch.ref_log_probs is not None) + (batch.old_log_probs is not None) + 3 * epochs
+        generated = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
+        # The table is for bf16; fp32 runs have another peak.
+        peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
+        for group, flops, seconds, devices in (
+            ("rollout", generated, generate_s, self.rollout),
+            ("trainer", passes * self.shape.forward_flops(lengths), train_s, self.trainer),
+        ):
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
-            whole = None if self.peak is None else self.peak * devices
-            found[f"mfu/{group}"] = None if whole is None else _rate(flops, seconds * whole)
-            found[f"mfu/{group}_of_step"] = None if whole is None else _rate(flops, step_s * whole)
+            found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))
+            found[f"mfu/{group}_of_step"] = _rate(flops, step_s * devices * (peak or 0))
         return found
 
 
 def _rate(amount: float, per: float) -> float | None:
-    return amount / per if per > 0 else None
+    return float(amount / per) if per > 0 else None

@@ -179,7 +179,8 @@ class Pipeline:
         self.last_generate_s = seconds
         batch = Batch(step, samples, expected=(self.incarnation, max(self.oldest, step - self.ahead)))
         assert_versions(batch)
-        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited}
+        late = sum("reward_timeout" in s.extra for s in samples)
+        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited, "reward/timeouts": float(late)}
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import operator
 import os
 import sys
 from collections.abc import Callable
@@ -24,20 +25,16 @@ def load(key: str, spec: str) -> Any:
         # `python -m` finds modules beside the user's config, and so must a worker process.
         sys.path.append(os.getcwd())
     try:
-        target: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as e:
-        what = "no such module" if f"{module_name}.".startswith(f"{e.name}.") else f"it needs the module {e.name!r}"
-        raise ConfigError(
-            f"{key}={spec!r}: cannot import {module_name!r}: {what}; start in its folder or set PYTHONPATH"
-        ) from e
+        module = importlib.import_module(module_name)
     except Exception as e:
-        said = " ".join(str(e).split())
-        raise ConfigError(f"{key}={spec!r}: importing {module_name!r} raised {type(e).__name__}: {said}") from e
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            raise ConfigError(f"{key}={spec!r}: module {module_name!r} has no {attribute!r}; check the name")
-        target = getattr(target, part)
-    return target
+        raise ConfigError(
+            f"{key}={spec!r}: importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}; mend it, "
+            "or start in its folder, or set PYTHONPATH"
+        ) from e
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError as e:
+        raise ConfigError(f"{key}={spec!r}: {' '.join(str(e).split())}; check the name") from e
 
 
 @dataclass(frozen=True)

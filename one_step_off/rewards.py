@@ -10,14 +10,11 @@ import importlib
 import inspect
 import logging
 import math as _math
-import numbers
 import re
 import signal
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -64,26 +61,15 @@ _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
 
 
-def _plain_number(text: str) -> Decimal | Fraction | None:
+def plain_number(text: str) -> Fraction | None:
     """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
-    match = _PLAIN.fullmatch(text)
+    match = _PLAIN.fullmatch(text) if len(text) <= _LONGEST_ANSWER else None
     if match is None:
         return None
     sign, inner_sign, digits, denominator = match.groups()
-    if sign and inner_sign:
+    if (sign and inner_sign) or (denominator and not int(denominator)):
         return None
-    value: Decimal | Fraction = Decimal((sign or inner_sign) + digits.replace(",", ""))
-    if denominator is not None:
-        return Fraction(value) / int(denominator) if denominator.strip("0") and len(denominator) < 100 else None
-    return value
-
-
-def _final_answer(response: str) -> str | None:
-    """What follows the last `####` on its line, or None without that marker."""
-    at = response.rfind("####")
-    if at < 0:
-        return None
-    return response[at + 4 :].split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
+    return Fraction((sign or inner_sign) + digits.replace(",", "")) / int(denominator or 1)
 
 
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
@@ -92,14 +78,12 @@ def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
     Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form,
     as `\\frac{1}{2}`, goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0.
     """
-    answer = _final_answer(response)
-    if not answer:
+    _, _, rest = response.rpartition("####")
+    answer = rest.split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
+    if "####" not in response or not answer:
         return 0.0
-    truth = _plain_number(ground_truth.strip())
-    got = _plain_number(answer)
+    truth, got = plain_number(ground_truth.strip()), plain_number(answer)
     if truth is not None and got is not None:
-        if isinstance(truth, Fraction) or isinstance(got, Fraction):
-            return float(Fraction(truth) == Fraction(got))
         return float(truth == got)
     if len(answer) > _LONGEST_ANSWER or _UNWORKED.search(answer):
         return 0.0
@@ -108,15 +92,12 @@ def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
 
 def _last_boxed(text: str) -> str | None:
     """The content of the last complete `\\boxed{...}`, or None."""
-    at = text.rfind("\\boxed{")
-    if at < 0:
-        return None
-    start = at + len("\\boxed{")
+    _, marker, rest = text.rpartition("\\boxed{")
     depth = 1
-    for i in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
+    for i, letter in enumerate(rest if marker else ""):
+        depth += {"{": 1, "}": -1}.get(letter, 0)
         if depth == 0:
-            return text[start:i]
+            return rest[:i]
     return None
 
 
@@ -135,7 +116,7 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
     try:
         got = parse(f"\\boxed{{{answer}}}" if boxed else answer, parsing_timeout=None)
         # [value, text]: a repeated question, `68 + 89`, has the right value too, and a policy would find that out.
-        if got and _SUM.search(str(got[-1])) and _plain_number(ground_truth.strip()) is not None:
+        if got and _SUM.search(str(got[-1])) and plain_number(ground_truth.strip()) is not None:
             return 0.0
         return float(bool(got) and verify(_parse_truth(ground_truth), got, timeout_seconds=None))
     except Exception:  # what cannot be parsed is not the answer
@@ -160,7 +141,7 @@ BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def _load(spec: str) -> RewardFunction:
+def _load(spec: str) -> Any:
     module_name, _, attribute = spec.partition(":")
     if not module_name or not attribute:
         raise ConfigError(
@@ -178,28 +159,22 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
     spec = cfg.function
     if spec in BUILT_IN:
         if cfg.kwargs:
-            raise ConfigError(f"reward.kwargs={cfg.kwargs!r}: the built-in {spec!r} takes none; remove them")
+            raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
     function = _load(spec)
-    if not callable(function):
-        raise ConfigError(f"reward.function={spec!r}: is a {type(function).__name__}, not callable; name a function")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward.function={spec!r}: is asynchronous; name a plain function")
-    given = {"prompt", "response", "ground_truth", "data_source"}
-    if given & set(cfg.kwargs):
-        raise ConfigError(
-            f"reward.kwargs: {', '.join(sorted(given & set(cfg.kwargs)))} come from the trainer; rename yours"
-        )
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
+        raise ConfigError(f"reward.function={spec!r}: is {what}; name a plain function")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some C functions do not tell
         return function
     try:
-        signature.bind(**dict.fromkeys(given, ""), **cfg.kwargs)
+        signature.bind(prompt="", response="", ground_truth="", data_source="", **cfg.kwargs)
     except TypeError as e:
         raise ConfigError(
             f"reward.function={spec!r}: called as f(prompt=, response=, ground_truth=, data_source=, **reward.kwargs), "
-            f"but {e}; add **kwargs to take what you do not need"
+            f"but {_one_line(e)}; add **kwargs to take what you do not need, rename a key that is taken"
         ) from e
     return function
 
@@ -214,16 +189,9 @@ def _one_line(error: BaseException) -> str:
 def _to_reward(result: Any) -> float | None:
     """The finite number in a function's result (a number, or a dict with "reward"), else None."""
     value = result.get("reward") if isinstance(result, dict) else result
-    if not isinstance(value, numbers.Real) and hasattr(value, "item") and getattr(value, "size", None) != 0:
-        try:
-            value = value.item()  # numpy and torch scalars
-        except (TypeError, ValueError, RuntimeError):
-            return None
-    if not isinstance(value, numbers.Real):
-        return None
     try:
-        number = float(value)
-    except (OverflowError, ValueError):
+        number = _math.nan if isinstance(value, (str, bytes)) else float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
     return number if _math.isfinite(number) else None
 
@@ -233,29 +201,15 @@ def _on_alarm(signum: int, frame: Any) -> None:
 
 
 class Scorer:
-    """Scores responses one after the other, each within `reward.timeout_s` seconds.
+    """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only.
 
     The limit interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted
     when it returns to Python; a function that sets SIGALRM itself replaces the limit for its own sample.
-
-    Attributes:
-        timeouts: responses that a built-in verifier could not judge in time, so far. They scored 0.0: the response
-            is the model's doing (`9^{9^{9^9}}`), and must not stop the run.
     """
 
     def __init__(self, cfg: RewardConfig) -> None:
-        """Resolve the function.
-
-        Raises:
-            ConfigError: see `resolve`.
-            RewardError: not in the main thread of this process.
-        """
-        self._require_main_thread()
-        self.name = cfg.function
-        self.timeout_s = cfg.timeout_s
-        self.kwargs = dict(cfg.kwargs)
-        self.timeouts = 0
-        self.function = resolve(cfg)
+        """Resolve the function. Raises ConfigError, see `resolve`."""
+        self.cfg, self.function = cfg, resolve(cfg)
         self.built_in = cfg.function in BUILT_IN
         if self.built_in:
             # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
@@ -264,22 +218,16 @@ class Scorer:
             for module in ("math_verify.parser", "math_verify.grader"):
                 logging.getLogger(module).setLevel(logging.CRITICAL)
 
-    @staticmethod
-    def _require_main_thread() -> None:
-        if threading.current_thread() is not threading.main_thread():
-            raise RewardError(
-                "a Scorer must be made and used in the main thread of its process (a synchronous Ray actor without "
-                "concurrency), because only there can reward.timeout_s interrupt a function"
-            )
+    def score_batch(self, items: list[RewardItem]) -> list[float | None]:
+        """One finite reward per item, in order; None where a built-in verifier could not judge in time.
 
-    def score_batch(self, items: list[RewardItem]) -> list[float]:
-        """One finite reward per item, in order.
+        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0.
 
         Raises:
             RewardError: your function took too long, raised, or returned something else than a finite number (or a
-                dict with one under "reward"); or this is not the main thread.
+                dict with one under "reward").
+            ValueError: this is not the main thread.
         """
-        self._require_main_thread()
         previous = signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]
@@ -287,8 +235,9 @@ class Scorer:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
 
-    def _score(self, item: RewardItem) -> float:
-        who = f"reward.function={self.name!r}, prompt {item.prompt_id}, sample {item.index}"
+    def _score(self, item: RewardItem) -> float | None:
+        limit = self.cfg.timeout_s
+        who = f"reward.function={self.cfg.function!r}, prompt {item.prompt_id}, sample {item.index}"
         start = time.monotonic()
         try:
             result = self._call_within_limit(item)
@@ -298,30 +247,27 @@ class Scorer:
             raise RewardError(f"{who}: raised {type(e).__name__}: {_one_line(e)}") from e
         else:
             # A function that swallowed the alarm (a bare `except:`) was late all the same.
-            late = time.monotonic() - start > self.timeout_s
+            late = time.monotonic() - start > limit
         if late and self.built_in:
-            self.timeouts += 1
-            logger.warning("%s: not judged within %g s (reward.timeout_s); scored 0.0", who, self.timeout_s)
-            return 0.0
+            logger.warning("%s: not judged within %g s (reward.timeout_s); scored 0.0", who, limit)
+            return None
         if late:
-            raise RewardError(f"{who}: took longer than reward.timeout_s={self.timeout_s:g} s")
+            raise RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s")
         reward = _to_reward(result)
         if reward is None:
-            shown = repr(result)
-            shown = shown if len(shown) <= 200 else shown[:200] + "..."
-            raise RewardError(f'{who}: returned {shown}, not a finite number or a dict with a finite "reward"')
+            raise RewardError(f'{who}: returned {result!r:.200}, not a finite number or a dict with a finite "reward"')
         return reward
 
     def _call_within_limit(self, item: RewardItem) -> Any:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
-        signal.setitimer(signal.ITIMER_REAL, self.timeout_s, 0.25)
+        signal.setitimer(signal.ITIMER_REAL, self.cfg.timeout_s, 0.25)
         try:
             return self.function(
                 prompt=item.prompt,
                 response=item.response,
                 ground_truth=item.ground_truth,
                 data_source=item.data_source,
-                **self.kwargs,
+                **self.cfg.kwargs,
             )
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -1,7 +1,7 @@
 """What a person at the screen sees: a live bar on a terminal, plain lines anywhere else.
 
-    with open_screen() as screen:
-        with screen.working("starting engines"):
+    with Screen() as screen:
+        with screen.working("starting Ray"):
             ...
         with screen.training(total_steps):
             screen.step(row, total_steps)        # a row of metrics.jsonl
@@ -17,216 +17,153 @@ import contextlib
 import logging
 import math
 import os
-import statistics
 import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
-Facts = Iterable[tuple[str, str]]
-"""(name, what is so); an empty name continues the one above."""
+from rich import progress
+from rich.console import Console
+from rich.text import Text
 
 _NAMES = 13
 _TREND = 24
-_RECENT = 20
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_FIRST_ESTIMATE_S = 5.0
 
 
-class PlainScreen:
-    """One line per step, for files, pipes and CI."""
+class _Times(progress.ProgressColumn):
+    """Time taken and, once it can be told, time left."""
 
-    def __init__(self, out: TextIO | None = None) -> None:
-        """`out` None: stdout, whatever it is when something is said."""
-        self.out = out
-        self._told: dict[str, float] = {}
+    def render(self, task: progress.Task) -> Text:
+        left = "" if task.time_remaining is None else f"  left {in_clock(task.time_remaining)}"
+        return Text(in_clock(task.elapsed or 0) + left)
 
-    def __enter__(self) -> PlainScreen:
+
+class _Bars(progress.Progress):
+    """A line per task, and one with the figures of the last step."""
+
+    figures = ""
+
+    def get_renderables(self) -> Iterator[Any]:
+        yield self.make_tasks_table(self.tasks)
+        if self.figures:
+            yield Text(self.figures, style="cyan")
+
+
+class Screen:
+    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes, CI
+    and terminals that cannot move their cursor get lines instead, one per step."""
+
+    def __init__(
+        self, out: TextIO | None = None, console: Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`out` None: stdout. `console`: a terminal, whatever it may look like. `clock`: seconds."""
+        dumb = os.environ.get("TERM", "dumb") == "dumb"
+        self.live = console is not None or ((out or sys.stdout).isatty() and not dumb)
+        self.console = console or Console(file=out, highlight=False)
+        self.rewards: deque[float] = deque(maxlen=_TREND)
+        self.bars = _Bars(
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=None),
+            progress.TaskProgressColumn(),
+            _Times(),
+            console=self.console,
+            get_time=clock,
+            speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half
+            refresh_per_second=4,
+            transient=True,
+            expand=True,
+            disable=not self.live,
+        )
+
+    def __enter__(self) -> Screen:
+        # What libraries print meanwhile goes through the console too, and so above the live part.
+        self.bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.bars.stop()
 
     def say(self, line: str) -> None:
-        """One line."""
-        print(line, file=self.out, flush=True)
+        """One line, left to the terminal to wrap: a command must copy as one line."""
+        self.console.print(Text(line), soft_wrap=True)
 
-    def table(self, facts: Facts) -> None:
-        """Named facts, one per line, aligned."""
-        for name, text in facts:
-            self.say(f"{name:<{_NAMES}}{text}")
-
-    @contextlib.contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Something long without steps of its own."""
-        self.say(f"{what} ...")
-        yield
-
-    def progress(self, what: str, done: float) -> None:
-        """Something long of which `done` (0 to 1) is done; one line per quarter."""
-        if what not in self._told or done - self._told[what] >= 0.25:
-            self._told[what] = done
-            self.say(f"{what}: {done:.0%}")
-
-    @contextlib.contextmanager
-    def training(self, total: int, done: int = 0) -> Iterator[None]:
-        """The steps come now; `done` of them were made by an earlier run."""
-        yield
-
-    def step(self, row: dict[str, Any], total: int) -> None:
-        """One finished step: its row of metrics.jsonl."""
-        self.say(progress_line(row, total))
-
-    def stop(self) -> None:
-        """Nothing more moves after this."""
-
-
-class LiveScreen(PlainScreen):
-    """A terminal: what is going on stands at the bottom and moves, what was said scrolls by above it."""
-
-    def __init__(self, console: Any = None) -> None:
-        """`console`: a rich Console; None: stdout."""
-        super().__init__()
-        from rich.console import Console
-
-        self.console = console or Console(highlight=False)
-        self.tasks: list[_Task] = []
-        self.steps: _Steps | None = None
-        self.live: Any = None
-
-    def say(self, line: str) -> None:
-        """One line, above what moves."""
-        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def table(self, facts: Facts) -> None:
-        """Named facts, the names bold. Long texts are left to the terminal to wrap: a command must copy as one line."""
-        from rich.text import Text
-
+    def table(self, facts: Iterable[tuple[str, str]]) -> None:
+        """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
             self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), text), soft_wrap=True)
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """A spinner with the time it has taken."""
-        task = _Task(what)
-        self.tasks.append(task)
-        self._refresh()
+        """Something long without steps of its own. A line of it stays, with the seconds, when it ended well."""
+        task = self._begin(what, None)
         try:
             yield
-        finally:
-            self.tasks.remove(task)
-            self._refresh()
+        except BaseException:
+            self._remove(task)
+            raise
+        self._end(task)
 
     def progress(self, what: str, done: float) -> None:
-        """A bar with percent; it goes when all is done."""
-        task = next((t for t in self.tasks if t.what == what), None)
-        if task is None:
-            task = _Task(what)
-            self.tasks.append(task)
-        task.done = done
+        """Something long of which `done` (0 to 1) is done. Lines: one at once, then estimates, ever more seldom."""
+        task = next((t for t in self.bars.tasks if t.description == what), None) or self._begin(what, 1.0)
+        self.bars.update(task.id, completed=done)
         if done >= 1:
-            self.tasks.remove(task)
-        self._refresh()
+            self._end(task)
+        elif not self.live and task.elapsed >= task.fields["next_s"] and task.time_remaining is not None:
+            self.say(f"{what}: {done:.0%} after {in_clock(task.elapsed)}, about {in_clock(task.time_remaining)} left")
+            self.bars.update(task.id, next_s=2 * task.elapsed)
+
+    def _begin(self, what: str, total: float | None) -> progress.Task:
+        if not self.live:
+            self.say(f"{what} ...")
+        self.bars.add_task(what, total=total, next_s=_FIRST_ESTIMATE_S)
+        return self.bars.tasks[-1]
+
+    def _end(self, task: progress.Task) -> None:
+        self._remove(task)
+        if task.elapsed >= 1:
+            self.say(f"{task.description}: {task.elapsed:.0f} s")
+
+    def _remove(self, task: progress.Task) -> None:
+        self.bars.remove_task(task.id)
+        self.bars.refresh()  # or what is said next would draw it once more
 
     @contextlib.contextmanager
     def training(self, total: int, done: int = 0) -> Iterator[None]:
-        """The bar of the steps."""
-        self.steps = _Steps(total, done)
-        self._refresh()
+        """The steps come now; `done` of them were made by an earlier run."""
+        self.bars.add_task(f"step {done}/{total}", total=total, completed=done)
+        self.steps, self.bars.figures = self.bars.tasks[-1], "waiting for the first step"
         try:
             yield
         finally:
-            self.steps = None
-            self._refresh()
+            self.bars.figures = ""
+            self._remove(self.steps)
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        """The bar moves on; no line is left behind, for metrics.jsonl holds them all."""
-        if self.steps is None:
-            self.steps = _Steps(total, row["step"])
-        self.steps.add(row, total, self.console.width)
-        self._refresh()
-
-    def stop(self) -> None:
-        """Take the live part off the screen."""
-        self.tasks.clear()
-        self.steps = None
-        self._refresh()
-
-    def _refresh(self) -> None:
-        if not (self.tasks or self.steps):
-            if self.live is not None:
-                self.live.stop()
-                self.live = None
-        elif self.live is None:
-            from rich.live import Live
-
-            # What libraries print meanwhile goes through the console too, and so above the live part.
-            self.live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True)
-            self.live.start()
-
-    def _render(self) -> Any:
-        from rich.console import Group
-
-        steps, tasks = self.steps, list(self.tasks)
-        return Group(*(steps.render() if steps else ()), *(task.render() for task in tasks))
-
-
-class _Task:
-    """A line that shows that something is being done, and for how long."""
-
-    def __init__(self, what: str) -> None:
-        from rich.spinner import Spinner
-
-        self.what, self.begin, self.done = what, time.monotonic(), math.nan
-        self.spinner = Spinner("dots")
-
-    def render(self) -> Any:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-
-        line = Table.grid(padding=(0, 1))
-        cells = [self.spinner, self.what]
-        if not math.isnan(self.done):
-            cells += [ProgressBar(total=1.0, completed=self.done, width=24), f"{self.done:4.0%}"]
-        line.add_row(*cells, clock(time.monotonic() - self.begin))
-        return line
-
-
-class _Steps:
-    """The bar of the steps and the figures of the last one.
-
-    It is drawn in a thread of rich's, so what `render` reads is replaced whole and never changed.
-    """
-
-    def __init__(self, total: int, done: int) -> None:
-        self.total, self.done, self.begin = total, done, time.monotonic()
-        self.text, self.step_s = "waiting for the first step", math.nan
-        self.rewards: deque[float] = deque(maxlen=_TREND)
-        self.seconds: deque[float] = deque(maxlen=_RECENT)
-
-    def add(self, row: dict[str, Any], total: int, width: int) -> None:
+        """One finished step: its row of metrics.jsonl. The bar leaves no lines behind."""
+        if not self.live:
+            self.say(step_line(row, total))
+            return
         self.rewards.append(row["reward/mean"])
-        self.seconds.append(row["time/step_s"])
-        self.total, self.done = total, row["step"] + 1
-        self.step_s, self.text = statistics.median(self.seconds), figures(row, self.rewards, width)
+        self.bars.figures = figures(row, self.rewards, self.console.width)
+        done = row["step"] + 1
+        self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
 
-    def render(self) -> list[Any]:
-        from rich.progress_bar import ProgressBar
-        from rich.table import Table
-        from rich.text import Text
 
-        bar = Table.grid(padding=(0, 1), expand=True)
-        bar.add_column(no_wrap=True)
-        bar.add_column(ratio=1)
-        bar.add_column(no_wrap=True)
-        left = "" if math.isnan(self.step_s) else f"  left {clock(self.step_s * (self.total - self.done))}"
-        bar.add_row(
-            f"step {self.done}/{self.total}",
-            ProgressBar(total=self.total, completed=self.done),
-            f"{self.done / max(1, self.total):4.0%}  {clock(time.monotonic() - self.begin)}{left}",
-        )
-        return [bar, Text(self.text, style="cyan")]
+def step_line(row: dict[str, Any], total: int) -> str:
+    """One step in one line."""
+    width = len(str(total))
+    return (
+        f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
+        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
+        f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
+        f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
+        f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
+    )
 
 
 def figures(row: dict[str, Any], rewards: Iterable[float], width: int = 120) -> str:
@@ -253,46 +190,10 @@ def trend(values: Iterable[float]) -> str:
     return "".join(_BLOCKS[round((v - low) / span * (len(_BLOCKS) - 1))] for v in known)
 
 
-def clock(seconds: float) -> str:
+def in_clock(seconds: float) -> str:
     """h:mm:ss, or m:ss under an hour."""
-    whole = max(0, round(seconds))
-    hours, minutes = whole // 3600, whole // 60 % 60
-    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
-
-
-def progress_line(row: dict[str, Any], total: int) -> str:
-    """One step in one line."""
-    width = len(str(total))
-    return (
-        f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
-        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
-        f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
-        f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
-        f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
-    )
-
-
-def open_screen(out: TextIO | None = None) -> PlainScreen:
-    """A live screen where stdout (or `out`) is a terminal that can move its cursor, else a plain one."""
-    stream = out or sys.stdout
-    if stream.isatty() and os.environ.get("TERM", "dumb") != "dumb":
-        from rich.console import Console
-
-        return LiveScreen(Console(file=out, highlight=False))
-    return PlainScreen(out)
-
-
-class _Without(logging.Filter):
-    """Drops records that hold one of some texts."""
-
-    def __init__(self, *texts: str) -> None:
-        super().__init__()
-        self.texts = texts
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is shown."""
-        message = record.getMessage()
-        return not any(text in message for text in self.texts)
+    minutes, whole = divmod(max(0, round(seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{whole:02}" if minutes >= 60 else f"{minutes}:{whole:02}"
 
 
 def quiet_libraries() -> None:
@@ -300,10 +201,15 @@ def quiet_libraries() -> None:
 
     Warnings of this program and unknown ones of others stay.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    for name in (
+        "HF_HUB_DISABLE_PROGRESS_BARS",
+        "HF_DATASETS_DISABLE_PROGRESS_BARS",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS",
+    ):
+        os.environ.setdefault(name, "1")
     # Ray announces how later releases will treat GPUs of actors that book none.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")
     # Public models need no token.
-    logging.getLogger("huggingface_hub.utils._http").addFilter(_Without("unauthenticated requests to the HF Hub"))
+    logging.getLogger("huggingface_hub.utils._http").addFilter(
+        lambda record: "unauthenticated requests to the HF Hub" not in record.getMessage()
+    )

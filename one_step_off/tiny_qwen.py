@@ -9,15 +9,13 @@ sums but seldom says them in the form that earns the reward: that gap is what RL
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import random
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +23,6 @@ from typing import TYPE_CHECKING, Any
 from one_step_off import word_problems
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Progress = Callable[[str, float], None]
@@ -33,6 +30,10 @@ Progress = Callable[[str, float], None]
 
 KINDS = ("qwen2", "qwen3")
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
+
+# Names the building code below. Raise it with any change there that makes other weights, so that no cached model
+# of the old code is taken for one of the new; the data, the template and the constants are in the key by themselves.
+VERSION = 1
 
 # One user turn becomes "Question: ...\nAnswer:". The response starts with a space, so that the prompt's
 # last token is the same whether or not the response follows it.
@@ -84,19 +85,26 @@ def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir
 
     Returns:
         A local directory as `from_pretrained` and vLLM read it.
+
+    Raises:
+        ValueError: there is no such tiny model.
     """
-    kind = _checked(kind)
+    name = kind.removeprefix("tiny:")
+    if name not in KINDS:
+        raise ValueError(f"no tiny model named {kind!r}: choose tiny:{' or tiny:'.join(KINDS)}")
     root = Path(cache_dir) if cache_dir else default_cache_dir()
-    target = root / f"tiny-{kind}-{recipe_hash(kind, seed)}"
+    target = root / f"tiny-{name}-{recipe_hash(name, seed)}"
     if target.is_dir():
         return str(target)
     root.mkdir(parents=True, exist_ok=True)
-    with _lock(root / f".{target.name}.lock"):
+    with open(root / f".{target.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the kernel frees it if the holder dies
         if not target.is_dir():  # another process may have built it while this one waited
-            for left in root.glob(f".{target.name}.*/"):  # of a builder that was killed: the lock is ours now
-                shutil.rmtree(left, ignore_errors=True)
-            with _atomic_dir(target) as work:
-                _build_warm(kind, seed, work, progress or (lambda what, done: None))
+            work = root / f".{target.name}.part"
+            shutil.rmtree(work, ignore_errors=True)  # of a builder that was killed or failed
+            work.mkdir()
+            _build_warm(name, seed, work, progress or (lambda what, done: None))
+            work.rename(target)
     return str(target)
 
 
@@ -104,7 +112,7 @@ def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **
     """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second.
 
     Args:
-        kind: `qwen2` or `qwen3`.
+        kind: the `model_type` of a causal language model whose config has the usual fields: `llama`, `qwen3`, ...
         path: the directory to fill; made if missing.
         seed: of the weights.
         dtype: of the saved weights, `float32` or `bfloat16`.
@@ -117,25 +125,25 @@ def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **
     import torch
 
     tokenizer = build_tokenizer()
-    model = build_model(_checked(kind), tokenizer, seed, **overrides)
-    _save(model.to(getattr(torch, dtype)), tokenizer, Path(path))
+    _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
     return path
 
 
 def default_cache_dir() -> Path:
     """Where built models are kept, by the environment."""
-    own = os.environ.get("ONE_STEP_OFF_CACHE")
-    if own:
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "one_step_off"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "one_step_off"
+    return Path(os.environ.get("ONE_STEP_OFF_CACHE") or base).expanduser()
 
 
 def recipe_hash(kind: str, seed: int) -> str:
-    """Twelve hex digits of all that the built model depends on, its own source code included."""
-    digest = hashlib.sha256(json.dumps([kind, seed, asdict(RECIPE), ENDINGS]).encode())
-    for source in (__file__, word_problems.__file__):
-        digest.update(Path(source).read_bytes())
-    return digest.hexdigest()[:12]
+    """Twelve hex digits of all that the built model depends on: comments and unrelated code are not."""
+    data = [_rows(RECIPE.corpus_rows), _rows(RECIPE.rows)]
+    recipe = [VERSION, kind, seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
+    return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
+
+
+def _rows(count: int) -> list[word_problems.Row]:
+    return word_problems.make("train", count, RECIPE.data_seed)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
@@ -154,8 +162,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    rows = word_problems.make("train", RECIPE.corpus_rows, RECIPE.data_seed)
-    core.train_from_iterator((f"Question: {r['question']}\nAnswer: {r['answer']}" for r in rows), trainer)
+    texts = (f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE.corpus_rows))
+    core.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
@@ -193,9 +201,7 @@ def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **over
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: str) -> list[int]:
     """A question as the model sees it: one user turn through the chat template, then the cue to answer."""
     turns = [{"role": "user", "content": question}]
-    return tokenizer.encode(
-        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True), add_special_tokens=False
-    )
+    return tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
 
 
 def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
@@ -210,19 +216,6 @@ def demonstration(answer: str, rng: random.Random) -> str:
     return body + ending.format(n=number)
 
 
-def _optimizers(model: PreTrainedModel) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps."""
-    import torch
-
-    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
-    others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay = RECIPE.weight_decay
-    return [
-        torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
-        torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
-    ]
-
-
 def _lr_factor(step: int) -> float:
     """Warm-up, plateau, then a straight fall."""
     up, down = (step + 1) / RECIPE.warmup_steps, (RECIPE.steps - step) / (RECIPE.steps * RECIPE.decay)
@@ -234,18 +227,27 @@ def warm_start(
 ) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on responses only."""
     import torch
+    from torch.nn.utils.rnn import pad_sequence
 
     rng = random.Random(seed)
-    rows = word_problems.make("train", RECIPE.rows, RECIPE.data_seed)
+    rows = _rows(RECIPE.rows)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
-    optimizers = _optimizers(model)
+    # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
+    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    others = [p for n, p in model.named_parameters() if n not in matrices]
+    decay = RECIPE.weight_decay
+    optimizers = [
+        torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
+        torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
+    ]
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, _lr_factor) for o in optimizers]
     model.train()
     for step in range(RECIPE.steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE.batch_size)]
-        answers = [response_ids(tokenizer, demonstration(rows[i]["answer"], rng)) for i in chosen]
-        ids, labels = _padded([prompts[i] for i in chosen], answers, tokenizer.pad_token_id)
+        pairs = [(prompts[i], response_ids(tokenizer, demonstration(rows[i]["answer"], rng))) for i in chosen]
         # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
+        ids = pad_sequence([torch.tensor(p + a) for p, a in pairs], True, tokenizer.pad_token_id)
+        labels = pad_sequence([torch.tensor([-100] * len(p) + a) for p, a in pairs], True, -100)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
@@ -257,24 +259,18 @@ def warm_start(
     model.eval()
 
 
-def _padded(prompts: list[list[int]], answers: list[list[int]], pad: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Right-padded ids, and labels that are -100 outside the answers."""
-    import torch
-
-    width = max(len(p) + len(a) for p, a in zip(prompts, answers, strict=True))
-    ids = torch.full((len(prompts), width), pad)
-    labels = torch.full((len(prompts), width), -100)
-    for row, (p, a) in enumerate(zip(prompts, answers, strict=True)):
-        ids[row, : len(p) + len(a)] = torch.tensor(p + a)
-        labels[row, len(p) : len(p) + len(a)] = torch.tensor(a)
-    return ids, labels
-
-
 def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
     """Build, warm-start and save one model into `path`."""
+    import torch
+
     tokenizer = build_tokenizer()
     model = build_model(kind, tokenizer, seed)
-    warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
+    try:
+        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+    finally:
+        torch.set_num_threads(threads)
     _save(model, tokenizer, path)
 
 
@@ -284,31 +280,3 @@ def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-
-
-def _checked(kind: str) -> str:
-    """`kind` without the prefix `tiny:`, if there is such a model."""
-    name = kind.removeprefix("tiny:")
-    if name not in KINDS:
-        raise ValueError(f"no tiny model named {kind!r}: choose tiny:qwen2 or tiny:qwen3")
-    return name
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock between processes. The kernel frees it if the holder dies."""
-    with open(path, "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
-@contextlib.contextmanager
-def _atomic_dir(target: Path) -> Iterator[Path]:
-    """A scratch directory that becomes `target` by one rename if the block ends well, else disappears."""
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        yield work
-        work.chmod(0o755)  # mkdtemp gives 0700; the model may be read by other users of a shared cache
-        work.rename(target)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

@@ -7,7 +7,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,7 +17,9 @@ from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
 from one_step_off.samples import Batch, Sample
-from one_step_off.screen import PlainScreen
+from one_step_off.screen import Screen
+
+Row = dict[str, Any]
 
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
@@ -30,6 +32,8 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "tokens/response": float(lengths.sum()),
+        "samples": float(len(samples)),
     }
 
 
@@ -45,21 +49,21 @@ class Tracker:
     Attributes:
         loggers: TensorBoard and the like, once they are open.
         meter: counts tokens and FLOPs, once the model is known.
-        usage: the latest figures of memory and GPU utilisation; `report_usage` keeps them fresh.
+        usage: the latest of what `usage.watching` found; `report_usage` keeps it fresh.
+        evaluations: all of the run, those before a resume too; `unwritten` is what the next row has to repeat of them.
     """
 
-    def __init__(
-        self, folder: str, total_steps: int, out: TextIO | None = None, screen: PlainScreen | None = None
-    ) -> None:
+    def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
         self.folder, self.total_steps = Path(folder), total_steps
-        self.screen = screen or PlainScreen(out)
+        self.screen = screen or Screen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step, self.first_step_s = 0, math.nan
-        self.steps: list[dict[str, Any]] = []
+        self.steps: list[Row] = []
+        self.steps_before = 0
         self.evaluations: list[dict[str, float]] = []
-        self.unwritten: dict[str, float] = {}  # of an evaluation, for the next row
+        self.unwritten: dict[str, float] = {}
         self.val_names = [MAIN]
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
@@ -71,19 +75,21 @@ class Tracker:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.first_step = step
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
-        for name in ("summary.json", "error.log", "evaluations.jsonl"):
+        kept = {
+            name: [row for row in self._read(name) if row["step"] < step] if step else []
+            for name in ("metrics.jsonl", "ledger.jsonl")
+        }
+        self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
+        kept["evaluations.jsonl"] = self.evaluations
+        for name in (*kept, "summary.json", "error.log"):
             (self.folder / name).unlink(missing_ok=True)
-        for found in self.evaluations:
-            self._append("evaluations.jsonl", found)
-        for name in ("metrics.jsonl", "ledger.jsonl"):
-            path = self.folder / name
-            rows = [json.loads(line) for line in path.read_text().splitlines()] if step and path.exists() else []
-            rows = [row for row in rows if row["step"] < step]
-            if name == "metrics.jsonl":
-                self.steps = rows
-            path.unlink(missing_ok=True)
-            for row in rows:
-                self._append(name, row)
+        for name, rows in kept.items():
+            self._append(name, *rows)
+
+    def keep(self) -> None:
+        """Add to what an earlier run left in this folder, and drop nothing: for a run that only evaluates."""
+        self.start(sys.maxsize, self._read("evaluations.jsonl"))
+        self.first_step = self.steps[-1]["step"] + 1 if self.steps else 1
 
     def repeat_evaluations(self) -> None:
         """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
@@ -91,13 +97,6 @@ class Tracker:
         for found in self.evaluations if self.loggers and self.first_step else ():
             if found["val/version"] >= self.first_step:
                 self.loggers.evaluation(found, [])
-
-    def keep(self) -> None:
-        """Add to what an earlier run left in this folder, and drop nothing: for a run that only evaluates."""
-        path = self.folder / "evaluations.jsonl"
-        found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self.start(sys.maxsize, found)
-        self.first_step = self.steps[-1]["step"] + 1 if self.steps else 1
 
     def say(self, line: str) -> None:
         """One line for the person at the screen."""
@@ -114,8 +113,10 @@ class Tracker:
         row = {"step": batch.step, "weight_version": version}
         row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.unwritten | self.usage
         self.unwritten = {}
-        row["tokens/response"] = float(sum(len(s.response_ids) for s in batch.samples))
-        row["samples"] = float(len(batch.samples))
+        if metrics.get("reward/timeouts") and not any(r.get("reward/timeouts") for r in self.steps):
+            self.say(
+                "warning: responses take longer to judge than reward.timeout_s and score 0; reward/timeouts counts them"
+            )
         if self.meter:
             row |= self.meter.step(batch, row["time/generate_s"], row["time/train_s"], row["time/step_s"])
         if math.isnan(self.first_step_s):
@@ -147,81 +148,83 @@ class Tracker:
         if loggers:
             loggers.close(failed)
 
-    def summary(self) -> dict[str, Any]:
-        """Write and return `summary.json`. Medians leave the first step out (caches and buffers warm up in it)."""
-        rows = self.steps[1:] or self.steps
-        found: dict[str, Any] = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
+    def summary(self) -> Row:
+        """Write and return `summary.json`. `seconds` are this run's; `steps` also count those before a resume
+        (`steps_before`). Medians leave the first step out: caches and buffers warm up in it."""
+        found: Row = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
+        if self.steps_before:
+            found["steps_before"] = self.steps_before
         found["time_to_first_step_s"] = self.first_step_s
-        if rows:
-            found |= _learning(self.steps) | _speed(rows)
+        if self.steps:
+            found |= _learning(self.steps) | _speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
-            found["val/first"] = self.evaluations[0]["val/reward"]
-            found["val/last"] = self.evaluations[-1]["val/reward"]
-            found["val/rewards"] = [e["val/reward"] for e in self.evaluations]
+            rewards = [e["val/reward"] for e in self.evaluations]
+            found |= {"val/first": rewards[0], "val/last": rewards[-1], "val/rewards": rewards}
             found["val/versions"] = [e["val/version"] for e in self.evaluations]
-        # The last look at memory was after the last row.
+        # The last look was after the last row.
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
+        found["reward/timeouts"] = sum(r.get("reward/timeouts", 0.0) for r in self.steps)
         if self.meter:
             found["device"] = self.meter.device_name or "cpu"
-        found = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in found.items()}
+        found = _without_nan(found)
         (self.folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
         return found
 
-    def _append(self, name: str, row: dict[str, Any]) -> None:
-        with open(self.folder / name, "a") as f:
-            f.write(_line(row))
+    def _read(self, name: str) -> list[Row]:
+        path = self.folder / name
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def _append(self, name: str, *rows: Row) -> None:
+        if rows:
+            with open(self.folder / name, "a") as f:
+                f.writelines(json.dumps(_without_nan(row)) + "\n" for row in rows)
 
 
-def _line(row: dict[str, Any]) -> str:
-    """One row as JSON, which has no NaN."""
-    clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(clean) + "\n"
+def _without_nan(row: Row) -> Row:
+    """JSON has no NaN."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def _learning(steps: list[dict[str, Any]]) -> dict[str, float]:
-    """The rewards of the first and the last steps."""
-    k, rewards = min(5, len(steps)), [r["reward/mean"] for r in steps]
-    return {
-        "reward/first": statistics.fmean(rewards[:k]),
-        "reward/last": statistics.fmean(rewards[-k:]),
-        "reward/averaged_steps": k,
-    }
+def _learning(steps: list[Row]) -> dict[str, float]:
+    """The rewards of the first and of the last steps: as many as do not overlap, five at most."""
+    k, rewards = max(1, min(5, len(steps) // 2)), [r["reward/mean"] for r in steps]
+    first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
+    return {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
 
 
-def _speed(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+def _speed(rows: list[Row]) -> dict[str, float | None]:
     """Medians, idle shares and rates over these steps; a rate is None where no step has it."""
-    names = [n for n in rows[-1] if n.startswith("time/")]
-    found: dict[str, float | None] = {f"median/{n}": _median(rows, n) for n in names}
-    step, gen = found["median/time/step_s"], found["median/time/generate_s"]
-    train = found["median/time/train_s"]
-    total = sum(r["time/step_s"] for r in rows)
-    found |= {
-        "overlap_ratio": step / max(gen, train),
-        # The replicas idle from the end of their samples to the end of the next sync.
-        "idle_share/rollout": sum(r["time/wait_trainer_s"] + r["time/sync_s"] for r in rows) / total,
-        "idle_share/trainer": 1 - sum(r["time/train_s"] for r in rows) / total,
-        "samples_per_s": sum(r["samples"] for r in rows) / total,
-        "response_tokens_per_s": sum(r["tokens/response"] for r in rows) / total,
-    }
     rates = ("tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")
-    return found | {n: _median(rows, n) for n in rows[-1] if n.startswith(rates)}
+    medians = {n: _median(r.get(n) for r in rows) for n in rows[-1] if n.startswith(("time/", *rates))}
+    found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
+
+    def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:
+        return sum(r[name] for r in of) / sum(r["time/step_s"] for r in over)
+
+    return found | {
+        "overlap_ratio": medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"]),
+        # The replicas idle from the end of their samples, within the step before, to the end of the next sync.
+        "idle_share/rollout": min(
+            1.0, per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:] or rows, rows[:-1] or rows)
+        ),
+        "idle_share/trainer": 1 - per_s("time/train_s"),
+        "samples_per_s": per_s("samples"),
+        "response_tokens_per_s": per_s("tokens/response"),
+    }
 
 
-def _median(rows: list[dict[str, Any]], name: str) -> float | None:
-    values = [r[name] for r in rows if r.get(name) is not None]
-    return statistics.median(values) if values else None
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None]
+    return statistics.median(known) if known else None
 
 
 def held_out_line(found: dict[str, float]) -> str:
     """An evaluation in one line: each set's reward and its pass@k for the largest k."""
     parts = []
-    for key in (k for k in found if k.endswith("/reward")):
-        name, best = (
-            key.removesuffix("/reward"),
-            [k for k in found if k.startswith(key.removesuffix("reward") + "pass@")],
-        )
-        more = f", {best[-1].rsplit('/', 1)[1]} {found[best[-1]]:.3f}" if best else ""
+    for name in (key.removesuffix("/reward") for key in found if key.endswith("/reward")):
+        passes = [key for key in found if key.startswith(f"{name}/pass@")]
+        more = f", {passes[-1].rsplit('/', 1)[1]} {found[passes[-1]]:.3f}" if passes else ""
         title = "" if name == "val" else name.removeprefix("val/") + " "
-        parts.append(f"{title}{found[key]:.3f} over {found[name + '/samples']:.0f} samples{more}")
+        parts.append(f"{title}{found[name + '/reward']:.3f} over {found[name + '/samples']:.0f} samples{more}")
     return f"held-out reward of v{found['val/version']:.0f}: " + "; ".join(parts)

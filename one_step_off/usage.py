@@ -8,17 +8,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import threading
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 INTERVAL_S = 5.0
 _GPU_INTERVAL_S = 0.5
 _LAST_LOOK_S = 10.0
 
+Report = Callable[[dict[str, float], str], None]
+"""Told the metrics of a group, and the name of its GPUs if there are any."""
+
 
 class UsageProbe:
     """A mixin of actors. It needs no constructor, so that it fits any class."""
+
+    _gpus: _Gpus | None = None
 
     def usage(self, cuda: bool) -> dict[str, Any]:
         """What this process and its children use.
@@ -31,9 +38,12 @@ class UsageProbe:
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda:
-            gpus = self.__dict__.setdefault("_gpus", None) or _Gpus.open()
-            self.__dict__["_gpus"] = gpus
-            found |= gpus.take() if gpus else {"device": _torch_device_name()}
+            with contextlib.suppress(
+                Exception
+            ):  # any of NVML's: figures are a courtesy, and a run goes on without them
+                self._gpus = self._gpus or _Gpus()
+                found |= self._gpus.take()
+            found["device"] = found["device"] or _torch_device_name()
         return found
 
 
@@ -41,17 +51,13 @@ def peak_resident_bytes() -> int:
     """Peak resident memory of this process and its living children, summed; pages they share count in each."""
     import psutil
 
-    me = psutil.Process()
-    return sum(_peak_of(p.pid) for p in (me, *me.children(recursive=True)))
-
-
-def _peak_of(pid: int) -> int:
-    try:
-        with open(f"/proc/{pid}/status") as f:
-            line = next((line for line in f if line.startswith("VmHWM:")), "VmHWM: 0 kB")
-    except OSError:  # it ended meanwhile
-        return 0
-    return int(line.split()[1]) * 1024
+    me, total = psutil.Process(), 0
+    for process in (me, *me.children(recursive=True)):
+        with contextlib.suppress(OSError, AttributeError):  # it ended meanwhile
+            # psutil tells what is resident now, and the peak only in releases newer than those we ask for.
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            total += int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
+    return total
 
 
 def _torch_device_name() -> str:
@@ -64,39 +70,28 @@ def _torch_device_name() -> str:
 class _Gpus:
     """The GPUs that this process sees, by NVML, sampled from a thread: one look at the end of a step tells nothing."""
 
-    @staticmethod
-    def open() -> _Gpus | None:
-        """None without NVML (the package nvidia-ml-py) or without GPUs."""
-        try:
-            import pynvml
+    def __init__(self) -> None:
+        """Raises what NVML raises, and ImportError without the package nvidia-ml-py."""
+        import pynvml as nvml
 
-            pynvml.nvmlInit()
-            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-            names = range(pynvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
-            handles = [
-                pynvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else pynvml.nvmlDeviceGetHandleByUUID(n)
-                for n in names
-            ]
-            return _Gpus(pynvml, handles) if handles else None
-        except Exception:  # any of NVML's: figures are a courtesy, and a run goes on without them
-            return None
-
-    def __init__(self, nvml: Any, handles: list[Any]) -> None:
-        self.nvml, self.handles = nvml, handles
-        name = nvml.nvmlDeviceGetName(handles[0])
+        nvml.nvmlInit()
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = range(nvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
+        self.nvml, self.busy, self.memory = nvml, [], 0
+        self.handles = [
+            nvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else nvml.nvmlDeviceGetHandleByUUID(n)
+            for n in names
+        ]
+        name = nvml.nvmlDeviceGetName(self.handles[0])
         self.name = name.decode() if isinstance(name, bytes) else name
-        self.busy: list[float] = []
-        self.memory = 0
         self._look()
         threading.Thread(target=self._sample, name="gpu-usage", daemon=True).start()
 
     def _sample(self) -> None:
         pause = threading.Event()
-        while not pause.wait(_GPU_INTERVAL_S):
-            try:
+        with contextlib.suppress(self.nvml.NVMLError):
+            while not pause.wait(_GPU_INTERVAL_S):
                 self._look()
-            except self.nvml.NVMLError:
-                return
 
     def _look(self) -> None:
         rates = [self.nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in self.handles]
@@ -111,37 +106,32 @@ class _Gpus:
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of one group: the largest peak of its processes, the mean utilisation."""
-    found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in answers))}
-    gpu = [a["gpu_memory_bytes"] for a in answers if "gpu_memory_bytes" in a]
-    busy = [a["gpu_utilisation"] for a in answers if "gpu_utilisation" in a]
-    if gpu:
-        found[f"memory/{group}_gpu_peak_bytes"] = float(max(gpu))
-    if busy:
-        found[f"gpu_utilisation/{group}"] = sum(busy) / len(busy)
+    """Metrics of one group: the largest peaks of its processes, the mean utilisation."""
+    found = {}
+    for key, name, over in (
+        ("memory_bytes", f"memory/{group}_peak_bytes", max),
+        ("gpu_memory_bytes", f"memory/{group}_gpu_peak_bytes", max),
+        ("gpu_utilisation", f"gpu_utilisation/{group}", lambda values: sum(values) / len(values)),
+    ):
+        if values := [a[key] for a in answers if key in a]:
+            found[name] = float(over(values))
     return found
 
 
-async def look(groups: dict[str, list[Any]], cuda: bool, report: Callable[[dict[str, float], str], None]) -> None:
-    """Ask every process once and report(metrics, device name). One that does not answer is the pipeline's affair."""
+async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None:
+    """Ask every process once and report. One that does not answer is the pipeline's affair."""
 
     async def one(group: str, actors: list[Any]) -> None:
-        answers = await asyncio.gather(*(_await(a.usage.remote(cuda)) for a in actors), return_exceptions=True)
+        answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
         good = [a for a in answers if isinstance(a, dict)]
         if good:
-            report(merged(group, good), next((a["device"] for a in good if a["device"]), ""))
+            report(merged(group, good), next((a["device"] for a in good if a.get("device")), ""))
 
     await asyncio.gather(*(one(group, actors) for group, actors in groups.items()))
 
 
-async def _await(reference: Any) -> Any:
-    return await reference
-
-
 @contextlib.asynccontextmanager
-async def watching(
-    groups: dict[str, list[Any]], cuda: bool, report: Callable[[dict[str, float], str], None]
-) -> AsyncIterator[None]:
+async def watching(groups: dict[str, list[Any]], cuda: bool, report: Report) -> AsyncIterator[None]:
     """Look every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
 
     async def forever() -> None:

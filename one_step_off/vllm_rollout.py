@@ -72,8 +72,8 @@ class RewardQueue:
         self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
         self.task: asyncio.Task | None = None
 
-    async def score(self, item: RewardItem) -> float:
-        """The reward of one trajectory; raises what the reward function raised."""
+    async def score(self, item: RewardItem) -> float | None:
+        """The reward of one trajectory (None: not judged in time); raises what the reward function raised."""
         future = asyncio.get_running_loop().create_future()
         self.waiting.append((item, future))
         if self.task is None or self.task.done():
@@ -170,9 +170,12 @@ class RolloutReplica(UsageProbe):
         generate = functools.partial(self._generate, seed=seed, sampling=sampling)
         sample = await single_turn.run(prompt, index, generate)
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        sample.reward = await self.rewards.score(
+        reward = await self.rewards.score(
             RewardItem(prompt.id, index, prompt.text, sample.response, prompt.ground_truth, prompt.data_source)
         )
+        sample.reward = reward or 0.0
+        if reward is None:
+            sample.extra["reward_timeout"] = True
         return sample
 
     async def _generate(self, ids: np.ndarray, seed: int | None, sampling: Sampling) -> Generated:

@@ -340,7 +340,7 @@ def test_an_estimator_of_ones_own():
     assert first(t, f"{__name__}:double", times=3.0) == [3, 9]
     with pytest.raises(ValueError, match="other lengths"):
         estimate(f"{__name__}:ragged", t)
-    with pytest.raises(ConfigError, match="adv_estimator.*has no 'nothing'"):
+    with pytest.raises(ConfigError, match="adv_estimator.*has no attribute 'nothing'"):
         estimate(f"{__name__}:nothing", t)
     with pytest.raises(ConfigError, match="not callable"):
         estimate(f"{__name__}:NAMES", t)

@@ -46,7 +46,10 @@ def test_counts():
 def test_the_end(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path / "my run")
-    (tmp_path / "my run" / "samples").mkdir(parents=True)
+    for folder in ("samples", "tensorboard", "hf_model"):
+        (tmp_path / "my run" / folder).mkdir(parents=True)
+    for file in ("samples/step_000000.jsonl", "tensorboard/events", "metrics.jsonl", "summary.json"):
+        (tmp_path / "my run" / file).touch()
     facts = dict(end_facts(SUMMARY, cfg))
     assert facts["reward"] == "0.300 -> 0.950 (means of the first and last 5 steps)"
     assert facts["held out"] == "0.000 -> 0.990"
@@ -55,14 +58,38 @@ def test_the_end(tmp_path):
     assert facts["tokens/s"] == "rollout 9,000, trainer 18,000 while they work"
     assert facts["GFLOP/s"] == "rollout 1, trainer 25" and "MFU" not in facts
     assert facts["peak memory"] == "rollout 1.00 GiB, trainer 0.50 GiB"
+    assert facts["whole run"] == "40 steps in 74 s"
+    assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
+    assert facts["model"] == f"{tmp_path}/my run/hf_model" and "to go on" in facts and "samples" in facts
     assert facts["tensorboard"] == f"tensorboard --logdir '{tmp_path}/my run/tensorboard'"
     on_gpus = dict(end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg))
     assert on_gpus["MFU"] == "rollout 5.0%, trainer 40.0% of NVIDIA H100 in bf16" and "GFLOP/s" not in on_gpus
 
 
-def test_a_run_without_steps_or_evaluation_still_ends_in_words():
-    facts = dict(end_facts({"steps": 0, "seconds": 1.0}, Config()))
-    assert facts["whole run"] == "0 steps in 1 s"
+def test_a_run_without_steps_or_evaluation_still_ends_in_words(tmp_path):
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path)
+    assert end_facts({"steps": 0, "seconds": 1.0}, cfg) == [("whole run", "0 steps in 1 s")], (
+        "nothing that is not there"
+    )
+
+
+def test_few_steps_one_evaluation_and_what_came_before():
+    def facts(**found: object) -> dict[str, str]:
+        return dict(end_facts(SUMMARY | found, Config()))
+
+    few = {"reward/averaged_steps": 1, "steps": 3, "val/versions": [0], "val/last": 0.0}
+    assert facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)" and facts(**few)["held out"] == "0.000"
+    assert facts(**few | {"steps": 1})["reward"] == "0.950"
+    assert facts(steps_before=30)["this run"] == "10 steps in 74 s" and "whole run" not in facts(steps_before=30)
+
+
+def test_a_run_that_only_evaluates_names_no_model(tmp_path):
+    cfg = Config()
+    cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
+    (tmp_path / "hf_model").mkdir()  # an earlier run's
+    assert dict(start_facts(cfg, "m", None, [5], 1, []))["steps"] == "none: the held-out set is evaluated"
+    assert not {"model", "to go on"} & set(dict(end_facts(SUMMARY, cfg)))
 
 
 def test_the_command_to_go_on_reloads_the_config(models, tmp_path):

@@ -32,19 +32,24 @@ def half_letters(response: str, **_: object) -> float:
 VARIED = {"reward.function": "tests.test_e2e_pipeline:half_letters", "trainer.val_before_train": True}
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_synchronous_ratio_is_one(models, tmp_path, temperature):
+@pytest.mark.parametrize(
+    ("kind", "tied", "temperature"),
+    [("qwen2", True, 1.0), ("qwen3", True, 0.7), ("llama", True, 1.0), ("llama", False, 0.7)],
+)
+def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature):
     """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's."""
     from one_step_off import launch
 
     cfg = tiny_config(
-        models(tied=temperature == 1.0),
+        models(kind, tied),
         str(tmp_path),
         **VARIED,
         **{"pipeline.staleness": 0, "rollout.temperature": temperature, "trainer.total_steps": 2},
     )
     assert launch.run(cfg) == 0
-    for row in rows(tmp_path, "metrics.jsonl"):
+    metrics = rows(tmp_path, "metrics.jsonl")
+    assert [row["weight_version"] for row in metrics] == [0, 1]
+    for row in metrics:
         assert row["staleness/min"] == row["staleness/max"] == 0
         assert row["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
         assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)

@@ -8,15 +8,23 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
+import ray
+import transformers
+from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from one_step_off import launch
-from one_step_off.config import ConfigError
+from one_step_off.config import Config, ConfigError
 from one_step_off.tracking import Tracker
 from tests.conftest import tiny_config
+
+ROOT = Path(__file__).parents[1]
 
 
 def changed(model: str, folder: Path, **keys: object) -> str:
@@ -32,15 +40,74 @@ def changed(model: str, folder: Path, **keys: object) -> str:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "qwen99"}, "its config cannot be loaded"),
-        ({"model_type": "vit"}, "'vit' is no causal language model"),
+        ({"model_type": "qwen99"}, "its config cannot be loaded .*newer than transformers .* needs a newer one"),
+        ({"model_type": "vit"}, r"\(model type 'vit'\) is no causal language model"),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM .* is no causal .*; give"),
+        ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
+        (
+            {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
+            "vLLM.* no code for OpenAIGPTLMHeadModel; give",
+        ),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\), .*; give the model"),
+        (
+            {"num_hidden_layers": "two"},
+            r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
+        ),
+        ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config in config.json\)"),
         ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
     ],
 )
 def test_models_that_do_not_fit(models, tmp_path, keys, words):
     cfg = tiny_config(changed(models(), tmp_path, **keys), str(tmp_path / "out"))
-    with pytest.raises(ConfigError, match=words):
+    refused(cfg, words)
+
+
+def refused(cfg: Config, words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as e:
         launch.prepare(cfg, lambda line: None)
+    assert "\n" not in str(e.value) and not ray.is_initialized()
+
+
+@pytest.mark.parametrize("others", [[], ["model.Q4_K_M.gguf"], ["adapter_model.safetensors"]])
+def test_a_model_without_weights_that_can_be_trained(models, tmp_path, others):
+    path = Path(changed(models(), tmp_path))
+    (path / "model.safetensors").unlink()
+    for name in others:
+        (path / name).write_text("x")
+    refused(tiny_config(str(path), str(tmp_path / "out")), f"model.path={path}: has no weights .*GGUF.*; give a model")
+
+
+def response(code: str) -> httpx.Response:
+    request = httpx.Request("HEAD", "http://hub/config.json")
+    return httpx.Response(403, headers={"X-Error-Code": code, "X-Error-Message": "no"}, request=request)
+
+
+@pytest.mark.parametrize(
+    ("cause", "mend"),
+    [
+        (GatedRepoError("403\nno", response=response("GatedRepo")), "gated: ask for access .* `hf auth login`"),
+        (RepositoryNotFoundError("401", response=response("RepoNotFound")), "no such model on the hub, .*check the id"),
+        (LocalEntryNotFoundError("not there"), "check the network and HF_HUB_OFFLINE"),
+    ],
+)
+def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
+    """The hub's answers, as its client raises them below transformers."""
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise cause
+
+    monkeypatch.setattr(transformers.utils.hub, "hf_hub_download", fail)
+    refused(tiny_config("some/model", str(tmp_path)), f"model.path=some/model: its config .*{mend}")
+
+
+def test_a_hub_model_that_is_not_here(tmp_path):
+    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*; check the network")
+
+
+def test_the_first_line_waits_for_no_large_import():
+    code = "import sys, one_step_off.launch; print(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "[]\n", done.stderr
 
 
 def test_heads_must_split(models, tmp_path):

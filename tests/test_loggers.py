@@ -18,6 +18,7 @@ from one_step_off.config_checks import validate
 from one_step_off.loggers import Loggers, open_loggers
 from one_step_off.samples import Batch, Prompt, Sample
 from one_step_off.tracking import Tracker
+from tests.test_screen import on_a_terminal
 
 PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
 
@@ -116,13 +117,13 @@ def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
 
 
 def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
-    def broken(self, row, batch):
+    def broken(self, name, samples, advantages):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(loggers.SampleDump, "step", broken)
+    monkeypatch.setattr(loggers.SampleDump, "samples", broken)
     said: list[str] = []
     log_steps(config(tmp_path), range(3), said)
-    assert said == ["warning: SampleDump failed and is left out from now on: OSError: No space left on device"]
+    assert said == ["warning: the sample dump failed and is left out from now on: OSError: No space left on device"]
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
@@ -149,7 +150,7 @@ def test_a_logger_that_cannot_start_is_told():
 
     found.add("TensorBoard", make)
     found.close()
-    assert said == ["warning: TensorBoard is left out: ImportError: no module"]
+    assert said == ["warning: TensorBoard failed and is left out from now on: ImportError: no module"]
 
 
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
@@ -220,3 +221,20 @@ def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=r"does not start \(api_key not configured \(no-tty\)\); run `wandb login`"):
         open_loggers(config(tmp_path, wandb=True), 0, PROMPTS.get, print)
+
+
+@needs_wandb
+def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
+    program = f"""
+    from one_step_off.config import Config, ConfigError
+    from one_step_off.loggers import Wandb
+    from pathlib import Path
+    cfg = Config()
+    cfg.logging.wandb = True
+    try:
+        Wandb(cfg, Path({str(tmp_path)!r}))
+    except ConfigError as e:
+        print("refused:", e)
+    """
+    out = on_a_terminal(program, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY="")
+    assert "refused: logging.wandb=true: W&B does not start" in out and "choice" not in out

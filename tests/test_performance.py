@@ -21,9 +21,8 @@ def sample(row: int, index: int, prompt: int, response: int) -> Sample:
 
 def test_palm_formula_by_hand():
     # One sequence of 10 tokens: 6 * 1000 * 10 + 12 * 2 * 8 * 10 * 10
-    assert SHAPE.train_flops([10]) == 60_000 + 19_200
-    assert SHAPE.forward_flops([10]) == 79_200 / 3
-    assert SHAPE.train_flops([10, 20]) == SHAPE.train_flops([10]) + SHAPE.train_flops([20])
+    assert 3 * SHAPE.forward_flops([10]) == 60_000 + 19_200
+    assert SHAPE.forward_flops([10, 20]) == SHAPE.forward_flops([10]) + SHAPE.forward_flops([20])
 
 
 def test_generation_by_hand():
@@ -74,7 +73,7 @@ def test_rates_and_mfu_of_both_groups():
     meter = Meter(Config(), SHAPE, rollout=1, trainer=2, device_name="NVIDIA H100 80GB HBM3")
     found = meter.step(batch_of(), generate_s=0.5, train_s=2.0, step_s=4.0)
     assert found["tokens_per_s/rollout"] == 6 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
-    assert found["flops_per_s/trainer"] == SHAPE.train_flops([5, 7]) / 2.0
+    assert found["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
     assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
     assert found["mfu/trainer_of_step"] == pytest.approx(found["mfu/trainer"] / 2)
     assert found["mfu/rollout"] == pytest.approx(SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12)
@@ -84,7 +83,7 @@ def test_log_prob_passes_and_epochs_count():
     cfg = Config()
     cfg.actor.ppo_epochs = 2
     found = Meter(cfg, SHAPE, 1, 1).step(batch_of(ref_log_probs=[], old_log_probs=[]), 1.0, 1.0, 1.0)
-    assert found["flops_per_s/trainer"] == 2 * SHAPE.train_flops([5, 7]) + 2 * SHAPE.forward_flops([5, 7])
+    assert found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7]) + 2 * SHAPE.forward_flops([5, 7])
     assert found["tokens_per_s/trainer"] == 24
 
 

@@ -129,6 +129,19 @@ def test_any_mix_of_slow_and_fast_phases(tmp_path_factory, steps, staleness, see
     assert pipeline.tracker.evaluations[-1]["val/version"] == steps
 
 
+def test_rewards_that_timed_out_are_counted(tmp_path):
+    pipeline = build(tmp_path, World(random.Random(0)), 2, 1)
+    samples = [sample(pipeline.val[0], i, 0) for i in range(3)]
+    samples[1].extra["reward_timeout"] = True
+
+    async def collect() -> dict[str, float]:
+        done = asyncio.get_running_loop().create_future()
+        done.set_result((samples, 0.0))
+        return (await pipeline._collect(0, done))[1]
+
+    assert asyncio.run(collect())["reward/timeouts"] == 1.0
+
+
 def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
     """With phases of 50 ms each, 6 steps: in turns about 2 phases a step, one step off about 1."""
     seconds = {}

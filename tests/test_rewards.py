@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -125,12 +124,12 @@ def test_math(response: str, truth: str, score: float) -> None:
     assert math(response=response, ground_truth=truth, prompt="", data_source="") == score
 
 
-def test_a_response_that_cannot_be_judged_in_time_scores_zero() -> None:
+def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
     scorer = Scorer(RewardConfig(function="math", timeout_s=0.3))
     start = time.monotonic()
     items = [item("\\boxed{9^{9^{9^9}}}", "4"), item("\\boxed{4}", "4")]
-    assert scorer.score_batch(items) == [0.0, 1.0]
-    assert time.monotonic() - start < 3 and scorer.timeouts == 1
+    assert scorer.score_batch(items) == [None, 1.0]
+    assert time.monotonic() - start < 3
 
 
 # --- your own functions ---
@@ -237,37 +236,25 @@ def test_no_alarm_is_left_behind(own: str) -> None:
     time.sleep(0.15)
 
 
-def test_refused_outside_the_main_thread() -> None:
-    caught: list[BaseException] = []
-
-    def attempt() -> None:
-        try:
-            Scorer(RewardConfig())
-        except RewardError as e:
-            caught.append(e)
-
-    thread = threading.Thread(target=attempt)
-    thread.start()
-    thread.join()
-    assert len(caught) == 1 and "main thread" in str(caught[0])
-
-
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
         ("gsm9k", {}, "use one of gsm8k, math, or your own as module:function"),
         (":f", {}, "unknown"),
         ("own_rewards:", {}, "unknown"),
-        ("gsm8k", {"a": 1}, "takes none"),
-        ("no_such_module_here:f", {}, "no such module"),
-        ("needy_rewards:f", {}, "it needs the module 'no_such_package_at_all'"),
+        (
+            "no_such_module_here:f",
+            {},
+            "raised ModuleNotFoundError: No module named 'no_such_module_here'; .*PYTHONPATH",
+        ),
+        ("needy_rewards:f", {}, "raised ModuleNotFoundError: No module named 'no_such_package_at_all'"),
         ("broken_rewards:f", {}, "raised ZeroDivisionError"),
-        ("own_rewards:nothing", {}, "has no 'nothing'"),
+        ("own_rewards:nothing", {}, "has no attribute 'nothing'; check the name"),
         ("own_rewards:NOT_CALLABLE", {}, "is a int, not callable"),
         ("own_rewards:later", {}, "asynchronous"),
         ("own_rewards:too_few", {}, "unexpected keyword argument"),
         ("own_rewards:good", {"malus": 1}, "unexpected keyword argument 'malus'"),
-        ("own_rewards:good", {"prompt": "x"}, "come from the trainer"),
+        ("own_rewards:good", {"prompt": "x"}, "multiple values for keyword argument 'prompt'; .*rename"),
     ],
 )
 def test_resolve_refusals(own: str, function: str, kwargs: dict[str, Any], message: str) -> None:

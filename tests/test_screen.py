@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from one_step_off.screen import LiveScreen, PlainScreen, clock, figures, open_screen, quiet_libraries, trend
+from one_step_off.screen import Screen, figures, in_clock, quiet_libraries, trend
 
 ROOT = Path(__file__).parents[1]
 
@@ -30,7 +30,7 @@ def row(step: int, reward: float = 0.5) -> dict:
     }  # fmt: skip
 
 
-def a_run(screen: PlainScreen) -> None:
+def a_run(screen: Screen) -> None:
     with screen.working("starting engines"):
         for i in range(11):
             screen.progress("building", i / 10)
@@ -43,7 +43,7 @@ def a_run(screen: PlainScreen) -> None:
 
 def test_plain_lines_are_one_per_step():
     out = io.StringIO()
-    with PlainScreen(out) as screen:
+    with Screen(out) as screen:
         a_run(screen)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
@@ -51,43 +51,98 @@ def test_plain_lines_are_one_per_step():
         "ratio nan  canary nan"
         for i in range(3)
     ]
-    assert [line for line in lines if line.startswith("building")] == [
-        "building: 0%", "building: 30%", "building: 60%", "building: 90%",
-    ]  # fmt: skip
+    assert [line for line in lines if line.startswith("building")] == ["building ..."]
     assert "starting engines ..." in lines and "model        tiny" in lines and "             two" in lines
     assert "\x1b" not in out.getvalue()
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_what_takes_long_is_told_with_the_time_left_ever_more_seldom():
+    out, clock = io.StringIO(), Clock()
+    with Screen(out, clock=clock) as screen, screen.working("reading"):
+        for i in range(100):
+            clock.now += 0.5
+            screen.progress("building (once, then cached)", (i + 1) / 100)
+    assert out.getvalue().splitlines() == [
+        "reading ...",
+        "building (once, then cached) ...",
+        "building (once, then cached): 11% after 0:05, about 0:45 left",
+        "building (once, then cached): 21% after 0:10, about 0:40 left",
+        "building (once, then cached): 41% after 0:20, about 0:30 left",
+        "building (once, then cached): 81% after 0:40, about 0:10 left",
+        "building (once, then cached): 50 s",
+        "reading: 50 s",
+    ]
+
+
+def test_what_failed_is_not_said_to_have_ended():
+    out = io.StringIO()
+    with pytest.raises(ValueError), Screen(out) as screen, screen.working("reading"):
+        raise ValueError
+    assert out.getvalue() == "reading ...\n"
 
 
 def terminal(width: int = 120) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
 
 
+def drawn(screen: Screen, width: int) -> str:
+    """What moves, as it is now."""
+    console = terminal(width)
+    console.print(screen.bars.get_renderable())
+    return " ".join(console.file.getvalue().split())
+
+
 @pytest.mark.parametrize("width", [120, 60])
 def test_the_bar_and_its_figures(width):
-    console = terminal(width)
-    with LiveScreen(console) as screen, screen.training(40):
+    clock = Clock()
+    with Screen(console=terminal(width), clock=clock) as screen, screen.training(40):
+        assert "step 0/40" in drawn(screen, width) and "left" not in drawn(screen, width)
+        clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
             screen.step(row(step, step / 10), 40)
-        drawn = terminal(width)
-        drawn.print(screen._render())
-        text = " ".join(drawn.file.getvalue().split())
+            clock.now += 70.0
+        text = drawn(screen, width)
     for part in (
         "step 10/40",
         "━",
         "25%",
-        "left 1:00",
+        "13:20 left 35:00",
         "reward 0.900 " + "▁▂" * (width > 100),
         "length 12.3",
         "1,234 tok/s",
+        "waits: rollout 0.50 s, trainer 0.05 s",
     ):
         assert part in text
-    assert "waits: rollout 0.50 s, trainer 0.05 s" in text
-    assert screen.live is None
+
+
+def test_other_work_has_a_moving_line_and_leaves_its_time():
+    clock, console = Clock(), terminal()
+    with Screen(console=console, clock=clock) as screen, screen.working("starting [Ray]"):
+        screen.progress("building", 0.0)
+        clock.now = 10.0
+        screen.progress("building", 0.25)
+        clock.now = 20.0
+        screen.progress("building", 0.5)
+        text = drawn(screen, 120)
+        screen.progress("building", 1.0)
+        assert "building" not in drawn(screen, 120)
+    assert "starting [Ray] ━" in text and "50% 0:20 left 0:20" in text
+    assert "starting [Ray]: 20 s" in console.file.getvalue() and "building: 20 s" in console.file.getvalue()
 
 
 def test_the_live_part_goes_and_what_was_said_stays():
     console = terminal()
-    with LiveScreen(console) as screen:
+    with Screen(console=console) as screen:
         a_run(screen)
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
@@ -103,17 +158,16 @@ def test_the_trend_takes_what_is_left_of_the_line():
 
 def test_a_long_command_stays_one_line():
     console = terminal(40)
-    LiveScreen(console).table([("to go on", "python -m " + "x" * 100)])
+    Screen(console=console).table([("to go on", "python -m " + "x" * 100)])
     assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
 
 
 def test_an_error_ends_the_live_part_and_threads():
     before = threading.active_count()
-    screen = LiveScreen(terminal())
+    screen = Screen(console=terminal())
     with pytest.raises(ValueError), screen, screen.training(3):
         screen.progress("building", 0.5)
         raise ValueError
-    assert screen.live is None
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -121,17 +175,17 @@ def test_an_error_ends_the_live_part_and_threads():
 
 
 def test_small_helpers():
-    assert clock(59.6) == "1:00" and clock(3661) == "1:01:01" and clock(-1) == "0:00"
+    assert in_clock(59.6) == "1:00" and in_clock(3661) == "1:01:01" and in_clock(-1) == "0:00"
     assert trend([0, 1]) == "▁█" and trend([1, 1, float("nan")]) == "▁▁" and trend([1]) == ""
     assert "tok/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k}, [])
 
 
 PROGRAM = """
 import sys, time, warnings
-from one_step_off.screen import open_screen
+from one_step_off.screen import Screen
 from tests.test_screen import a_run, row
 try:
-    with open_screen() as screen:
+    with Screen() as screen:
         a_run(screen)
         with screen.training(3):
             screen.step(row(0), 3)
@@ -144,13 +198,13 @@ except RuntimeError as e:
 """
 
 
-def on_a_terminal(program: str, term: str = "xterm") -> str:
+def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
     """What a terminal of 100 columns receives, stdout and stderr."""
     master, slave = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | variables
     done = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
+        stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
     )  # fmt: skip
     os.close(slave)
     out = b""
@@ -178,10 +232,6 @@ def test_in_a_pipe_and_on_a_dumb_terminal_there_are_plain_lines():
     assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00, train") == 4
     assert done.stderr.endswith("error: engine 0 died\n")
     assert "gen 1.00, train" in on_a_terminal(PROGRAM, term="dumb")
-
-
-def test_open_screen_knows_a_pipe(tmp_path):
-    assert type(open_screen(io.StringIO())) is PlainScreen
 
 
 def test_only_known_warnings_are_hidden(caplog):

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,7 +87,7 @@ def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form() -> None:
     assert seen["27 + 2 = 29"] > 1000  # greedy decoding stops there
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
     import torch
@@ -112,7 +113,7 @@ def test_build_random_depends_on_the_seed_alone(tmp_path: Path) -> None:
     state = torch.get_rng_state()
     files = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        path = tiny_qwen.build_random("tiny:qwen2", str(tmp_path / name), seed=seed)
+        path = tiny_qwen.build_random("qwen2", str(tmp_path / name), seed=seed)
         files.append((Path(path) / "model.safetensors").read_bytes())
     assert files[0] == files[1] != files[2]
     assert torch.equal(state, torch.get_rng_state())
@@ -140,13 +141,26 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
     assert tiny_qwen.default_cache_dir() == Path.home() / ".cache" / "one_step_off"
 
 
-def test_another_recipe_is_another_model(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=1)),
+        (tiny_qwen, "VERSION", 0),
+        (tiny_qwen, "CHAT_TEMPLATE", "{{ messages }}"),
+        (word_problems, "NAMES", ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Zoe")),
+    ],
+)
+def test_another_recipe_is_another_model(owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = tiny_qwen.recipe_hash("qwen2", 0)
-    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=1))
+    monkeypatch.setattr(owner, name, value)
     assert tiny_qwen.recipe_hash("qwen2", 0) != before
 
 
-def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_build_is_no_model_and_the_next_one_succeeds(
+    fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tiny_qwen._build_warm
+
     def half(kind: str, seed: int, path: Path, progress: tiny_qwen.Progress) -> None:
         (path / "config.json").write_text("{}")
         raise RuntimeError("disk full")
@@ -154,13 +168,9 @@ def test_a_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(tiny_qwen, "_build_warm", half)
     with pytest.raises(RuntimeError, match="disk full"):
         tiny_qwen.ensure("qwen2", cache_dir=str(tmp_path))
-    assert not [p for p in tmp_path.iterdir() if p.is_dir()]
-
-
-def test_what_a_killed_builder_left_is_swept(fake_build: list[str], tmp_path: Path) -> None:
-    left = tmp_path / f".tiny-qwen2-{tiny_qwen.recipe_hash('qwen2', 0)}.abc"
-    left.mkdir()
+    monkeypatch.setattr(tiny_qwen, "_build_warm", whole)
     path = tiny_qwen.ensure("qwen2", cache_dir=str(tmp_path))
+    assert fake_build == ["qwen2 0"]
     assert [p for p in tmp_path.iterdir() if p.is_dir()] == [Path(path)]
 
 

@@ -45,11 +45,34 @@ def test_rows_ledger_and_summary(tmp_path):
     # Medians and shares over the steps after the first: 3 s and 4 s.
     assert summary["median/time/step_s"] == 3.5
     assert summary["overlap_ratio"] == 3.5 / 1.5
-    assert summary["idle_share/rollout"] == 2 * 0.5 / 7.0
+    assert summary["idle_share/rollout"] == 0.2 / 7.0 + 0.4 / 3.0, "the last step's wait was within the one before"
     assert summary["idle_share/trainer"] == 1 - 3.0 / 7.0
     assert summary["samples_per_s"] == 4 / 7.0
-    assert (summary["reward/first"], summary["reward/last"]) == (1.5, 1.5)
+    assert (summary["reward/first"], summary["reward/last"]) == (0.5, 2.5), "of one step each: they never overlap"
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def rewards_of(tmp_path, steps: int) -> tuple:
+    tracker = Tracker(str(tmp_path), steps, out=io.StringIO())
+    for step in range(steps):
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times())
+    found = tracker.summary()
+    return found["reward/first"], found["reward/last"], found["reward/averaged_steps"]
+
+
+def test_first_and_last_rewards_are_of_different_steps(tmp_path):
+    assert rewards_of(tmp_path, 1) == (0, 0, 1)
+    assert rewards_of(tmp_path, 5) == (0.5, 3.5, 2)
+    assert rewards_of(tmp_path, 20) == (2, 17, 5)
+
+
+def test_unjudged_responses_are_counted_and_told_once(tmp_path):
+    out = io.StringIO()
+    tracker = Tracker(str(tmp_path), 3, out=out)
+    for step, count in enumerate((0.0, 2.0, 1.0)):
+        tracker.step(Batch(step, [sample(0, 2)], (0, 0)), 0, times() | {"reward/timeouts": count})
+    assert out.getvalue().count("warning") == 1 and "reward.timeout_s" in out.getvalue()
+    assert tracker.summary()["reward/timeouts"] == 3
 
 
 def test_a_new_run_does_not_append_to_the_old_ones_files(tmp_path):
@@ -95,7 +118,11 @@ def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
     again.step(Batch(2, [sample(9, 2, row=9)], (0, 0)), 2, times())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2]["val/reward"] == 0.7
-    assert again.summary()["steps"] == 3 and again.evaluations[0]["val/reward"] == 0.5
+    assert (
+        again.summary()["steps"] == 3
+        and again.summary()["steps_before"] == 2
+        and again.evaluations[0]["val/reward"] == 0.5
+    )
 
 
 def test_speed_and_memory_in_rows_and_summary(tmp_path):

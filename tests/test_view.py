@@ -64,7 +64,7 @@ def test_choices(run, capsys):
     [
         (["nowhere"], "error: nowhere: no such folder; give the trainer.output_dir of a run"),
         (["RUN", "--step", "3"], "has no samples of that step; there are 0, 1, 4"),
-        (["RUN", "--val", "1"], "has no evaluation of that version; there are 3"),
+        (["RUN", "--val", "1"], "has no such evaluation; there are 3"),
         (["RUN", "--best", "-1"], "must be at least 0"),
         (["EMPTY"], "holds no samples of any step; a run writes them with logging.sample_dump=true"),
     ],
@@ -93,7 +93,7 @@ def test_a_models_output_does_not_steer_the_terminal(run, capsys):
     assert "\x1b" not in out and "\x07" not in out and "[bold]c" in out
 
 
-def test_frames_on_a_terminal(run):
+def test_colours_on_a_terminal(run):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "one_step_off.view", str(run), "--best", "1"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
@@ -101,4 +101,4 @@ def test_frames_on_a_terminal(run):
     os.close(slave)
     out = os.read(master, 100_000).decode()
     os.close(master)
-    assert done.returncode == 0 and "╭" in out and "best 1 of 1" in out and "[s4p8i0]" in out
+    assert done.returncode == 0 and "\x1b[1m--- best 1 of 1" in out and "[s4p8i0]" in out

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import namedtuple
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
+from agent_loop.single_turn import Generated
 from one_step_off.config import Config
 from one_step_off.rewards import RewardItem
+from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling, engine_args, sample_seed, stamps_of
 
 Span = namedtuple("Span", "version start end")
@@ -46,12 +50,12 @@ class FakeScorer:
         self.delay, self.fail_on = delay, fail_on
         self.score_batch = self
 
-    async def remote(self, items: list[RewardItem]) -> list[float]:
+    async def remote(self, items: list[RewardItem]) -> list[float | None]:
         self.calls.append(len(items))
         await asyncio.sleep(self.delay)
         if any(i.response == self.fail_on for i in items):
             raise ValueError("bad reward")
-        return [float(i.index) for i in items]
+        return [None if i.response == "late" else float(i.index) for i in items]
 
 
 def item(index: int, response: str = "x") -> RewardItem:
@@ -77,6 +81,18 @@ def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
         return await queue.score(item(3))
 
     assert asyncio.run(main()) == 3.0
+
+
+@pytest.mark.parametrize(("response", "reward", "extra"), [("late", 0.0, {"reward_timeout": True}), ("x", 3.0, {})])
+def test_what_could_not_be_judged_in_time_counts_as_zero_and_says_so(response, reward, extra):
+    async def generated(ids, seed, sampling):
+        return Generated(np.arange(2), np.zeros(2), np.zeros(2), 0, "stop")
+
+    replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: response), generated
+    prompt = Prompt((0, 0), np.arange(2), "q", "1")
+    sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
+    assert (sample.reward, sample.extra) == (reward, extra)
 
 
 def test_nothing_is_generated_before_verified_weights():
