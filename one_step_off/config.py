@@ -166,29 +166,39 @@ class RewardModelConfig(BackendConfig):
 class AlgorithmConfig:
     """The objective. mu: the policy that made the tokens; theta: the one being trained."""
 
-    adv_estimator: str = key("grpo", "advantage estimator", choices=("grpo",))
-    norm_adv_by_std: bool = key(True, "GRPO: divide by the group's standard deviation")
+    adv_estimator: str = key("grpo", "advantages: a name of docs/algorithms.md, or your own as module:function")
+    adv_kwargs: dict[str, Any] = key({}, "the estimator's own settings, as {pass_k: 4}")
+    norm_adv_by_std: bool = key(True, "GRPO, pass@k, GDPO: divide by the group's standard deviation")
+    whiten_adv: Optional[bool] = key(None, "whiten advantages over all trained tokens; null: as the estimator's paper")
+    gamma: float = key(1.0, "discount per trained token", low=0.0, high=1.0)
+    lam: float = key(1.0, "GAE's lambda", low=0.0, high=1.0)
+    policy_loss: str = key("vanilla", "a name of docs/algorithms.md, or your own as module:function")
+    policy_loss_kwargs: dict[str, Any] = key({}, "the loss's own settings, as {tau_pos: 1.0}")
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
+    clip_ratio_c: Optional[float] = key(
+        None, "dual clip: bound on the ratio of bad tokens, as 3; null: none", above=1.0
+    )
     loss_agg: str = key(
-        "token-mean", "mean of all tokens, or of each sequence's mean", choices=("token-mean", "sequence-mean")
+        "token-mean",
+        "mean of all tokens, of each sequence's mean, or of its sum over max_response_length (Dr. GRPO)",
+        choices=("token-mean", "sequence-mean", "seq-sum-norm"),
     )
+    filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
-    kl_coef: float = key(0.0, "weight of the KL to the reference; above 0 needs the role ref", low=0.0)
-    kl_place: str = key(
-        "loss", "where that KL goes: a term of the loss, or token by token into the reward", choices=("loss", "reward")
-    )
-    kl_target: Optional[float] = key(
-        None, "reward only: the coefficient adapts until KL per sample is this (nats)", above=0.0
-    )
-    kl_horizon: int = key(10000, "reward only: samples over which it adapts", low=1)
+    kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
+    kl_in_reward: bool = key(False, "put -kl_coef * log(mu/reference) into each token's reward, not into the loss")
+    kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
+    kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
     kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices=("k1", "k2", "k3"))
     old_log_probs: str = key(
         "rollout", "clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute")
     )
     rollout_correction: str = key(
-        "none", "recompute only: weight by proximal/mu, truncated (tis) or masked (mis)", choices=("none", "tis", "mis")
+        "none",
+        "recompute only: weight by proximal/mu, of tokens or sequences: truncated, masked, or a geometric-mean mask",
+        choices=("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mask"),
     )
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
 
@@ -201,6 +211,8 @@ class RewardConfig:
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
+    overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
+    overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)
 
 
 @dataclass

@@ -15,14 +15,24 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.cores import count_gpus
+from one_step_off.policy_losses import POLICY_LOSSES
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
 TRAINED = ("actor", "critic")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
+YOURS = "module:function, of a module in this folder or in PYTHONPATH"
+# What an advantage estimator may need that not every run has, and what a run must have for it.
+NEEDS = {
+    "values": "the role critic; set placement.roles.critic to a pool",
+    "baselines": "a greedy response to each prompt, which no rollout makes yet",
+    "parts": "several rewards; set reward_model.path or reward_model.url",
+    "prob_squares": "the sum of squared probabilities at each token, which the trainer does not compute yet",
+}
 GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
 
@@ -104,7 +114,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
+    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _estimators(cfg)]
     groups += [_sampling(cfg), _engine(cfg, device)]
     groups += [_model(cfg, device), _data(cfg), _reward(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
@@ -198,8 +208,6 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
     if "ref" in roles and a.kl_coef == 0:
         yield "placement.roles.ref: nothing uses it while algorithm.kl_coef=0; remove the role or raise kl_coef"
-    if a.kl_target is not None and a.kl_place != "reward":
-        yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward; set algorithm.kl_place=reward"
     if cfg.trainer.critic_warmup and "critic" not in roles:
         yield f"trainer.critic_warmup={cfg.trainer.critic_warmup}: needs the role critic; set placement.roles.critic"
     if ("reward_model" in roles) != bool(rm.path):
@@ -215,9 +223,7 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
 
 def _algorithm(cfg: Config) -> Iterator[str]:
     a = cfg.algorithm
-    if a.adv_estimator == "grpo" and cfg.rollout.n == 1:
-        yield "rollout.n=1: GRPO compares the samples of one prompt, so one alone teaches nothing; use at least 2"
-    if a.kl_coef > 0 and a.kl_place == "loss" and a.kl_estimator == "k1":
+    if a.kl_coef > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
         yield (
             "algorithm.kl_estimator=k1: estimates the value of the KL, but as a loss its gradient has mean zero and "
             "only adds noise; use k2 or k3"
@@ -319,13 +325,17 @@ def _reward(cfg: Config) -> Iterator[str]:
     spec = cfg.reward.function
     if spec in BUILT_IN_REWARDS:
         return
+    if not _is_yours(spec):
+        yield f"reward.function={show(spec)}: must be gsm8k, math, or your own as {YOURS}"
+
+
+def _is_yours(spec: str) -> bool:
+    """Whether `module:function` names a module that is there; the function is looked up when the run starts."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         # `python -m` finds modules beside the user's config; so must the installed program.
         sys.path.append(os.getcwd())
     named = re.fullmatch(r"([^\W\d]\w*)[\w.]*:[^\W\d][\w.]*", spec)
-    if not named or (named[1] not in sys.modules and importlib.util.find_spec(named[1]) is None):
-        yours = "module:function, of a module in this folder or in PYTHONPATH"
-        yield f"reward.function={show(spec)}: must be gsm8k, math, or your own as {yours}"
+    return bool(named) and (named[1] in sys.modules or importlib.util.find_spec(named[1]) is not None)
 
 
 def _output(cfg: Config) -> Iterator[str]:
@@ -364,3 +374,44 @@ def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:
     if device == "cuda" and (wanted := sum(map(sum, pools.values()))) > num_gpus:
         few = f"{wanted} GPUs, but this machine has {num_gpus}; make the pools smaller, use placement.device=cpu"
         yield f"placement.pools={show(pools)}: {few}, {cluster}"
+
+
+def _estimators(cfg: Config) -> Iterator[str]:
+    """Advantage estimator, policy loss and what belongs to them."""
+    a, n, longest = cfg.algorithm, cfg.rollout.n, cfg.data.max_response_length
+    has = {"values"} if "critic" in cfg.placement.roles else set()
+    has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
+    for registry, spec, own in (
+        (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
+        (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
+    ):
+        if spec not in registry:
+            if not _is_yours(spec):
+                said = nearest(spec, registry, f"known are {', '.join(registry)}")
+                yield f"{registry.key}={show(spec)}: no such name, nor {YOURS}; {said}"
+            continue
+        entry, known = registry[spec], registry[spec].own()
+        for need in entry.needs:
+            if need in NEEDS and need not in has:
+                yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
+        if entry.grouped and n == 1:
+            yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
+        for name, value in getattr(a, own).items():
+            where = f"algorithm.{own}.{show(name)}={show(value)}"
+            if name not in known:
+                yield f"{where}: no such setting of {spec}; {nearest(str(name), known, f'it has {show(list(known))}')}"
+            elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                yield f"{where}: must be a number"
+            elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
+                yield f"{where}: must be a whole number from 2 to rollout.n={n}"
+    known = a.adv_estimator in ADVANTAGE_ESTIMATORS
+    if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
+        yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
+    if a.clip_ratio_c is not None and a.policy_loss not in ("vanilla", "clip_cov"):
+        yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
+    if a.kl_in_reward and a.kl_coef == 0:
+        yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
+    if a.kl_target is not None and not a.kl_in_reward:
+        yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward only; set algorithm.kl_in_reward=true"
+    if cfg.reward.overlong_buffer > longest:
+        yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"

@@ -6,98 +6,30 @@ No I/O, no config object, no collective. Three policies appear throughout:
     proximal  the policy around which PPO clips: mu itself, or the trainer's weights before the update
     theta     the policy being trained
 
-Log-probs are in nats. Sums over micro-batches and ranks are expressed as per-token weights with global
+Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs are in nats. Sums over micro-batches and ranks are expressed as per-token weights with global
 denominators (`token_weights`), so the gradient does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-AdvantageEstimator = Callable[..., np.ndarray]
-ADVANTAGE_ESTIMATORS: dict[str, AdvantageEstimator] = {}
-
-LOG_RATIO_LIMIT = 20.0
-"""exp(20) = 4.9e8 is far outside every clip range, yet finite in float32. Without the limit one token with a
-log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass turns the whole gradient into NaN."""
-
-
-def register(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
-    """Make an advantage estimator known by `name`, the value of `algorithm.adv_estimator`.
-
-    An estimator takes (rewards [B], groups of length B, norm_by_std) and returns float32 [B].
-    """
-
-    def add(function: AdvantageEstimator) -> AdvantageEstimator:
-        if name in ADVANTAGE_ESTIMATORS:
-            raise ValueError(f"an advantage estimator named {name!r} exists already")
-        ADVANTAGE_ESTIMATORS[name] = function
-        return function
-
-    return add
-
-
-def advantages(
-    name: str, rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable], norm_by_std: bool = True
-) -> np.ndarray:
-    """Advantages by the registered estimator `name`; float32 [B], one per sample."""
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise KeyError(f"no advantage estimator {name!r}; known: {sorted(ADVANTAGE_ESTIMATORS)}")
-    values = np.asarray(rewards, dtype=np.float64)
-    if values.shape != (len(groups),):
-        raise ValueError(f"rewards have shape {values.shape}, but there are {len(groups)} groups' names")
-    if not np.isfinite(values).all():
-        raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(values))[0])} is not finite")
-    return ADVANTAGE_ESTIMATORS[name](values, groups, norm_by_std).astype(np.float32)
-
-
-@register("grpo")
-def grpo(rewards: np.ndarray, groups: Sequence[Hashable], norm_by_std: bool = True, eps: float = 1e-6) -> np.ndarray:
-    """Group-relative advantages (GRPO, arXiv:2402.03300, section 4.1.2, outcome supervision).
-
-        A_i = (r_i - mean(r)) / (std(r) + eps)          over the samples i of one prompt
-
-    `std` is the sample standard deviation (n - 1), as in common implementations. Without `norm_by_std`
-    the division is left out (Dr. GRPO, arXiv:2503.20783). A group without variance gives exact zeros:
-    rounding in the mean must not be blown up by 1 / eps. A group of one is such a group: its only
-    baseline is itself, so it teaches nothing.
-
-    Args:
-        rewards: [B], any unit.
-        groups: B names; equal names form a group, wherever they stand.
-
-    Returns:
-        [B], in standard deviations, or in the unit of the reward without normalisation.
-    """
-    members: dict[Hashable, list[int]] = {}
-    for i, group in enumerate(groups):
-        members.setdefault(group, []).append(i)
-    result = np.zeros(len(rewards), dtype=np.float64)
-    for index in members.values():
-        r = rewards[index]
-        if len(r) == 1 or r.max() == r.min():
-            continue
-        centred = r - r.mean()
-        result[index] = centred / (r.std(ddof=1) + eps) if norm_by_std else centred
-    return result
-
-
-def to_tokens(per_sample: np.ndarray, loss_masks: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Give every trained token its sample's value: B values and B masks [R_i] -> B float32 arrays [R_i]."""
-    return [np.where(mask, value, 0.0).astype(np.float32) for value, mask in zip(per_sample, loss_masks, strict=True)]
+from one_step_off.policy_losses import LOG_RATIO_LIMIT, ratio_of
 
 
 def token_weights(
-    lengths: Sequence[int] | np.ndarray, agg: str, global_tokens: int, global_sequences: int
+    lengths: Sequence[int] | np.ndarray, agg: str, global_tokens: int, global_sequences: int, longest: int = 1
 ) -> np.ndarray:
     """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
 
         token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 8)
         sequence-mean  w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
+        seq-sum-norm   w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
 
     The denominators count the whole mini-batch over all ranks, so parts simply add up.
 
@@ -105,6 +37,7 @@ def token_weights(
         lengths: trained tokens of each sequence, [B].
         global_tokens: trained tokens of the whole mini-batch.
         global_sequences: sequences of the whole mini-batch with at least one trained token.
+        longest: a constant: the most tokens that a response may have.
 
     Returns:
         float64 [B]; 0 for a sequence without trained tokens.
@@ -114,82 +47,51 @@ def token_weights(
         return np.where(n > 0, 1.0 / max(global_tokens, 1), 0.0)
     if agg == "sequence-mean":
         return np.where(n > 0, 1.0 / (np.maximum(n, 1) * max(global_sequences, 1)), 0.0)
+    if agg == "seq-sum-norm":
+        return np.where(n > 0, 1.0 / (longest * max(global_sequences, 1)), 0.0)
     raise ValueError(f"unknown loss aggregation {agg!r}")
 
 
-def ratio_of(log_probs: torch.Tensor, old_log_probs: torch.Tensor) -> torch.Tensor:
-    """exp(log_probs - old_log_probs), with the log-ratio held within ±LOG_RATIO_LIMIT. Any equal shapes.
-
-    Beyond the limit the gradient is zero: such a token is broken evidence, not a direction to follow.
-    """
-    return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    advantage: torch.Tensor,
-    clip_low: float,
-    clip_high: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped surrogate per token (PPO, arXiv:1707.06347, eq. 7; two clip ranges: DAPO, arXiv:2503.14476, eq. 8).
-
-        l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
-
-    Args:
-        log_probs: log theta(token), [n]; the gradient flows through it.
-        old_log_probs: log of the policy clipped around, [n].
-        advantage: [n].
-
-    Returns:
-        The loss [n] (to be minimised), and bool [n]: where the clip binds, so that the gradient is zero.
-    """
-    ratio = ratio_of(log_probs, old_log_probs)
-    free = ratio * advantage
-    held = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
-    return -torch.minimum(free, held), (held < free).detach()
-
-
 def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip_range: float
+    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Clipped value loss per token (PPO as in its authors' code; Engstrom et al., arXiv:2005.12729, eq. 2).
+    """Squared error of a critic; clipped as PPO's code has it (arXiv:2005.12729, section 3; not in the PPO paper).
 
-        l = max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2
+        l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
     Args:
-        values: V, [n]; the gradient flows through it.
-        old_values, returns: [n].
-        clip_range: c, in units of the value.
+        values: [n]; the gradient flows through it.
+        old_values: [n], before the update, in the unit of the reward.
+        returns: [n].
+        clip: how far a value may move, in the unit of the reward; None: as far as it likes.
 
     Returns:
-        The loss [n], and bool [n]: where the clip binds.
+        The loss [n], and bool [n]: where the clip binds, so that the gradient is zero.
     """
-    held = old_values + (values - old_values).clamp(-clip_range, clip_range)
-    free_error, held_error = (values - returns).square(), (held - returns).square()
-    return 0.5 * torch.maximum(free_error, held_error), (held_error > free_error).detach()
+    free = (values - returns).square()
+    if clip is None:
+        return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
+    held = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    return 0.5 * torch.maximum(free, held), (held > free).detach()
 
 
-def correction_weights(
-    proximal_log_probs: torch.Tensor, mu_log_probs: torch.Tensor, mode: str, cap: float
-) -> torch.Tensor:
-    """Importance weight proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
+@dataclass
+class KLController:
+    """The coefficient of a KL penalty: fixed without a `target`, else adaptive (arXiv:1909.08593, section 2.2).
 
-        none  1                                (the proximal policy is taken for the sampling policy)
-        tis   min(w, cap)                      truncated
-        mis   w where w <= cap, else 0         masked
+        value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
 
-    Returns:
-        [n], detached: the weight says how much a token counts and is nothing to optimise.
+    kl and target: nats per response. `horizon`: samples in which a lasting error of 20 % changes it by about 20 %.
     """
-    if mode == "none":
-        return torch.ones_like(proximal_log_probs)
-    weight = ratio_of(proximal_log_probs, mu_log_probs).detach()
-    if mode == "tis":
-        return weight.clamp(max=cap)
-    if mode == "mis":
-        return torch.where(weight <= cap, weight, torch.zeros_like(weight))
-    raise ValueError(f"unknown rollout correction {mode!r}")
+
+    value: float
+    target: float | None = None
+    horizon: int = 10000
+
+    def update(self, kl: float, samples: int) -> None:
+        """After a batch of `samples` responses whose mean KL was `kl`."""
+        if self.target is not None:
+            self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon
 
 
 def kl(log_p: torch.Tensor, log_q: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
@@ -244,7 +146,7 @@ def token_stats(
 
     Args:
         log_probs, mu_log_probs: [n], nats.
-        clipped: bool [n], from `policy_loss`.
+        clipped: bool [n], from the policy loss.
 
     Returns:
         sums: ratio (theta / mu), clip (tokens whose clip binds), approx_kl (k3 of KL(mu || theta)),

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from one_step_off import batching, core_algos, fsdp_model
+from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
@@ -243,7 +243,11 @@ class TrainedWorker(ModelWorker):
         trained = [int(s.loss_mask.sum()) for s in samples]
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
         weights = core_algos.token_weights(
-            trained, self.cfg.algorithm.loss_agg, sum(trained), sum(n > 0 for n in trained)
+            trained,
+            self.cfg.algorithm.loss_agg,
+            sum(trained),
+            sum(n > 0 for n in trained),
+            self.cfg.data.max_response_length,
         )
         for micro in self._plan([s.length for s in samples])[self.rank]:
             wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
@@ -258,17 +262,22 @@ class TrainedWorker(ModelWorker):
             stats.add("tokens_total", sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, torch.Tensor]:
-        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each."""
+        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each.
+
+        And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
+        """
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
         empty = np.zeros(0)
-        return {
+        of = {
             name: self._tensor(
                 np.concatenate([empty, *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
             )
             for name, arrays in columns.items()
         }
+        counts = [n for n in (int(m.sum()) for m in masks) if n]
+        return of | {"sequence": self._tensor(np.repeat(np.arange(len(counts)), counts).astype(np.int64))}
 
     def _optimizer_step(self, stats: Stats) -> float:
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
@@ -403,7 +412,7 @@ class PolicyWorker(TrainedWorker):
         columns = {"mu": [s.log_probs for s in batch.samples], "advantage": batch.advantages}
         if self.cfg.algorithm.old_log_probs == "recompute":
             columns["proximal"] = batch.old_log_probs
-        if self.cfg.algorithm.kl_coef > 0 and self.cfg.algorithm.kl_place == "loss":
+        if self.cfg.algorithm.kl_coef > 0 and not self.cfg.algorithm.kl_in_reward:
             columns["ref"] = batch.ref_log_probs
         return columns
 
@@ -417,14 +426,18 @@ class PolicyWorker(TrainedWorker):
         high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
         decoupled = algorithm.old_log_probs == "recompute"
         old = of["proximal"] if decoupled else of["mu"]
-        per_token, clipped = core_algos.policy_loss(log_probs, old, of["advantage"], low, high)
+        inputs = policy_losses.LossInputs(
+            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, algorithm.clip_ratio_c
+        )
+        policy_loss = policy_losses.POLICY_LOSSES.find(algorithm.policy_loss).function
+        per_token, clipped = policy_loss(inputs, **algorithm.policy_loss_kwargs)
         if decoupled:
-            per_token = per_token * core_algos.correction_weights(
-                old, of["mu"], algorithm.rollout_correction, algorithm.rollout_correction_cap
+            per_token = per_token * policy_losses.correction_weights(
+                old, of["mu"], of["sequence"], algorithm.rollout_correction, algorithm.rollout_correction_cap
             )
         policy = (of["weight"] * per_token).sum()
         loss = policy - algorithm.entropy_coef * (of["weight"] * entropies).sum()
-        if "ref" in of:
+        if "ref" in of and not algorithm.kl_in_reward:
             divergence = core_algos.kl(log_probs, of["ref"], algorithm.kl_estimator)
             loss = loss + algorithm.kl_coef * (of["weight"] * divergence).sum()
             stats.add("kl", divergence.detach().sum())

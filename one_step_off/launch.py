@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, Any
 
 from one_step_off import checkpoint
 from one_step_off import data as data_room
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
+from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
@@ -92,6 +94,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
     for line in data.lines():
         say(line)
     resolve_reward(cfg.reward)
+    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
+    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
     scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(len(data.stream)) if len(p.ids) > 1]
     if not scorable:
@@ -306,7 +310,7 @@ async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed
     await team.load_state(str(path.resolve()))
     tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
-    return Resumed(state["step"], samples, state["generate_s"])
+    return Resumed(state["step"], samples, state["generate_s"], state.get("kl_coef"))
 
 
 @contextlib.contextmanager

@@ -12,12 +12,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from one_step_off import core_algos
+import numpy as np
+
+from one_step_off import advantages
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config
+from one_step_off.core_algos import KLController
 from one_step_off.reward_models import mix
 from one_step_off.samples import Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
@@ -42,6 +45,7 @@ class Resumed:
     step: int
     samples: list[Sample] | None
     generate_s: float
+    kl_coef: float | None = None
 
 
 class Stopped(Exception):
@@ -53,6 +57,12 @@ def first_cause(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+def _parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
+    """The parts of the rewards, name -> float64 [B]; None where they have none."""
+    found = [s.extra.get("reward_parts") for s in samples]
+    return {name: np.array([one[name] for one in found]) for name in found[0]} if all(found) else None
 
 
 class Pipeline:
@@ -74,6 +84,10 @@ class Pipeline:
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
         self.oldest = self.start if not (resumed and resumed.samples) else 0
+        a = cfg.algorithm
+        self.kl = KLController(a.kl_coef, a.kl_target, a.kl_horizon)
+        if a.kl_target is not None and resumed and resumed.kl_coef is not None:
+            self.kl.value = resumed.kl_coef
         self.incarnation = 0
         self.synced = -1
         self.canary: dict[str, float] = {}
@@ -146,6 +160,7 @@ class Pipeline:
             "generate_s": self.last_generate_s if batch else 0.0,
             "evaluations": self.tracker.evaluations,
             "unwritten": self.tracker.unwritten,
+            "kl_coef": self.kl.value,
         }
         path = await self.checkpointer.save(step, batch.samples if batch else None, state)
         self.tracker.say(f"checkpoint of step {step} in {path} ({time.perf_counter() - begin:.2f} s)")
@@ -201,7 +216,7 @@ class Pipeline:
         """
         begin = time.perf_counter()
         await self._consult(batch)
-        metrics = self._prepare(batch)
+        metrics = self._advantages(batch)
         prepared = time.perf_counter() - begin
         learn = batch.step >= self.cfg.trainer.critic_warmup
         updates = [self.roles.actor.update(batch, learn)]
@@ -229,17 +244,36 @@ class Pipeline:
             else:
                 setattr(batch, name, found)
 
-    def _prepare(self, batch: Batch) -> dict[str, float]:
-        """Advantages, and returns for a critic; metrics of the KL in the reward."""
-        algorithm = self.cfg.algorithm
-        per_sample = core_algos.advantages(
-            algorithm.adv_estimator,
-            [s.reward for s in batch.samples],
-            [s.prompt_id for s in batch.samples],
-            algorithm.norm_adv_by_std,
+    def _advantages(self, batch: Batch) -> dict[str, float]:
+        """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""
+        longest, a, reward = self.cfg.data.max_response_length, self.cfg.algorithm, self.cfg.reward
+        samples, metrics, token_rewards = batch.samples, {}, None
+        if a.filter_overlong:
+            cut = [s.finish_reason == "length" for s in samples]
+            masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
+            samples = batch.samples = [replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)]
+        if a.kl_in_reward:
+            log_ratios = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
+            token_rewards = [-self.kl.value * x for x in log_ratios]
+            sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
+            metrics = {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
+            self.kl.update(metrics["kl/response"], len(samples))
+        shaping = advantages.overlong_penalty(
+            [len(s.response_ids) for s in samples], longest, reward.overlong_buffer, reward.overlong_penalty
         )
-        batch.advantages = core_algos.to_tokens(per_sample, [s.loss_mask for s in batch.samples])
-        return {}
+        trajectories = advantages.Trajectories(
+            rewards=np.array([s.reward for s in samples]) + shaping,
+            groups=[s.prompt_id for s in samples],
+            masks=[s.loss_mask for s in samples],
+            token_rewards=token_rewards,
+            values=batch.values,
+            parts=_parts(samples),
+            log_probs=[s.log_probs for s in samples],
+        )
+        options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
+        found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
+        batch.advantages, batch.returns = found.advantages, found.returns
+        return metrics
 
     def _evaluate_if_due(self, version: int) -> None:
         freq = self.cfg.trainer.test_freq

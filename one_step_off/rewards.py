@@ -10,11 +10,8 @@ import importlib
 import inspect
 import logging
 import math as _math
-import operator
-import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +19,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from one_step_off import registry
 from one_step_off.config import ConfigError, RewardConfig
 from one_step_off.samples import PromptId
 
@@ -149,20 +147,7 @@ def _load(spec: str) -> Any:
         raise ConfigError(
             f"reward.function={spec!r}: unknown; use one of {', '.join(BUILT_IN)}, or your own as module:function"
         )
-    if not {"", os.getcwd()} & set(sys.path):
-        # `python -m` finds modules beside the user's config, and so must a worker process.
-        sys.path.append(os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as e:
-        raise ConfigError(
-            f"reward.function={spec!r}: importing {module_name!r} raised {type(e).__name__}: {_one_line(e)}; mend it, "
-            "or start in its folder, or set PYTHONPATH"
-        ) from e
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError as e:
-        raise ConfigError(f"reward.function={spec!r}: {_one_line(e)}; check the name") from e
+    return registry.load("reward.function", spec)
 
 
 def resolve(cfg: RewardConfig) -> RewardFunction:

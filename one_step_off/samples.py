@@ -72,8 +72,9 @@ class Sample:
 class Batch:
     """The samples of one training step, ordered by (position of the prompt in the step, index).
 
-    `advantages`, `old_log_probs`, `ref_log_probs`, and the critic's `values` and `returns`, hold one float32 [R] array
-    per sample, or are None where the step does not use them. `old_log_probs` is the proximal policy of decoupled PPO.
+    `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
+    where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
+    learn). `old_log_probs` is the proximal policy of decoupled PPO.
     `expected` is the one stamp that every token must carry.
     """
 

@@ -107,7 +107,19 @@ BAD = [
     (["rollout.top_k=50"], ["rollout.top_k=50", "another distribution", "remove it"]),
     (["pipeline.staleness=2"], ["pipeline.staleness=2", "at most 1"]),
     (["model.dtype=bfloat61"], ["model.dtype=bfloat61", "one of bfloat16, float32"]),
-    (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "grpo"]),
+    (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "did you mean gae?"]),
+    (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic"]),
+    (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_estimator=gdpo", "parts of each reward"]),
+    (["algorithm.adv_estimator=no_such_module:f"], ["no_such_module:f", "module:function"]),
+    (["algorithm.adv_kwargs.pass_k=2"], ["adv_kwargs.pass_k=2", "no such setting of grpo"]),
+    (["algorithm.adv_estimator=grpo_passk", "algorithm.adv_kwargs.pass_k=99"], ["pass_k=99", "from 2 to rollout.n"]),
+    (["algorithm.policy_loss=gsp"], ["algorithm.policy_loss=gsp", "did you mean gspo?"]),
+    (["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau=1"], ["kwargs.tau=1", "did you mean tau_"]),
+    (["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau_neg=x"], ["tau_neg=x", "must be a number"]),
+    (["algorithm.policy_loss=gspo", "algorithm.clip_ratio_c=3"], ["clip_ratio_c=3", "gspo"]),
+    (["algorithm.kl_in_reward=true"], ["kl_in_reward=true", "raise kl_coef"]),
+    (["algorithm.kl_target=6"], ["kl_target=6", "kl_in_reward=true"]),
+    (["reward.overlong_buffer=100000"], ["overlong_buffer=100000", "max_response_length"]),
     (["actor.betas=[0.9]"], ["actor.betas=[0.9]", "two numbers"]),
     (["actor.betas=[0.9, 1.0]"], ["actor.betas=[0.9, 1.0]", "below 1"]),
     (["actor.fsdp_size=0"], ["actor.fsdp_size=0", "-1"]),
@@ -499,7 +511,7 @@ def test_what_goes_to_vllm_has_vllms_names() -> None:
 
 
 def test_the_config_rooms_import_no_room_above_them() -> None:
-    rooms = ("config", "config_io", "config_checks", "cores")
+    rooms = ("config", "config_io", "config_checks", "cores", "registry", "advantages", "policy_losses")
     for room in rooms:
         tree = ast.parse((ROOT / "one_step_off" / f"{room}.py").read_text())
         for node in ast.walk(tree):

@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 import transformers
 
 from one_step_off import core_algos
+from one_step_off.advantages import to_tokens
 from one_step_off.config import Config, ConfigError
 from one_step_off.fsdp_model import check_head, check_layout
 from one_step_off.fsdp_workers import PolicyWorker
@@ -108,7 +109,7 @@ def make_batch(path, prompts=4, n=3, seed=0, version=3):
             samples.append(s)
     values = rng.normal(0, 1, len(samples))
     batch = Batch(step=4, samples=samples, expected=(0, version))
-    batch.advantages = core_algos.to_tokens(values, [s.loss_mask for s in samples])
+    batch.advantages = to_tokens(values, [s.loss_mask for s in samples])
     batch.ref_log_probs = [s.log_probs + rng.normal(0, 0.2, len(s.log_probs)).astype(np.float32) for s in samples]
     batch.old_log_probs = [s.log_probs + rng.normal(0, 0.3, len(s.log_probs)).astype(np.float32) for s in samples]
     return batch
@@ -195,20 +196,28 @@ def by_hand(path, batch, cfg):
         ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
         p = len(s.prompt_ids)
         all_log_p = (model(ids[None], use_cache=False).logits[0] / 0.7)[p - 1 : -1].log_softmax(-1)
+        at = torch.from_numpy(np.flatnonzero(s.loss_mask))
+        gaps = (batch.old_log_probs[i] - s.log_probs)[s.loss_mask]
         for t in np.flatnonzero(s.loss_mask):
             log_p, mu = all_log_p[t, ids[p + t]], float(s.log_probs[t])
             old = float(batch.old_log_probs[i][t]) if a.old_log_probs == "recompute" else mu
             adv, r = float(batch.advantages[i][t]), torch.exp(log_p - old)
+            if a.policy_loss == "gspo":
+                r = torch.exp((all_log_p[at, ids[p + at]] - torch.from_numpy(batch.old_log_probs[i])[at]).mean())
             term = -torch.minimum(r * adv, torch.clamp(r, 1 - a.clip_ratio_low, 1 + a.clip_ratio_high) * adv)
             if a.rollout_correction == "tis":
                 term = term * min(np.exp(old - mu), a.rollout_correction_cap)
             if a.rollout_correction == "mis":
                 w = np.exp(old - mu)
                 term = term * (w if w <= a.rollout_correction_cap else 0.0)
+            if a.rollout_correction == "geo-mask":
+                w = np.exp(gaps.mean())
+                term = term * (1.0 if 1 / a.rollout_correction_cap <= w <= a.rollout_correction_cap else 0.0)
             gap = float(batch.ref_log_probs[i][t]) - log_p
             term = term + a.kl_coef * (torch.exp(gap) - 1 - gap)
             term = term + a.entropy_coef * (all_log_p[t].exp() * all_log_p[t]).sum()
-            denominator = tokens if a.loss_agg == "token-mean" else int(s.loss_mask.sum()) * len(alive)
+            longest = cfg.data.max_response_length if a.loss_agg == "seq-sum-norm" else int(s.loss_mask.sum())
+            denominator = tokens if a.loss_agg == "token-mean" else longest * len(alive)
             loss = loss + term / denominator
     loss.backward()
     return loss.item(), {n: p.grad.numpy() for n, p in model.named_parameters()}
@@ -222,6 +231,12 @@ OBJECTIVES = {
     "sequence-mean": {**CLIP, "algorithm__loss_agg": "sequence-mean"},
     "tis": {**DECOUPLED, "algorithm__rollout_correction": "tis"},
     "mis": {**DECOUPLED, "algorithm__rollout_correction": "mis"},
+    "sequences": {
+        **DECOUPLED,
+        "algorithm__policy_loss": "gspo",
+        "algorithm__rollout_correction": "geo-mask",
+        "algorithm__loss_agg": "seq-sum-norm",
+    },
 }
 
 

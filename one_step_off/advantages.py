@@ -1,0 +1,374 @@
+"""Advantage estimators: by how much each trained token did better than expected. Pure numpy, for the driver.
+
+    estimate("grpo", Trajectories(rewards, groups, masks)).advantages     # one float32 [R] per trajectory
+
+An estimator takes (Trajectories, Options), and its own settings by keyword; it returns float [B] (one value per
+trajectory, given to all its trained tokens), or one float array [R] per trajectory, or a pair of that and the returns
+a critic is to learn. Registered with a decorator here, it is known to `algorithm.adv_estimator`; one of your own
+comes in as `module:function`. Formulas and sources: docs/algorithms.md.
+
+Only tokens whose mask is True exist for the estimators. Time steps go from one trained token to the next: a tool's
+output between two turns is skipped, and the trajectory's reward falls on the last trained token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import comb
+from typing import Any
+
+import numpy as np
+
+from one_step_off.registry import Registry
+
+Arrays = list[np.ndarray]
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Trajectories:
+    """What estimators see of a batch of B trajectories; arrays per token have the length R of the response.
+
+    Attributes:
+        rewards: float [B], the outcome's score.
+        groups: B names; equal names are samples of one prompt, wherever they stand.
+        masks: bool [R]; True where the policy made the token and it is trained.
+        token_rewards: float [R], added at each token, as -beta * KL; None: all zero.
+        values: float [R], the critic's.
+        parts: the reward's parts, name -> float [B].
+        baselines: float [B], the reward of the prompt's greedy response.
+        log_probs: float [R], nats: log mu(token).
+        prob_squares: float [R]: sum of mu(v)^2 over the vocabulary, at each token.
+    """
+
+    rewards: np.ndarray
+    groups: Sequence[Hashable]
+    masks: Arrays
+    token_rewards: Arrays | None = None
+    values: Arrays | None = None
+    parts: dict[str, np.ndarray] | None = None
+    baselines: np.ndarray | None = None
+    log_probs: Arrays | None = None
+    prob_squares: Arrays | None = None
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Trained tokens of each trajectory, int64 [B]."""
+        return np.array([int(m.sum()) for m in self.masks], dtype=np.int64)
+
+    @cached_property
+    def alive(self) -> np.ndarray:
+        """bool [B, T]: whether trajectory i has a t-th trained token; T is the largest of `lengths`."""
+        return np.arange(max(self.lengths, default=0)) < self.lengths[:, None]
+
+    @cached_property
+    def members(self) -> list[np.ndarray]:
+        """The positions of each group's samples."""
+        found: dict[Hashable, list[int]] = {}
+        for i, group in enumerate(self.groups):
+            found.setdefault(group, []).append(i)
+        return [np.array(index) for index in found.values()]
+
+    @cached_property
+    def totals(self) -> np.ndarray:
+        """float64 [B]: the outcome's reward and those of the trained tokens together."""
+        if self.token_rewards is None:
+            return self.rewards
+        return self.rewards + self.rows(self.token_rewards).sum(1)
+
+    def rows(self, arrays: Arrays) -> np.ndarray:
+        """The trained tokens' values side by side, float64 [B, T], with zeros behind the end."""
+        result = np.zeros(self.alive.shape)
+        result[self.alive] = np.concatenate([a[m] for a, m in zip(arrays, self.masks, strict=True)] or [np.zeros(0)])
+        return result
+
+    def step_rewards(self) -> np.ndarray:
+        """float64 [B, T]: the reward of each step, the outcome's on the last one."""
+        result = self.rows(self.token_rewards) if self.token_rewards is not None else np.zeros(self.alive.shape)
+        some = np.flatnonzero(self.lengths)
+        result[some, self.lengths[some] - 1] += self.rewards[some]
+        return result
+
+    def per_token(self, rows: np.ndarray) -> Arrays:
+        """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
+        result = [np.zeros(len(m), dtype=np.float32) for m in self.masks]
+        for token, mask, row, n in zip(result, self.masks, rows, self.lengths, strict=True):
+            token[mask] = row[:n]
+        return result
+
+    def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
+        """Apply `function` to the columns [B] of every group; float64 [B]."""
+        result = np.zeros(len(self.groups))
+        for index in self.members:
+            result[index] = function(*(column[index] for column in columns))
+        return result
+
+
+@dataclass(frozen=True)
+class Options:
+    """gamma: discount per trained token; lam: GAE's lambda; norm_by_std: divide by the group's standard deviation."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_by_std: bool = True
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Advantages, and what a critic is to learn (None without a critic): one float32 [R] per trajectory."""
+
+    advantages: Arrays
+    returns: Arrays | None = None
+
+
+ADVANTAGE_ESTIMATORS = Registry("algorithm.adv_estimator")
+register = ADVANTAGE_ESTIMATORS.register
+
+
+def estimate(
+    name: str, t: Trajectories, options: Options | None = None, whiten: bool | None = None, **own: Any
+) -> Estimate:
+    """Advantages by the estimator `name`, registered or `module:function`.
+
+    Args:
+        whiten: shift and scale over all trained tokens to mean 0 and deviation 1; None: as the estimator's source does.
+        own: the estimator's own settings.
+
+    Raises:
+        ConfigError: no such estimator.
+        ValueError: shapes that do not fit, a reward that is not finite, or something the estimator needs is missing.
+    """
+    entry = ADVANTAGE_ESTIMATORS.find(name)
+    t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
+    if t.rewards.shape != (len(t.groups),) or len(t.masks) != len(t.groups):
+        raise ValueError(
+            f"rewards have shape {t.rewards.shape}, with {len(t.groups)} groups' names and {len(t.masks)} masks"
+        )
+    if not np.isfinite(t.rewards).all():
+        raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
+    for field in entry.needs:
+        if getattr(t, field) is None:
+            raise ValueError(f"the advantage estimator {name} needs {field}")
+    result, returns = entry.function(t, options or Options(), **own), None
+    if isinstance(result, tuple):
+        result, returns = result
+    if isinstance(result, np.ndarray):
+        result = to_tokens(result, t.masks)
+    if [len(a) for a in result] != [len(m) for m in t.masks]:
+        raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
+    if entry.whitens if whiten is None else whiten:
+        result = whitened(result, t.masks)
+    return Estimate(result, returns)
+
+
+def to_tokens(per_sample: np.ndarray, loss_masks: Sequence[np.ndarray]) -> Arrays:
+    """Give every trained token its sample's value: B values and B masks [R_i] -> B float32 arrays [R_i]."""
+    values = per_sample.astype(np.float32)
+    return [np.where(mask, value, 0.0).astype(np.float32) for value, mask in zip(values, loss_masks, strict=True)]
+
+
+def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
+    """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean.
+
+    Equal values, and a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps.
+    """
+    if len(x) < 2 or x.max() == x.min():
+        return np.zeros(len(x))
+    centred = x - x.mean()
+    return centred / (x.std(ddof=1) + EPS) if scale else centred
+
+
+def whitened(advantages: Arrays, masks: Arrays) -> Arrays:
+    """Shift and scale to mean 0 and deviation 1 over the trained tokens of the whole batch; others become 0."""
+    flat = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)])
+    flat, ends = standardised(flat.astype(np.float64)), np.cumsum([m.sum() for m in masks])
+    result = [np.zeros(len(m), dtype=np.float32) for m in masks]
+    for token, mask, part in zip(result, masks, np.split(flat, ends[:-1]), strict=True):
+        token[mask] = part
+    return result
+
+
+def discounted(x: np.ndarray, factor: float) -> np.ndarray:
+    """y_t = x_t + factor * y_{t+1} along the rows of [B, T]."""
+    y = np.ascontiguousarray(x.T)
+    for t in range(len(y) - 2, -1, -1):
+        y[t] += factor * y[t + 1]
+    return y.T
+
+
+# ---- with a critic ----------------------------------------------------------------------------------------------
+
+
+@register("gae", needs=("values",), whitens=True)
+def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
+    """GAE (arXiv:1506.02438, eq. 16); PPO's advantages and returns (arXiv:1707.06347, eq. 11 and 12).
+
+        delta_t = r_t + gamma V_{t+1} - V_t     A_t = delta_t + gamma lam A_{t+1}     return_t = A_t + V_t
+
+    t counts trained tokens; after the last one V = 0. The returns come from the advantages before whitening.
+    """
+    values = t.rows(t.values)
+    following = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
+    advantages = discounted(t.step_rewards() + o.gamma * following - values, o.gamma * o.lam)
+    return t.per_token(advantages), t.per_token(advantages + values)
+
+
+# ---- one value per trajectory, against the others of its prompt ---------------------------------------------------
+
+
+@register("grpo", grouped=True)
+def grpo(t: Trajectories, o: Options) -> np.ndarray:
+    """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps).
+
+    A group without variance, so also a group of one, teaches nothing: exact zeros.
+    """
+    return t.per_group(lambda r: standardised(r, o.norm_by_std), t.totals)
+
+
+@register("dr_grpo", grouped=True)
+def dr_grpo(t: Trajectories, o: Options) -> np.ndarray:
+    """Dr. GRPO (arXiv:2503.20783, section 3.2): A_i = r_i - mean(r). Its loss is loss_agg=seq-sum-norm."""
+    return t.per_group(lambda r: standardised(r, False), t.totals)
+
+
+@register("rloo", grouped=True)
+def rloo(t: Trajectories, o: Options) -> np.ndarray:
+    """RLOO (arXiv:2402.14740): A_i = r_i - mean of the others = (r_i - mean(r)) n / (n - 1)."""
+    return t.per_group(lambda r: standardised(r, False) * len(r) / max(len(r) - 1, 1), t.totals)
+
+
+@register("opo", grouped=True)
+def opo(t: Trajectories, o: Options) -> np.ndarray:
+    """OPO (arXiv:2505.23585): A_i = r_i - sum_j(len_j r_j) / sum_j(len_j), len in trained tokens.
+
+    The baseline of least variance where every token's gradient has the same norm and is orthogonal to the others'.
+    """
+    return t.per_group(
+        lambda r, n: r - (n * r).sum() / max(n.sum(), 1) if r.max() > r.min() else 0 * r, t.totals, t.lengths
+    )
+
+
+@register("gpg", grouped=True)
+def gpg(t: Trajectories, o: Options) -> np.ndarray:
+    """GPG (arXiv:2504.02546): A_i = alpha (r_i - mean(r)), alpha = B / (B - M).
+
+    M samples stand in groups without variance, which give no gradient; alpha makes up for them in the mean.
+    """
+    centred = t.per_group(lambda r: standardised(r, False), t.totals)
+    useful = t.per_group(lambda r: np.full(len(r), r.max() > r.min()), t.totals).sum()
+    return centred * len(centred) / max(useful, 1)
+
+
+@register("grpo_passk", grouped=True)
+def grpo_passk(t: Trajectories, o: Options, *, pass_k: int | None = None) -> np.ndarray:
+    """Pass@k, or the largest of k rewards (arXiv:2505.15201, s^(loo-1), times n / k; k = n: arXiv:2503.19595).
+
+        A_i = mean over the sets I of k samples with i in them of (max_I r - max_{I without i} r)
+
+    In ranks r_(1) <= ... <= r_(n): A_(i) = sum_{j<i} C(j-1, k-2) (r_(i) - r_(j)) / C(n-1, k-1). With norm_by_std
+    divided by the group's deviation. pass_k None, or larger than the group: the whole group.
+    """
+    if pass_k is not None and pass_k < 2:
+        raise ValueError(f"pass_k={pass_k}: must be at least 2; pass@1 is what grpo and rloo train")
+
+    def one(r: np.ndarray) -> np.ndarray:
+        n = len(r)
+        if n < 2 or r.max() == r.min():
+            return np.zeros(n)
+        k, order = min(pass_k or n, n), np.argsort(r, kind="stable")
+        shares = np.array([comb(j, k - 2) / comb(n - 1, k - 1) for j in range(n)])
+        gaps = np.tril(r[order][:, None] - r[order])
+        result = np.empty(n)
+        result[order] = gaps @ shares
+        return result / (r.std(ddof=1) + EPS) if o.norm_by_std else result
+
+    return t.per_group(one, t.totals)
+
+
+@register("gdpo", needs=("parts",), grouped=True)
+def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None) -> np.ndarray:
+    """GDPO (arXiv:2601.05242): each part of the reward normalised in its group, their weighted sum over the batch.
+
+    A part with a wide range does not drown the others, as it would in GRPO of the sum. `weights`: part -> weight; 1.
+    """
+    unknown = set(weights or {}) - set(t.parts)
+    if unknown:
+        raise ValueError(f"gdpo's weights name {sorted(unknown)}, but the reward's parts are {sorted(t.parts)}")
+    total = np.zeros(len(t.groups))
+    for name, part in t.parts.items():
+        part = np.asarray(part, dtype=np.float64)
+        total += (weights or {}).get(name, 1.0) * t.per_group(lambda r: standardised(r, o.norm_by_std), part)
+    return standardised(total)
+
+
+# ---- against the batch, a greedy response, or a baseline per token ------------------------------------------------
+
+
+@register("reinforce_plus_plus", whitens=True)
+def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
+    """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
+    return t.per_token(discounted(t.step_rewards(), o.gamma))
+
+
+@register("reinforce_plus_plus_baseline", grouped=True, whitens=True)
+def reinforce_plus_plus_baseline(t: Trajectories, o: Options) -> np.ndarray:
+    """REINFORCE++ with baseline (arXiv:2501.03262): r_i - mean(r) of its group, whitened over the whole batch."""
+    return t.per_group(lambda r: standardised(r, False), t.totals)
+
+
+@register("remax", needs=("baselines",))
+def remax(t: Trajectories, o: Options) -> Arrays:
+    """ReMax (arXiv:2310.10505, algorithm 1): A_t = reward-to-go of the token - reward of the greedy response."""
+    return t.per_token(discounted(t.step_rewards(), 1.0) - np.asarray(t.baselines, dtype=np.float64)[:, None])
+
+
+@register("optimal_token_baseline", needs=("log_probs", "prob_squares"), grouped=True)
+def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
+    """Optimal token baseline (arXiv:2602.07078): A_t = G_t - B_t, G the reward-to-go, B per step t of a group.
+
+        B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 mu_is + sum_v mu_is(v)^2)
+
+    W adds up the squared norm of each token's gradient at the logits. Where only one trajectory is as long, it would
+    be its own baseline and learn nothing: B = 0 there.
+    """
+    to_go = discounted(t.step_rewards(), 1.0)
+    energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive
+    baseline = np.zeros(to_go.shape)
+    for index in t.members:
+        weight = energy[index].sum(0)
+        several = (t.alive[index].sum(0) > 1) & (weight > 0)
+        baseline[index] = np.divide((to_go * energy)[index].sum(0), weight, out=np.zeros(len(weight)), where=several)
+    return t.per_token(to_go - baseline)
+
+
+# ---- before the advantages ----------------------------------------------------------------------------------------
+
+
+def overlong_penalty(
+    lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1.0
+) -> np.ndarray:
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0.
+
+    0 up to longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)
+    """
+    over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
+    return -penalty * np.clip(over / buffer, 0.0, 1.0) if buffer > 0 else np.zeros(len(over))
+
+
+def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
+    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): nothing of a response that was cut off is trained.
+
+    Its reward stays in its group's mean and deviation: only the loss leaves it out.
+    """
+    return [np.zeros(len(m), dtype=bool) if c else m for m, c in zip(masks, cut, strict=True)]
+
+
+def uninformative(rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]) -> list[Hashable]:
+    """The groups whose samples all score alike, in order: those that dynamic sampling replaces (DAPO, eq. 11)."""
+    scores: dict[Hashable, set[float]] = {}
+    for r, group in zip(rewards, groups, strict=True):
+        scores.setdefault(group, set()).add(float(r))
+    return [group for group, found in scores.items() if len(found) == 1]

@@ -1,0 +1,283 @@
+"""Policy losses and rollout corrections, per token. Formulas and sources: docs/algorithms.md.
+
+A policy loss takes `LossInputs`, and its own settings by keyword; it returns the loss [n] (to be minimised, before its
+aggregation weight) and bool [n]: where the method held a token back. Registered with a decorator here, it is known to
+`algorithm.policy_loss`; one of your own comes in as `module:function`.
+
+A micro-batch holds whole sequences, so ratios of sequences are exact however the batch is cut. Written with methods
+of tensors alone: a config is checked against the names here, and must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from one_step_off.registry import Registry
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG_RATIO_LIMIT = 20.0
+"""exp(20) = 4.9e8 is far outside every clip range, yet finite in float32. Without the limit one token with a
+log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass turns the whole gradient into NaN."""
+
+POLICY_LOSSES = Registry("algorithm.policy_loss")
+register = POLICY_LOSSES.register
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """The n trained tokens of a micro-batch, one sequence after the other, and the clip ranges.
+
+    Attributes:
+        log_probs: log theta(token), [n]; the gradient flows through it.
+        old_log_probs: log of the policy clipped around (mu or proximal), [n].
+        advantage: [n].
+        sequence: int64 [n]: which sequence a token belongs to, counted from 0 without gaps.
+        weight: [n]; what the token's loss counts in the sum over the mini-batch (`core_algos.token_weights`).
+        clip_low, clip_high: the ratio may go from 1 - clip_low to 1 + clip_high.
+        clip_c: dual clip's bound for negative advantages; None: none.
+    """
+
+    log_probs: Tensor
+    old_log_probs: Tensor
+    advantage: Tensor
+    sequence: Tensor
+    weight: Tensor
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float | None = None
+
+    def ratio(self) -> Tensor:
+        """theta / old, [n]."""
+        return ratio_of(self.log_probs, self.old_log_probs)
+
+
+def ratio_of(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
+    """exp(log_probs - old_log_probs), with the log-ratio held within ±LOG_RATIO_LIMIT. Any equal shapes.
+
+    Beyond the limit the gradient is zero: such a token is broken evidence, not a direction to follow.
+    """
+    return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def sequence_sums(x: Tensor, sequence: Tensor) -> Tensor:
+    """Each token's sequence's sum of x, [n]; added up in float64, as thousands of small log-ratios need."""
+    return x.new_zeros(len(x)).double().index_add(0, sequence, x.double())[sequence].to(x.dtype)
+
+
+def sequence_means(x: Tensor, sequence: Tensor) -> Tensor:
+    """Each token's sequence's mean of x, [n]."""
+    return sequence_sums(x, sequence) / sequence_sums(x.new_ones(len(x)), sequence)
+
+
+def _none_held(x: LossInputs) -> Tensor:
+    return x.sequence < 0
+
+
+def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:
+    free, held = ratio * x.advantage, ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantage
+    return -free.minimum(held), (held < free).detach()
+
+
+@register("vanilla")
+def vanilla(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """PPO (arXiv:1707.06347, eq. 7); two clip ranges: DAPO (arXiv:2503.14476, eq. 10); dual clip (arXiv:1912.09729).
+
+    l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
+    with clip_c, where A < 0:  l = min(l, -clip_c A)           so that a huge ratio cannot blow it up
+    """
+    loss, clipped = _clipped_surrogate(x.ratio(), x)
+    if x.clip_c is None:
+        return loss, clipped
+    bound = -x.clip_c * x.advantage
+    binds = (x.advantage < 0) & (loss > bound).detach()
+    return bound.where(binds, loss), clipped | binds
+
+
+@register("gspo")
+def gspo(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form (eq. 13 and 14): one ratio for a whole sequence.
+
+        s = exp(mean_t log(theta / old))      l_t = -min(s_t A_t, clip(s_t) A_t)      s_t = sg(s) theta_t / sg(theta_t)
+
+    With one advantage per sequence its gradient is that of the sequence form. Clip ranges are far smaller than PPO's:
+    the paper has 3e-4 and 4e-4. Use loss_agg=sequence-mean.
+    """
+    log_ratio = (x.log_probs - x.old_log_probs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    ratio = sequence_means(log_ratio, x.sequence).exp() * (x.log_probs - x.log_probs.detach()).exp()
+    return _clipped_surrogate(ratio, x)
+
+
+@register("gmpo")
+def gmpo(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """GMPO (arXiv:2507.20673): the geometric mean over a sequence of ratios clipped one by one.
+
+        l_t = -A exp(mean_t k_t)      k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
+
+    The range is one of log-ratios; the paper has 0.4 on both sides. For advantages per sequence, and
+    loss_agg=sequence-mean.
+    """
+    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    kept = log_ratio.clamp(max=x.clip_high).where(x.advantage > 0, log_ratio.clamp(min=-x.clip_low))
+    return -x.advantage * sequence_means(kept, x.sequence).exp(), (kept != log_ratio).detach()
+
+
+@register("cispo")
+def cispo(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """CISPO (arXiv:2506.13585, eq. 4 and 5): the weight is clipped, and every token keeps a gradient.
+
+        l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log theta
+
+    clip_low = 1 leaves the lower side open, as the paper does.
+    """
+    ratio = x.ratio().detach()
+    weight = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
+    return -weight * x.advantage * x.log_probs, weight != ratio
+
+
+@register("sapo")
+def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, Tensor]:
+    """SAPO (arXiv:2511.20347): a soft gate in place of the clip; it holds back off-policy tokens by degrees.
+
+        l = -A (4 / tau) sigmoid(tau (r - 1))      tau = tau_pos where A > 0, else tau_neg
+
+    At r = 1 its gradient is PPO's. It has no clip range; no token counts as clipped.
+    """
+    tau = (x.advantage > 0).to(x.advantage.dtype) * (tau_pos - tau_neg) + tau_neg
+    gate = (tau * (x.ratio() - 1.0)).sigmoid() * 4.0 / tau
+    return -gate * x.advantage, _none_held(x)
+
+
+@register("gpg")
+def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """GPG (arXiv:2504.02546): the plain policy gradient, l = -A log theta.
+
+    It knows no older policy, so the step between mu and theta goes uncorrected unless rollout_correction does it.
+    """
+    return -x.advantage * x.log_probs, _none_held(x)
+
+
+def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """DPPO's loss: tokens outside the trust region (not `near`) that the update would push still further out are cut."""
+    ratio = x.ratio().detach()
+    outward = ((x.advantage > 0) & (ratio > 1)) | ((x.advantage < 0) & (ratio < 1))
+    keep = near | ~outward
+    return -x.advantage * ratio.clamp(max=cap) * keep * x.log_probs, ~keep
+
+
+@register("dppo_tv")
+def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> tuple[Tensor, Tensor]:
+    """DPPO with the binary total variation (arXiv:2602.04879): probabilities, not their ratio, bound the update.
+
+        l = -A min(r, cap) m log theta      m = 0 where |theta - old| > clip and the update pushes outward
+
+    clip_high bounds tokens with A > 0, clip_low those with A < 0. `old` is meant to be mu: old_log_probs=rollout.
+    """
+    gap = x.log_probs.detach().exp() - x.old_log_probs.exp()
+    return _masked(x, (gap <= x.clip_high) & (gap >= -x.clip_low), cap)
+
+
+@register("dppo_kl")
+def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> tuple[Tensor, Tensor]:
+    """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with KL(old || theta) of "this token or another".
+
+    KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), q = old, p = theta, in nats.
+    """
+    log_p, log_q = x.log_probs.detach(), x.old_log_probs
+    p, q = log_p.exp().clamp(max=1 - 1e-6), log_q.exp().clamp(max=1 - 1e-6)
+    divergence = q * (log_q - log_p) + (1 - q) * ((-q).log1p() - (-p).log1p())
+    bound = (log_p > log_q).to(q.dtype) * (x.clip_high - x.clip_low) + x.clip_low
+    return _masked(x, divergence <= bound, cap)
+
+
+def _covariance(x: LossInputs) -> Tensor:
+    """(A - mean A)(log theta - mean log theta) per token (arXiv:2505.22617): large ones cost the most entropy."""
+    log_probs = x.log_probs.detach()
+    return (x.advantage - x.advantage.mean()) * (log_probs - log_probs.mean())
+
+
+@register("clip_cov")
+def clip_cov(
+    x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
+) -> tuple[Tensor, Tensor]:
+    """Clip-Cov (arXiv:2505.22617): vanilla, but a random few tokens of high covariance get no gradient.
+
+    `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that PPO does not
+    clip. The paper takes means and share over the mini-batch; here they are the micro-batch's, so in micro-batches of
+    fewer than 1 / share tokens more than `share` may be held back.
+    """
+    loss, clipped = vanilla(x)
+    if not len(loss):
+        return loss, clipped
+    covariance = _covariance(x)
+    able = (covariance > cov_low) & (covariance < cov_high) & ~clipped
+    # A random order of the able tokens; the others come behind all of them.
+    order = covariance.new_empty(len(loss)).uniform_().where(able, covariance.new_zeros(()) - 1)
+    drawn = order.new_zeros(len(loss)).index_fill(0, order.topk(max(1, int(share * len(loss)))).indices, 1.0) > 0
+    drawn = drawn & able
+    return loss.detach().where(drawn, loss), clipped | drawn
+
+
+@register("kl_cov")
+def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Tensor, Tensor]:
+    """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance are drawn back to the old policy.
+
+        l = -r A, plus coef |log(theta / old)| for the `share` (at least one token) of highest covariance
+
+    Means and share are the micro-batch's, as in `clip_cov`. Tokens drawn back count as clipped.
+    """
+    loss = -x.ratio() * x.advantage
+    if not len(loss):
+        return loss, _none_held(x)
+    largest = _covariance(x).topk(max(1, int(share * len(loss)))).indices
+    drawn = loss.detach().new_zeros(len(loss)).index_fill(0, largest, 1.0)
+    return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn > 0
+
+
+# ---- rollout correction ---------------------------------------------------------------------------------------------
+
+
+def _up_to(weight: Tensor, cap: float) -> Tensor:
+    return weight.where(weight <= cap, weight.new_zeros(()))
+
+
+def _product(log_ratio: Tensor, sequence: Tensor) -> Tensor:
+    return sequence_sums(log_ratio, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+
+
+def _near_one(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
+    return (sequence_means(log_ratio, sequence).abs() <= abs(math.log(cap))).to(log_ratio.dtype)
+
+
+ROLLOUT_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "none": lambda log_ratio, sequence, cap: log_ratio.new_ones(len(log_ratio)),
+    "tis": lambda log_ratio, sequence, cap: log_ratio.exp().clamp(max=cap),
+    "mis": lambda log_ratio, sequence, cap: _up_to(log_ratio.exp(), cap),
+    "seq-tis": lambda log_ratio, sequence, cap: _product(log_ratio, sequence).clamp(max=cap),
+    "seq-mis": lambda log_ratio, sequence, cap: _up_to(_product(log_ratio, sequence), cap),
+    "geo-mask": _near_one,
+}
+
+
+def correction_weights(proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float) -> Tensor:
+    """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
+
+        none, tis, mis      1;  min(w, cap), truncated;  w where w <= cap, else 0, masked
+        seq-tis, seq-mis    the same with the product of the sequence's w, for all its tokens
+        geo-mask            1 where the geometric mean of the sequence's w lies in [1 / cap, cap], else 0
+
+    Masked tokens still count in the loss's denominator: masking is part of the estimator.
+
+    Args:
+        proximal, mu: log-probs, [n], nats.
+        sequence: int64 [n], as in `LossInputs`.
+
+    Returns:
+        [n], detached: the weight says how much a token counts and is nothing to optimise.
+    """
+    log_ratio = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return ROLLOUT_CORRECTIONS[mode](log_ratio, sequence, cap)

@@ -1,0 +1,92 @@
+"""Functions that a config names: a registered name, or the user's own as `module:function`. Imports no torch."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import operator
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from one_step_off.config import ConfigError
+
+
+def load(key: str, spec: str) -> Any:
+    """What `module:attribute` names; `key` is the config key that holds it.
+
+    Raises:
+        ConfigError: no such module or attribute, or the import failed.
+    """
+    module_name, _, attribute = spec.partition(":")
+    if not {"", os.getcwd()} & set(sys.path):
+        # `python -m` finds modules beside the user's config, and so must a worker process.
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as e:
+        raise ConfigError(
+            f"{key}={spec!r}: importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}; mend it, "
+            "or start in its folder, or set PYTHONPATH"
+        ) from e
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError as e:
+        raise ConfigError(f"{key}={spec!r}: {' '.join(str(e).split())}; check the name") from e
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A registered function and what one must know to use it.
+
+    Attributes:
+        needs: fields of `advantages.Trajectories` that must be there.
+        grouped: compares the samples of one prompt, so `rollout.n` must be at least 2.
+        whitens: as published, its advantages are whitened over the batch's trained tokens.
+    """
+
+    function: Callable[..., Any]
+    needs: tuple[str, ...] = ()
+    grouped: bool = False
+    whitens: bool = False
+
+    def own(self) -> dict[str, Any]:
+        """Its own settings: keyword-only arguments and their defaults."""
+        parameters = inspect.signature(self.function).parameters.values()
+        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+class Registry(dict[str, Entry]):
+    """Entries by name."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key  # the config key whose values they are
+
+    def register(self, name: str, **facts: Any) -> Callable[[Any], Any]:
+        """Make a function known by `name`; `facts` are fields of `Entry`."""
+
+        def add(function: Any) -> Any:
+            if name in self:
+                raise ValueError(f"{self.key}: {name!r} exists already")
+            self[name] = Entry(function, **facts)
+            return function
+
+        return add
+
+    def find(self, spec: str) -> Entry:
+        """The entry of a name, or of the user's own function; its attributes named as the fields of `Entry` are read.
+
+        Raises:
+            ConfigError: no such name, module or attribute, or not callable.
+        """
+        if spec in self:
+            return self[spec]
+        if ":" not in spec:
+            raise ConfigError(f"{self.key}={spec!r}: unknown; use module:function or one of {', '.join(self)}")
+        function = load(self.key, spec)
+        if not callable(function):
+            raise ConfigError(f"{self.key}={spec!r}: is a {type(function).__name__}, not callable; name a function")
+        facts = {f: getattr(function, f) for f in ("needs", "grouped", "whitens") if hasattr(function, f)}
+        return Entry(function, **facts)
