@@ -336,12 +336,12 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     """
     to_go = discounted(t.step_rewards(), 1.0)
     energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive
-    baseline = np.zeros(to_go.shape)
-    for index in t.members:
-        weight = energy[index].sum(0)
-        several = (t.alive[index].sum(0) > 1) & (weight > 0)
-        baseline[index] = np.divide((to_go * energy)[index].sum(0), weight, out=np.zeros(len(weight)), where=several)
-    return t.per_token(to_go - baseline)
+    order, sizes = np.concatenate(t.members), [len(index) for index in t.members]
+    starts = np.cumsum([0, *sizes[:-1]])
+    weighted, weight, alive = (np.add.reduceat(x[order], starts) for x in (to_go * energy, energy, t.alive.astype(int)))
+    baseline = np.divide(weighted, weight, out=np.zeros(weight.shape), where=(alive > 1) & (weight > 0))
+    to_go[order] -= np.repeat(baseline, sizes, axis=0)
+    return t.per_token(to_go)
 
 
 # ---- before the advantages ----------------------------------------------------------------------------------------
