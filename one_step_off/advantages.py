@@ -199,9 +199,6 @@ def discounted(x: np.ndarray, factor: float) -> np.ndarray:
     return y.T
 
 
-# ---- with a critic ----------------------------------------------------------------------------------------------
-
-
 @register("gae", needs=("values",), whitens=True)
 def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
     """GAE (arXiv:1506.02438, eq. 16); PPO's advantages and returns (arXiv:1707.06347, eq. 11 and 12).
@@ -214,9 +211,6 @@ def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
     following = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
     advantages = discounted(t.step_rewards() + o.gamma * following - values, o.gamma * o.lam)
     return t.per_token(advantages), t.per_token(advantages + values)
-
-
-# ---- one value per trajectory, against the others of its prompt ---------------------------------------------------
 
 
 @register("grpo", grouped=True)
@@ -304,9 +298,6 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     return standardised(total)
 
 
-# ---- against the batch, a greedy response, or a baseline per token ------------------------------------------------
-
-
 @register("reinforce_plus_plus", whitens=True)
 def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
     """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
@@ -342,9 +333,6 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     baseline = np.divide(weighted, weight, out=np.zeros(weight.shape), where=(alive > 1) & (weight > 0))
     to_go[order] -= np.repeat(baseline, sizes, axis=0)
     return t.per_token(to_go)
-
-
-# ---- before the advantages ----------------------------------------------------------------------------------------
 
 
 def overlong_penalty(
