@@ -199,9 +199,6 @@ def discounted(x: np.ndarray, factor: float) -> np.ndarray:
     return y.T
 
 
-# ---- with a critic ----------------------------------------------------------------------------------------------
-
-
 @register("gae", needs=("values",), whitens=True)
 def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
     """GAE (arXiv:1506.02438, eq. 16); PPO's advantages and returns (arXiv:1707.06347, eq. 11 and 12).
@@ -214,9 +211,6 @@ def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
     following = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
     advantages = discounted(t.step_rewards() + o.gamma * following - values, o.gamma * o.lam)
     return t.per_token(advantages), t.per_token(advantages + values)
-
-
-# ---- one value per trajectory, against the others of its prompt ---------------------------------------------------
 
 
 @register("grpo", grouped=True)
@@ -304,9 +298,6 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     return standardised(total)
 
 
-# ---- against the batch, a greedy response, or a baseline per token ------------------------------------------------
-
-
 @register("reinforce_plus_plus", whitens=True)
 def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
     """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
@@ -336,15 +327,12 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     """
     to_go = discounted(t.step_rewards(), 1.0)
     energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive
-    baseline = np.zeros(to_go.shape)
-    for index in t.members:
-        weight = energy[index].sum(0)
-        several = (t.alive[index].sum(0) > 1) & (weight > 0)
-        baseline[index] = np.divide((to_go * energy)[index].sum(0), weight, out=np.zeros(len(weight)), where=several)
-    return t.per_token(to_go - baseline)
-
-
-# ---- before the advantages ----------------------------------------------------------------------------------------
+    order, sizes = np.concatenate(t.members), [len(index) for index in t.members]
+    starts = np.cumsum([0, *sizes[:-1]])
+    weighted, weight, alive = (np.add.reduceat(x[order], starts) for x in (to_go * energy, energy, t.alive.astype(int)))
+    baseline = np.divide(weighted, weight, out=np.zeros(weight.shape), where=(alive > 1) & (weight > 0))
+    to_go[order] -= np.repeat(baseline, sizes, axis=0)
+    return t.per_token(to_go)
 
 
 def overlong_penalty(

@@ -399,7 +399,8 @@ def _estimators(cfg: Config) -> Iterator[str]:
         for name, value in getattr(a, own).items():
             where = f"algorithm.{own}.{show(name)}={show(value)}"
             if name not in known:
-                yield f"{where}: no such setting of {spec}; {nearest(str(name), known, f'it has {show(list(known))}')}"
+                mend = nearest(str(name), known, f"it has {', '.join(known) or 'none'}")
+                yield f"{where}: no such setting of {spec}; {mend}"
             elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 yield f"{where}: must be a number"
             elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
@@ -407,7 +408,7 @@ def _estimators(cfg: Config) -> Iterator[str]:
     known = a.adv_estimator in ADVANTAGE_ESTIMATORS
     if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
         yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
-    if a.clip_ratio_c is not None and a.policy_loss not in ("vanilla", "clip_cov"):
+    if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
         yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
     if a.kl_in_reward and a.kl_coef == 0:
         yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"

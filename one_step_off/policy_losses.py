@@ -74,10 +74,6 @@ def sequence_means(x: Tensor, sequence: Tensor) -> Tensor:
     return sequence_sums(x, sequence) / sequence_sums(x.new_ones(len(x)), sequence)
 
 
-def _none_held(x: LossInputs) -> Tensor:
-    return x.sequence < 0
-
-
 def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:
     free, held = ratio * x.advantage, ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantage
     return -free.minimum(held), (held < free).detach()
@@ -149,7 +145,7 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple
     """
     tau = (x.advantage > 0).to(x.advantage.dtype) * (tau_pos - tau_neg) + tau_neg
     gate = (tau * (x.ratio() - 1.0)).sigmoid() * 4.0 / tau
-    return -gate * x.advantage, _none_held(x)
+    return -gate * x.advantage, x.sequence < 0
 
 
 @register("gpg")
@@ -158,7 +154,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
 
     It knows no older policy, so the step between mu and theta goes uncorrected unless rollout_correction does it.
     """
-    return -x.advantage * x.log_probs, _none_held(x)
+    return -x.advantage * x.log_probs, x.sequence < 0
 
 
 def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
@@ -232,34 +228,24 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Te
     """
     loss = -x.ratio() * x.advantage
     if not len(loss):
-        return loss, _none_held(x)
+        return loss, x.sequence < 0
     largest = _covariance(x).topk(max(1, int(share * len(loss)))).indices
-    drawn = loss.detach().new_zeros(len(loss)).index_fill(0, largest, 1.0)
+    drawn = loss.new_zeros(len(loss)).index_fill(0, largest, 1.0)
     return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn > 0
-
-
-# ---- rollout correction ---------------------------------------------------------------------------------------------
-
-
-def _up_to(weight: Tensor, cap: float) -> Tensor:
-    return weight.where(weight <= cap, weight.new_zeros(()))
 
 
 def _product(log_ratio: Tensor, sequence: Tensor) -> Tensor:
     return sequence_sums(log_ratio, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
-def _near_one(log_ratio: Tensor, sequence: Tensor, cap: float) -> Tensor:
-    return (sequence_means(log_ratio, sequence).abs() <= abs(math.log(cap))).to(log_ratio.dtype)
-
-
+# Functions of (log w [n], sequence [n], cap); see `correction_weights`.
 ROLLOUT_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "none": lambda log_ratio, sequence, cap: log_ratio.new_ones(len(log_ratio)),
-    "tis": lambda log_ratio, sequence, cap: log_ratio.exp().clamp(max=cap),
-    "mis": lambda log_ratio, sequence, cap: _up_to(log_ratio.exp(), cap),
-    "seq-tis": lambda log_ratio, sequence, cap: _product(log_ratio, sequence).clamp(max=cap),
-    "seq-mis": lambda log_ratio, sequence, cap: _up_to(_product(log_ratio, sequence), cap),
-    "geo-mask": _near_one,
+    "none": lambda log_w, s, cap: log_w.new_ones(len(log_w)),
+    "tis": lambda log_w, s, cap: log_w.exp().clamp(max=cap),
+    "mis": lambda log_w, s, cap: log_w.exp() * (log_w.exp() <= cap),
+    "seq-tis": lambda log_w, s, cap: _product(log_w, s).clamp(max=cap),
+    "seq-mis": lambda log_w, s, cap: _product(log_w, s) * (_product(log_w, s) <= cap),
+    "geo-mask": lambda log_w, s, cap: (sequence_means(log_w, s).abs() <= abs(math.log(cap))).to(log_w.dtype),
 }
 
 

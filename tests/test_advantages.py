@@ -202,7 +202,7 @@ def test_optimal_token_baseline_by_hand():
 
 
 def test_optimal_token_baseline_has_the_least_variance():
-    """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B (section 3 of its paper)."""
+    """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
     t = Trajectories(**{f: getattr(t, f) for f in Trajectories.__dataclass_fields__} | {"groups": [0] * 40})
     found = estimate("optimal_token_baseline", t).advantages
@@ -396,3 +396,17 @@ def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
     for got, w in zip(batch.advantages, want, strict=True):
         np.testing.assert_allclose(got, w, rtol=1e-5, atol=1e-7)
     assert batch.returns is None and not batch.samples[0].loss_mask.any()
+
+
+def test_a_checkpoint_brings_the_adapted_kl_coefficient_back():
+    from one_step_off.config import Config
+    from one_step_off.ray_trainer import Pipeline, Resumed, Roles
+
+    cfg = Config()
+    cfg.algorithm.kl_coef = 0.1
+    resumed = Resumed(3, None, 0.0, kl_coef=0.25)
+    assert (
+        Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.1
+    )  # fixed: what the config says
+    cfg.algorithm.kl_target = 6.0
+    assert Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.25

@@ -17,6 +17,7 @@ from one_step_off.advantages import to_tokens
 from one_step_off.config import Config, ConfigError
 from one_step_off.fsdp_model import check_head, check_layout
 from one_step_off.fsdp_workers import PolicyWorker
+from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.samples import Batch, Sample, StalenessError
 
 VOCAB = 67  # odd, so the rows of embedding and head do not divide evenly
@@ -254,6 +255,17 @@ def test_loss_and_gradients_equal_the_formula(checkpoints, single, objective):
     assert metrics["logprob_diff/max"] > metrics["logprob_diff/mean"] > 0
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_every_policy_loss_trains(checkpoints, single):
+    path = checkpoints["tied"]
+    batch = make_batch(path)
+    worker = single(config(path, **CLIP, algorithm__clip_ratio_c=3.0))
+    for step, name in enumerate(POLICY_LOSSES):
+        worker.cfg.algorithm.policy_loss = name
+        metrics = worker.update(batch)
+        assert np.isfinite(metrics["actor/loss"]) and metrics["actor/grad_norm"] > 0, name
+        assert worker.version == step + 1 and metrics["actor/skipped_updates"] == 0
 
 
 LAYOUTS = {

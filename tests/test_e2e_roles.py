@@ -1,0 +1,123 @@
+"""Full PPO with real Ray, vLLM, FSDP2 and gloo: every role in the pool it is given, at once or in turns."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.conftest import tiny_config
+from tests.test_e2e_pipeline import VARIED, rows
+from tests.test_e2e_resume import TIMES, weights
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+OTHERS = ("actor", "critic", "ref", "reward_model")
+APART = {
+    "placement.pools": {"rollout": [1], **{role: [1] for role in OTHERS}},
+    "placement.roles": {"rollout": "rollout", **{role: role for role in OTHERS}},
+}
+TOGETHER = {
+    "placement.pools": {"rollout": [1], "train": [1]},
+    "placement.roles": {"rollout": "rollout", **dict.fromkeys(OTHERS, "train")},
+}
+
+
+@pytest.fixture(scope="module")
+def judge(models, tmp_path_factory) -> str:
+    """A reward model of another architecture than the policy, with a head that tells samples apart."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    path = models("qwen3", True)
+    folder = str(tmp_path_factory.mktemp("judge"))
+    torch.manual_seed(3)
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+    with torch.no_grad():
+        model.score.weight.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+    return folder
+
+
+def ppo(model: str, judge: str, folder: Path, **changes: object):
+    return tiny_config(
+        model,
+        str(folder),
+        **VARIED,
+        **{
+            "algorithm.adv_estimator": "gae",
+            "algorithm.lam": 0.95,
+            "algorithm.kl_coef": 0.05,
+            "algorithm.kl_in_reward": True,
+            "algorithm.kl_target": 0.5,
+            "reward_model.path": judge,
+            "reward_model.weight": 0.5,
+            "critic.lr": 1e-3,
+            "trainer.critic_warmup": 1,
+            "trainer.total_steps": 4,
+            "trainer.val_before_train": False,
+            **changes,
+        },
+    )
+
+
+def learnt(folder: Path) -> list[dict]:
+    """The rows without what a clock or a memory gauge says."""
+    return [
+        {k: v for k, v in row.items() if not k.startswith(TIMES) and not k.endswith("_s")}
+        for row in rows(folder, "metrics.jsonl")
+    ]
+
+
+def span(row: dict, name: str) -> tuple[float, float]:
+    return row[f"time/{name}_begin_s"], row[f"time/{name}_end_s"]
+
+
+def overlap(row: dict, one: str, other: str) -> bool:
+    (a, b), (c, d) = span(row, one), span(row, other)
+    return a < d and c < b
+
+
+def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
+    """At staleness 0, with all four in one pool and with a pool for each: same numbers, other intervals."""
+    from one_step_off import launch
+
+    for name, where in (("together", TOGETHER), ("apart", APART)):
+        assert launch.run(ppo(models(), judge, tmp_path / name, **where, **{"pipeline.staleness": 0})) == 0
+    assert learnt(tmp_path / "together") == learnt(tmp_path / "apart")
+    pairs = [("actor_update", "critic_update"), ("ref_log_prob", "critic_values")]
+    pairs += [("critic_values", "reward_model_score_sequences")]
+    for one, other in pairs:
+        met = {
+            name: sum(overlap(row, one, other) for row in rows(tmp_path / name, "metrics.jsonl"))
+            for name in ("together", "apart")
+        }
+        assert met["together"] == 0, f"{one} and {other} share a pool"
+        assert met["apart"] >= 2, f"{one} and {other} have pools of their own"
+
+
+def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
+    """Actor, critic and the adapted KL coefficient come back; the first step trains the critic alone."""
+    from one_step_off import launch
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert launch.run(ppo(models(), judge, whole, **TOGETHER, **{"trainer.save_freq": 2})) == 0
+    first, *others = rows(whole, "metrics.jsonl")
+    assert "actor/loss" not in first and first["critic/loss"] > 0, "the critic warms up alone"
+    assert all(row["actor/grad_norm"] > 0 and row["critic/grad_norm"] > 0 for row in others)
+    assert len({row["kl/coef"] for row in others}) == 3, "the coefficient adapts"
+    assert [row["staleness/max"] for row in others] == [1, 1, 1]
+    sample = rows(whole, "samples/step_000003.jsonl")[0]
+    assert sample["reward"] is not None
+    events = (whole / "timeline.json").read_text().rstrip().rstrip(",") + "]"
+    names = {(e["tid"], e["name"].split()[0]) for e in json.loads(events)}
+    assert {("rollout", "generate"), ("sync", "weights"), ("actor", "update"), ("critic", "update")} <= names
+    shutil.copytree(whole, parts)
+    shutil.rmtree(parts / "checkpoints" / "step_000004")
+    assert launch.run(ppo(models(), judge, parts, **TOGETHER, **{"trainer.save_freq": 2})) == 0
+    assert learnt(whole) == learnt(parts)
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(parts)[name]), name
