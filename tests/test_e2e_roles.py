@@ -46,8 +46,8 @@ def ppo(model: str, judge: str, folder: Path, **changes: object):
     return tiny_config(
         model,
         str(folder),
-        **VARIED,
-        **{
+        **VARIED
+        | {
             "algorithm.adv_estimator": "gae",
             "algorithm.lam": 0.95,
             "algorithm.kl_coef": 0.05,
@@ -59,8 +59,8 @@ def ppo(model: str, judge: str, folder: Path, **changes: object):
             "trainer.critic_warmup": 1,
             "trainer.total_steps": 4,
             "trainer.val_before_train": False,
-            **changes,
-        },
+        }
+        | changes,
     )
 
 
