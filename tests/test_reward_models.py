@@ -19,6 +19,9 @@ from one_step_off.samples import Batch, Prompt, Sample
 from one_step_off.tiny_qwen import build_tokenizer
 
 
+real_sleep = asyncio.sleep  # retries wait shorter in these tests
+
+
 def sample(row: int, index: int = 0, reward: float = 1.0, text: str = "27") -> Sample:
     ids, z = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
     return Sample((0, row), index, np.array([7, 8], np.int32), ids, z, z == 0, ids, reward=reward, response=text)
@@ -44,12 +47,12 @@ class Server:
         body = await request.json()
         self.bodies.append(body)
         try:
-            await asyncio.sleep(0.02)
+            await real_sleep(0.02)
             special = self.answers.pop(0) if self.answers else None
             if isinstance(special, int):
                 return web.Response(status=special)
             if isinstance(special, float):
-                await asyncio.sleep(special)
+                await real_sleep(special)
             if isinstance(special, str):
                 return web.Response(text=special, content_type="application/json")
             return web.json_response({"scores": [float(len(r)) for r in body["responses"]]})
@@ -71,8 +74,7 @@ class Server:
 
 
 def ask(server: Server, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[float]:
-    real = asyncio.sleep
-    monkeypatch.setattr("one_step_off.reward_models.asyncio.sleep", lambda s: real(min(s, 0.01)))
+    monkeypatch.setattr("one_step_off.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01)))
 
     async def main() -> list[float]:
         async with server.running() as url:
@@ -116,7 +118,7 @@ def test_after_the_last_try_it_says_which_step_and_server(monkeypatch):
 
 def test_a_server_that_hangs_is_not_waited_for(monkeypatch):
     server = Server()
-    server.answers = [30.0]
+    server.answers = [12.0]
     begin = time.perf_counter()
     with pytest.raises(RoleError, match="no answer in time|Timeout"):
         ask(server, [sample(0)], monkeypatch, timeout_s=0.3, retries=0)
