@@ -18,7 +18,6 @@ from one_step_off.reward_models import RemoteRewardModel, mix, sequences_for
 from one_step_off.samples import Batch, Prompt, Sample
 from one_step_off.tiny_qwen import build_tokenizer
 
-
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
 
 
@@ -63,7 +62,7 @@ class Server:
     async def running(self):
         app = web.Application()
         app.router.add_post("/score", self.handle)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
