@@ -185,6 +185,9 @@ class AlgorithmConfig:
         "mean of all tokens, of each sequence's mean, or of its sum over max_response_length (Dr. GRPO)",
         choices=("token-mean", "sequence-mean", "seq-sum-norm"),
     )
+    max_gen_batches: int = key(
+        1, "dynamic sampling (DAPO): generations at most, to replace groups that score alike", low=1
+    )
     filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)

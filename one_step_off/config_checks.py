@@ -414,5 +414,7 @@ def _estimators(cfg: Config) -> Iterator[str]:
         yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
     if a.kl_target is not None and not a.kl_in_reward:
         yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward only; set algorithm.kl_in_reward=true"
+    if a.max_gen_batches > 1 and n == 1:
+        yield f"algorithm.max_gen_batches={a.max_gen_batches}: one sample alone scores like itself; raise rollout.n"
     if cfg.reward.overlong_buffer > longest:
         yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"

@@ -385,11 +385,11 @@ class PromptStream:
         """The first `count` prompts in the data's own order (fewer if there are fewer); moves nothing."""
         return self._prompts[:count]
 
-    def next_batch(self) -> list[Prompt]:
-        """The next `batch_size` prompts, with ids (epoch, row)."""
+    def next_batch(self, size: int | None = None) -> list[Prompt]:
+        """The next `size` prompts (None: `batch_size`), with ids (epoch, row)."""
         batch: list[Prompt] = []
-        while len(batch) < self._batch_size:
-            part = self._order[self._offset : self._offset + self._batch_size - len(batch)]
+        while (missing := (self._batch_size if size is None else size) - len(batch)) > 0:
+            part = self._order[self._offset : self._offset + missing]
             batch += [replace(self._prompts[i], id=(self._epoch, self._prompts[i].id[1])) for i in part]
             self._offset += len(part)
             if self._offset == len(self._prompts):

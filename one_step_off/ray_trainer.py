@@ -179,10 +179,19 @@ class Pipeline:
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
         rollout, begin = self.roles.rollout, time.perf_counter()
-        result = await rollout.generate(prompts, f"step {step}", rollout.train)
+        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train)
+        for _ in range(self.cfg.algorithm.max_gen_batches - 1):
+            # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
+            dull = advantages.uninformative([s.reward for s in samples], [s.prompt_id for s in samples])
+            if not dull:
+                break
+            what = f"step {step}, in place of {len(dull)} prompts"
+            more, took = await rollout.generate(self.stream.next_batch(len(dull)), what, rollout.train)
+            more[0].extra["replaces"] = [list(prompt) for prompt in dull]
+            samples, seconds = [s for s in samples if s.prompt_id not in dull] + more, seconds + took
         self.rollouts_ended = time.perf_counter()
         self.tracker.span("rollout", "generate", step, begin, self.rollouts_ended)
-        return result
+        return samples, seconds
 
     async def _collect(self, step: int, task: asyncio.Future) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it."""

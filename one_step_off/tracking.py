@@ -143,7 +143,11 @@ class Tracker:
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)
-        self._append("ledger.jsonl", {"step": batch.step, "prompts": batch.prompt_order()})
+        replaced = [prompt for s in batch.samples for prompt in s.extra.get("replaces", ())]
+        self._append(
+            "ledger.jsonl",
+            {"step": batch.step, "prompts": batch.prompt_order()} | ({"replaced": replaced} if replaced else {}),
+        )
         if self.loggers:
             self.loggers.step(row, batch)
         self.screen.step(row, self.total_steps)

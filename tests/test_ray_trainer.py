@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 import time
 
@@ -140,6 +141,34 @@ def test_rewards_that_timed_out_are_counted(tmp_path):
         return (await pipeline._collect(0, done))[1]
 
     assert asyncio.run(collect())["reward/timeouts"] == 1.0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_groups_that_score_alike_are_replaced_a_bounded_number_of_times(tmp_path, staleness):
+    """Odd rows score alike: no prompt is used twice or lost, and steps keep their size."""
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 3, staleness, rows=60)
+    pipeline.cfg.algorithm.max_gen_batches = 3
+    real = pipeline.roles.rollout.generate
+
+    async def generate(prompts, what, sampling):
+        samples, seconds = await real(prompts, what, sampling)
+        for s in samples:
+            s.reward = 0.0 if s.prompt_id[1] % 2 else float(s.index)
+        return samples, seconds
+
+    pipeline.roles.rollout.generate, pipeline.val = generate, None
+    asyncio.run(pipeline.fit())
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    used = [tuple(p) for row in ledger for p in row["prompts"]]
+    replaced = [tuple(p) for row in ledger for p in row.get("replaced", ())]
+    assert all(len(row["prompts"]) == 3 for row in ledger) and replaced and all(row % 2 for _, row in replaced)
+    twin = build(tmp_path / "twin", World(random.Random(0)), 3, staleness, rows=60)
+    assert sorted(used + replaced) == sorted(p.id for p in twin.stream.next_batch(len(used) + len(replaced)))
+    assert len(set(used + replaced)) == len(used + replaced)
+    launched = [e[2] for e in world.events if e[:2] == ("begin", "generate")]
+    assert all(sum(what.startswith(f"step {n}") for what in launched) <= 3 for n in range(3))
+    assert any("in place of" in what for what in launched)
 
 
 def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
