@@ -21,15 +21,18 @@ class Stats:
         self.norms: list[float] = []
         self.skipped = 0
 
-    def add(self, name: str, value: torch.Tensor | float) -> None:
-        """Add to a sum."""
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
+    def add(self, **values: torch.Tensor | float) -> None:
+        """Add to sums."""
+        self._fold(self._sums, torch.add, values)
 
-    def peak(self, name: str, value: torch.Tensor | float) -> None:
-        """Take part in a maximum."""
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+    def peak(self, **values: torch.Tensor | float) -> None:
+        """Take part in maxima."""
+        self._fold(self._maxima, torch.maximum, values)
+
+    def _fold(self, table: dict[str, torch.Tensor], how: Any, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+            table[name] = how(table[name], value) if name in table else value
 
     def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
         """Over all ranks: two small reductions, on the CPU (every rank has the same names in the same order)."""
