@@ -20,10 +20,8 @@ def plan_cores(
     With `in_turns` the groups never work at the same time, and each divides all cores.
     """
     mine = sorted(cores)
-    if in_turns:
+    if in_turns or len(mine) == 1:
         return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
-    if len(mine) == 1:
-        return [mine[:] for _ in range(n_rollout_procs)], [mine[:] for _ in range(n_trainer_procs)]
     share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))
     share = min(max(share, 1), len(mine) - 1)
     return _divide(n_rollout_procs, mine[:share]), _divide(n_trainer_procs, mine[share:])
@@ -41,13 +39,10 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
-    names = []
-    for name in (part.strip() for part in visible.split(",")):
-        # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= present):
-            break
-        names.append(name)
-    return len(names)
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
+    gone = (not n or n.startswith("-") or (n.isdecimal() and int(n) >= present) for n in names)
+    return next((i for i, stops in enumerate(gone) if stops), len(names))
 
 
 def _gpus_present() -> int:
