@@ -312,8 +312,8 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 def _model(cfg: Config, device: str) -> Iterator[str]:
     this = "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
     if cfg.model.attn_implementation == "flash_attention_2" and this != "in bfloat16":
-        needs = "needs GPUs and model.dtype=bfloat16"
-        yield f"model.attn_implementation=flash_attention_2: {needs}, and this run is {this}; use auto or sdpa"
+        which = "model.attn_implementation=flash_attention_2: needs GPUs and model.dtype=bfloat16"
+        yield f"{which}, and this run is {this}; use auto or sdpa"
     yield from _model_path("model.path", cfg.model.path)
 
 

@@ -7,8 +7,6 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-_NVIDIA_SMI_LIMIT_S = 2.0
-
 
 def plan_cores(
     n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int], in_turns: bool = False
@@ -47,7 +45,7 @@ def count_gpus() -> int:
 
 def _gpus_present() -> int:
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=2.0)
     except (OSError, subprocess.TimeoutExpired):
         # Slow or absent: the device files tell too, and in a container show only the GPUs that were given to it.
         return len(glob.glob("/dev/nvidia[0-9]*"))

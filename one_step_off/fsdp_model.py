@@ -209,7 +209,11 @@ def _policy_forward(
     """
     hidden = _hidden_at(self, input_ids, position_ids, at)
     targets = tokens if len(tokens) else tokens.new_zeros(1)
-    project = functools.partial(_project, self, temperature=temperature, entropy=entropy)
+
+    def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
+        return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
+
     if torch.is_grad_enabled() and len(targets) > chunk:
         project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
     parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
@@ -225,14 +229,6 @@ def _scalar_forward(
     """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
     hidden = _hidden_at(self, input_ids, position_ids, at)
     return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
-
-
-def _project(
-    model: PreTrainedModel, hidden: Tensor, tokens: Tensor, temperature: float, entropy: str
-) -> tuple[Tensor, Tensor | None]:
-    """Head, the model's own treatment of logits, temperature, log-softmax; for one chunk."""
-    logits = finish_logits(model.config, model.get_output_embeddings()(hidden).float())
-    return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
 
 
 def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:

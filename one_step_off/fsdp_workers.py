@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from ray.util import get_node_ip_address
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -59,10 +60,7 @@ class ModelWorker(UsageProbe):
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
-        if not host:
-            from ray.util import get_node_ip_address
-
-            host = get_node_ip_address()
+        host = host or get_node_ip_address()
         with socket.socket() as s:
             s.bind((host, 0))
             return host, s.getsockname()[1]
@@ -143,9 +141,7 @@ class TrainedWorker(ModelWorker):
     def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
         """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
 
-        Args:
-            of: the columns and "weight" (of each token in the loss), of the trained tokens: float32 [n] each.
-            first: no optimiser step of this update has been made yet.
+        `of` holds what `_per_token` finds; `first`: no optimiser step of this update has been made yet.
         """
         raise NotImplementedError
 
@@ -210,7 +206,7 @@ class TrainedWorker(ModelWorker):
             stats.add(tokens_total=sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
-        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each.
+        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
 
         And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
         """
@@ -254,18 +250,16 @@ class TrainedWorker(ModelWorker):
         """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if not isinstance(value, DTensor):
-                    continue
-                # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
-                if to_host:
-                    local = value._local_tensor
-                    if value not in self._host_state:
-                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
-                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
-                elif value._local_tensor.device.type == "cpu":
-                    value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
+        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
+        for value in moments:
+            # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
+            local = value._local_tensor
+            if to_host:
+                if value not in self._host_state:
+                    self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
+                value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
+            else:
+                value._local_tensor = local.to(self.device, non_blocking=True)
         if to_host:
             torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
 
@@ -308,9 +302,8 @@ class TrainedWorker(ModelWorker):
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
         except Exception as e:
             reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            raise ConfigError(
-                f"checkpoint {folder}: the part of the {self.role} does not fit its model ({reason})"
-            ) from e
+            part = f"the part of the {self.role} does not fit its model ({reason})"
+            raise ConfigError(f"checkpoint {folder}: {part}") from e
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
@@ -433,9 +426,8 @@ class PolicyWorker(TrainedWorker):
     def _write(self, state: dict[str, Tensor], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
         fsdp_model.write_checkpoint(self.model, state, self.cfg, temporary)
-        transformers.AutoTokenizer.from_pretrained(
-            self.cfg.model.path, trust_remote_code=self.cfg.model.trust_remote_code
-        ).save_pretrained(temporary)
+        model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
+        transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
         if os.path.exists(path):
             os.rename(path, previous)
         os.rename(temporary, path)

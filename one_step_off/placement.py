@@ -14,8 +14,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import seat_cores, seats_per_node
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-
 
 @dataclass(frozen=True)
 class Seat:
@@ -67,8 +65,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
 def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:
     """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores.
 
-    Args:
-        share: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
+    `share`: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
     """
     cores = seat.cores if seat else ()
 
@@ -82,7 +79,7 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
     if device == "cuda" and seat:
         # Left alone, Ray would give one thread: the optimiser of offloaded parameters runs on the host's cores.
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
-    variables = {name: str(threads) for name in THREAD_VARIABLES}
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]

@@ -197,8 +197,7 @@ def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
 def demonstration(answer: str, rng: random.Random) -> str:
     """`answer` with its last line as one of `ENDINGS` has it."""
     body, _, number = answer.rpartition("\n#### ")
-    (ending,) = rng.choices(list(ENDINGS), list(ENDINGS.values()))
-    return body + ending.format(n=number)
+    return body + rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
 
 
 def warm_start(

@@ -34,14 +34,12 @@ class Stats:
             value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
             table[name] = how(table[name], value) if name in table else value
 
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Over all ranks: two small reductions, on the CPU (every rank has the same names in the same order)."""
-        results = []
+    def reduce(self) -> Iterator[dict[str, float]]:
+        """Sums, then maxima over all ranks, reduced on the CPU (every rank has the same names in the same order)."""
         for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             packed = torch.stack(list(table.values())).cpu()
             dist.all_reduce(packed, op=op)
-            results.append(dict(zip(table, packed.tolist(), strict=True)))
-        return results[0], results[1]
+            yield dict(zip(table, packed.tolist(), strict=True))
 
 
 class Clock:
@@ -68,8 +66,7 @@ class Clock:
         """Seconds per phase."""
         if self._cuda:
             torch.cuda.synchronize()
-        result: dict[str, float] = {}
+        result = dict.fromkeys((phase for phase, _, _ in self._marks), 0.0)
         for phase, start, end in self._marks:
-            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            result[phase] = result.get(phase, 0.0) + seconds
+            result[phase] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         return result
