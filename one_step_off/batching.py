@@ -20,12 +20,8 @@ Plan = list[list[list[int]]]
 def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> list[list[int]]:
     """Cut samples into mini-batches of whole prompt groups, prompts in order of first appearance.
 
-    Args:
-        prompts: the prompt of each sample, [B].
-        prompts_per_mini_batch: groups per optimiser step; the last mini-batch may hold fewer.
-
-    Returns:
-        Positions of samples, one list per mini-batch.
+    `prompts` has the prompt of each sample; the last mini-batch may hold fewer than `prompts_per_mini_batch` of them.
+    Returns positions of samples, one list per mini-batch.
     """
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     result: list[list[int]] = [[] for _ in range(-(-len(order) // prompts_per_mini_batch))]
@@ -39,14 +35,9 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
 
     Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. That also
     gives every rank a like mix of lengths, so their micro-batch counts hardly differ; empty ones make
-    them equal. A micro-batch costs max_length * rows when padded and the sum of lengths when packed; the
-    cost stays within `token_budget`, except that a longer sequence has a micro-batch of its own.
-
-    Args:
-        lengths: tokens of each sequence, prompt and response together.
-        ranks: data-parallel ranks.
-        token_budget: tokens per micro-batch, padding included.
-        packed: sequences stand one after the other without padding.
+    them equal. A micro-batch costs max_length * rows when padded, and the sum of lengths when `packed` (one after
+    the other, without padding). The cost stays within `token_budget`, except that a longer sequence has a micro-batch
+    of its own. `lengths` are the tokens of each sequence, prompt and response together.
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]

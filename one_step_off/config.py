@@ -11,19 +11,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 
-def key(
-    default: Any,
-    help: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    also: float | None = None,
-    path: bool = False,
-) -> Any:
-    """One config key. `low`/`high` are inclusive bounds, `above` an exclusive lower one, `also` a value beside them."""
-    meta = {"help": help, "choices": choices, "low": low, "high": high, "above": above, "also": also, "path": path}
+def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
+    """One config key.
+
+    Args:
+        choices: the values it may have, with blanks between.
+        low, high, above, also: inclusive bounds, an exclusive lower one, and a value beside them.
+        path: names files, so a leading ~ is the home directory.
+    """
+    meta = {"help": help, "choices": tuple(choices.split()), "low": low, "high": high, "above": above, "also": also}
+    meta["path"] = path
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: deepcopy(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -34,13 +31,9 @@ class ModelConfig:
     """The policy."""
 
     path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3: a small warm-started one", path=True)
-    dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices=("bfloat16", "float32"))
+    dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
-    attn_implementation: str = key(
-        "auto",
-        "attention of the trainer; auto: flash_attention_2 (packed) where the GPU has it, else sdpa (padded)",
-        choices=("auto", "sdpa", "flash_attention_2", "eager"),
-    )
+    attn_implementation: str = key("auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager")
 
 
 @dataclass
@@ -50,14 +43,14 @@ class DataConfig:
     train_files: str = key("", "jsonl or parquet files (with commas), hub id, or generator:word_problems", path=True)
     val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation", path=True)
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
-    format: str = key("auto", "question/answer, or prompt/reward_model", choices=("auto", "gsm8k", "messages"))
-    chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices=("auto", "always", "never"))
+    format: str = key("auto", "question/answer, or prompt/reward_model", choices="auto gsm8k messages")
+    chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices="auto always never")
     instruction: str = key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", low=1)
     max_response_length: int = key(1024, "longest response, in tokens", low=1)
-    overlong_prompts: str = key("skip", "what to do with longer prompts", choices=("skip", "fail"))
-    bad_rows: str = key("skip", "what to do with malformed rows (they are counted and named)", choices=("skip", "fail"))
+    overlong_prompts: str = key("skip", "what to do with longer prompts", choices="skip fail")
+    bad_rows: str = key("skip", "what to do with malformed rows (they are counted and named)", choices="skip fail")
     shuffle: bool = key(True, "shuffle each epoch, by trainer.seed")
     val_size: int = key(-1, "use only the first rows of the held-out set; -1: all", low=1, also=-1)
     generator_size: int = key(4096, "rows that generator:word_problems makes for training", low=1)
@@ -69,7 +62,7 @@ class PlacementConfig:
 
     pools: dict[str, list[int]] = key({"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) per node, as [4, 4]")
     roles: dict[str, str] = key({"rollout": "rollout", "actor": "actor"}, "role name: pool name")
-    device: str = key("auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices=("auto", "cuda", "cpu"))
+    device: str = key("auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices="auto cuda cpu")
     pin_cores: bool = key(True, "CPU runs: pin each process to its own cores, rollout and trainer apart")
 
 
@@ -82,7 +75,7 @@ class RolloutConfig:
     top_p: float = key(1.0, "nucleus sampling; other than 1 changes the log-probs and is refused", low=1.0, high=1.0)
     top_k: int = key(-1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1)
     tensor_parallel_size: int = key(1, "GPUs per replica", low=1)
-    seed_samples: str = key("auto", "a seed per sample: reproducible; auto: on CPU only", choices=("auto", "on", "off"))
+    seed_samples: str = key("auto", "a seed per sample: reproducible; auto: on CPU only", choices="auto on off")
     gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
     sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
@@ -111,7 +104,7 @@ class TrainedConfig(BackendConfig):
     eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
     weight_decay: float = key(0.01, "AdamW's weight decay", low=0.0)
     grad_clip: float = key(1.0, "largest global gradient norm", above=0.0)
-    lr_schedule: str = key("constant", "after the warm-up", choices=("constant", "cosine", "linear"))
+    lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
     ppo_mini_batch_size: Optional[int] = key(None, "prompts per optimiser step; null: as the actor", low=1)
@@ -124,7 +117,7 @@ class TrainedConfig(BackendConfig):
 class ActorConfig(TrainedConfig):
     """Training of the policy."""
 
-    backend: str = key("fsdp", "training back end", choices=("fsdp",))
+    backend: str = key("fsdp", "training back end", choices="fsdp")
     micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
     ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
     ppo_epochs: int = key(1, "passes over each batch", low=1)
@@ -137,9 +130,7 @@ class CriticConfig(TrainedConfig):
 
     path: str = key("", "HF model directory or hub id (a reward model's head is kept); empty: model.path", path=True)
     lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
-    clip_range_value: float = key(
-        0.5, "how far a value may move from the old one before its loss is clipped", above=0.0
-    )
+    clip_range_value: float = key(0.5, "a value that moves further from the old one has its loss clipped", above=0.0)
 
 
 @dataclass
@@ -177,31 +168,19 @@ class AlgorithmConfig:
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
-    clip_ratio_c: Optional[float] = key(
-        None, "dual clip: bound on the ratio of bad tokens, as 3; null: none", above=1.0
-    )
-    loss_agg: str = key(
-        "token-mean",
-        "mean of all tokens, of each sequence's mean, or of its sum over max_response_length (Dr. GRPO)",
-        choices=("token-mean", "sequence-mean", "seq-sum-norm"),
-    )
-    max_gen_batches: int = key(
-        1, "dynamic sampling (DAPO): generations at most, to replace groups that score alike", low=1
-    )
+    clip_ratio_c: Optional[float] = key(None, "dual clip: bound of bad tokens' ratio, as 3; null: none", above=1.0)
+    loss_agg: str = key("token-mean", "seq-sum-norm is Dr. GRPO's", choices="token-mean sequence-mean seq-sum-norm")
+    max_gen_batches: int = key(1, "dynamic sampling (DAPO): generations at most, to replace dull groups", low=1)
     filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
     kl_in_reward: bool = key(False, "put -kl_coef * log(mu/reference) into each token's reward, not into the loss")
     kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
-    kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices=("k1", "k2", "k3"))
-    old_log_probs: str = key(
-        "rollout", "clip theta/mu; recompute: decoupled PPO, clip theta/proximal", choices=("rollout", "recompute")
-    )
+    kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices="k1 k2 k3")
+    old_log_probs: str = key("rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute")
     rollout_correction: str = key(
-        "none",
-        "recompute only: weight by proximal/mu, of tokens or sequences: truncated, masked, or a geometric-mean mask",
-        choices=("none", "tis", "mis", "seq-tis", "seq-mis", "geo-mask"),
+        "none", "weight by proximal/mu: tis truncates, mis/geo- mask", choices="none tis mis seq-tis seq-mis geo-mask"
     )
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
 
@@ -264,7 +243,7 @@ class LoggingConfig:
     tensorboard: bool = key(True, "write tensorboard/ in the run folder")
     wandb: bool = key(False, "log to Weights & Biases; needs the package wandb")
     wandb_project: str = key("one_step_off", "project in W&B")
-    wandb_mode: str = key("online", "offline: in the run folder until `wandb sync`", choices=("online", "offline"))
+    wandb_mode: str = key("online", "offline: in the run folder until `wandb sync`", choices="online offline")
     sample_dump: bool = key(True, "write all samples to samples/ (read them with python -m one_step_off.view)")
 
 

@@ -16,12 +16,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
-TRAINED = ("actor", "critic")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
@@ -44,11 +43,11 @@ _TEXTS = (
     "a text or a list of texts",
     lambda value: all(v and isinstance(v, str) for v in (value if isinstance(value, list) else [value])),
 )
+_FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens".split()
 SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "stop": _TEXTS,
     "stop_token_ids": _IDS,
-    **dict.fromkeys(("ignore_eos", "include_stop_str_in_output"), _FLAG),
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), _FLAG),
+    **dict.fromkeys(_FLAGS, _FLAG),
 }
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
 OWNED = {
@@ -114,9 +113,8 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _estimators(cfg)]
-    groups += [_sampling(cfg), _engine(cfg, device)]
-    groups += [_model(cfg, device), _data(cfg), _reward(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
+    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
+    groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 
@@ -175,7 +173,7 @@ def _batch(cfg: Config) -> Iterator[str]:
         if own.fsdp_size > 0 and ranks % own.fsdp_size:
             use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
             yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
-        if role not in TRAINED:
+        if not isinstance(own, TrainedConfig):
             continue
         mini, where = own.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}"
         if batch % mini:
@@ -200,10 +198,9 @@ def _divisor(whole: int, near: int) -> int:
 def _roles(cfg: Config, device: str) -> Iterator[str]:
     """What a role needs, and what needs a role."""
     roles, a, rm = cfg.placement.roles, cfg.algorithm, cfg.reward_model
-    for role in (role for role in roles if role != "rollout"):
-        for name in ("param_offload", "optimizer_offload"):
-            if device == "cpu" and getattr(getattr(cfg, role), name, False):
-                yield f"{role}.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
+    for role, name in itertools.product(roles, ("param_offload", "optimizer_offload")):
+        if device == "cpu" and getattr(getattr(cfg, role), name, False):
+            yield f"{role}.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
     if a.kl_coef > 0 and "ref" not in roles:
         yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
     if "ref" in roles and a.kl_coef == 0:
@@ -222,17 +219,52 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
 
 
 def _algorithm(cfg: Config) -> Iterator[str]:
-    a = cfg.algorithm
+    a, n, longest = cfg.algorithm, cfg.rollout.n, cfg.data.max_response_length
     if a.kl_coef > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
-        yield (
-            "algorithm.kl_estimator=k1: estimates the value of the KL, but as a loss its gradient has mean zero and "
-            "only adds noise; use k2 or k3"
-        )
+        noise = "estimates the value of the KL, but as a loss its gradient has mean zero and only adds noise"
+        yield f"algorithm.kl_estimator=k1: {noise}; use k2 or k3"
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
-        yield (
-            f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; "
-            "set algorithm.old_log_probs=recompute, or rollout_correction=none"
-        )
+        mend = "set algorithm.old_log_probs=recompute, or rollout_correction=none"
+        yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
+    has = {"values"} if "critic" in cfg.placement.roles else set()
+    has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
+    for registry, spec, own in (
+        (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
+        (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
+    ):
+        if spec not in registry:
+            if not _is_yours(spec):
+                said = nearest(spec, registry, f"known are {', '.join(registry)}")
+                yield f"{registry.key}={show(spec)}: no such name, nor {YOURS}; {said}"
+            continue
+        entry, known = registry[spec], registry[spec].own()
+        for need in entry.needs:
+            if need in NEEDS and need not in has:
+                yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
+        if entry.grouped and n == 1:
+            yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
+        for name, value in getattr(a, own).items():
+            where = f"algorithm.{own}.{show(name)}={show(value)}"
+            if name not in known:
+                mend = nearest(str(name), known, f"it has {', '.join(known) or 'none'}")
+                yield f"{where}: no such setting of {spec}; {mend}"
+            elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+                yield f"{where}: must be a number"
+            elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
+                yield f"{where}: must be a whole number from 2 to rollout.n={n}"
+    known = a.adv_estimator in ADVANTAGE_ESTIMATORS
+    if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
+        yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
+    if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
+        yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
+    if a.kl_in_reward and a.kl_coef == 0:
+        yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
+    if a.kl_target is not None and not a.kl_in_reward:
+        yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward only; set algorithm.kl_in_reward=true"
+    if a.max_gen_batches > 1 and n == 1:
+        yield f"algorithm.max_gen_batches={a.max_gen_batches}: one sample alone scores like itself; raise rollout.n"
+    if cfg.reward.overlong_buffer > longest:
+        yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"
 
 
 def _sampling(cfg: Config) -> Iterator[str]:
@@ -265,10 +297,9 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
 
 
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
-    """Whether `rollout.engine_kwargs` are fields of the installed vLLM. Only it knows them, and its import takes long.
+    """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs.
 
-    Args:
-        names: the fields of AsyncEngineArgs.
+    Only vLLM knows them, and its import takes long, so this is no part of `validate`.
 
     Raises:
         ConfigError: a name that is none of them.
@@ -282,8 +313,10 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
-    if device == "cpu" and cfg.model.attn_implementation == "flash_attention_2":
-        yield "model.attn_implementation=flash_attention_2: needs GPUs, and this run is on CPU; use auto or sdpa"
+    this = "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
+    if cfg.model.attn_implementation == "flash_attention_2" and this != "in bfloat16":
+        which = "model.attn_implementation=flash_attention_2: needs GPUs and model.dtype=bfloat16"
+        yield f"{which}, and this run is {this}; use auto or sdpa"
     yield from _model_path("model.path", cfg.model.path)
 
 
@@ -302,6 +335,7 @@ def _model_path(key: str, path: str) -> Iterator[str]:
 
 
 def _data(cfg: Config) -> Iterator[str]:
+    """Data, and the reward that is scored by it."""
     for name, files in cfg.data.val_sets.items():
         if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not files.strip(" ,"):
             needs = "a name of letters, digits, _ . - that is not val, and its files"
@@ -319,14 +353,9 @@ def _data(cfg: Config) -> Iterator[str]:
         elif source and (os.path.exists(source) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source)):
             missing = "" if os.path.exists(source) else "no such file or folder; "
             yield f"{where}: {missing}must be a {', '.join(FILE_ENDINGS)} file, generator:NAME or a hub id"
-
-
-def _reward(cfg: Config) -> Iterator[str]:
-    spec = cfg.reward.function
-    if spec in BUILT_IN_REWARDS:
-        return
-    if not _is_yours(spec):
-        yield f"reward.function={show(spec)}: must be gsm8k, math, or your own as {YOURS}"
+    reward = cfg.reward.function
+    if reward not in BUILT_IN_REWARDS and not _is_yours(reward):
+        yield f"reward.function={show(reward)}: must be gsm8k, math, or your own as {YOURS}"
 
 
 def _is_yours(spec: str) -> bool:
@@ -374,47 +403,3 @@ def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:
     if device == "cuda" and (wanted := sum(map(sum, pools.values()))) > num_gpus:
         few = f"{wanted} GPUs, but this machine has {num_gpus}; make the pools smaller, use placement.device=cpu"
         yield f"placement.pools={show(pools)}: {few}, {cluster}"
-
-
-def _estimators(cfg: Config) -> Iterator[str]:
-    """Advantage estimator, policy loss and what belongs to them."""
-    a, n, longest = cfg.algorithm, cfg.rollout.n, cfg.data.max_response_length
-    has = {"values"} if "critic" in cfg.placement.roles else set()
-    has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
-    for registry, spec, own in (
-        (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
-        (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
-    ):
-        if spec not in registry:
-            if not _is_yours(spec):
-                said = nearest(spec, registry, f"known are {', '.join(registry)}")
-                yield f"{registry.key}={show(spec)}: no such name, nor {YOURS}; {said}"
-            continue
-        entry, known = registry[spec], registry[spec].own()
-        for need in entry.needs:
-            if need in NEEDS and need not in has:
-                yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
-        if entry.grouped and n == 1:
-            yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
-        for name, value in getattr(a, own).items():
-            where = f"algorithm.{own}.{show(name)}={show(value)}"
-            if name not in known:
-                mend = nearest(str(name), known, f"it has {', '.join(known) or 'none'}")
-                yield f"{where}: no such setting of {spec}; {mend}"
-            elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                yield f"{where}: must be a number"
-            elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
-                yield f"{where}: must be a whole number from 2 to rollout.n={n}"
-    known = a.adv_estimator in ADVANTAGE_ESTIMATORS
-    if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
-        yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
-    if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
-        yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
-    if a.kl_in_reward and a.kl_coef == 0:
-        yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
-    if a.kl_target is not None and not a.kl_in_reward:
-        yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward only; set algorithm.kl_in_reward=true"
-    if a.max_gen_batches > 1 and n == 1:
-        yield f"algorithm.max_gen_batches={a.max_gen_batches}: one sample alone scores like itself; raise rollout.n"
-    if cfg.reward.overlong_buffer > longest:
-        yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"

@@ -39,19 +39,15 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema. `type` is the Python type without Optional."""
+    """One key of the schema. `dotted` is section.name, `type` the Python type without Optional."""
 
+    dotted: str
     section: str
     name: str
     type: Any
     optional: bool
     default: Any
     meta: Any
-
-    @property
-    def dotted(self) -> str:
-        """section.name"""
-        return f"{self.section}.{self.name}"
 
     @property
     def kind(self) -> str:
@@ -67,7 +63,8 @@ def _keys() -> Iterator[Key]:
         for f in dataclasses.fields(cls):
             optional = get_origin(hints[f.name]) is Union
             kind = get_args(hints[f.name])[0] if optional else hints[f.name]
-            yield Key(section, f.name, kind, optional, getattr(getattr(defaults, section), f.name), f.metadata)
+            default = getattr(getattr(defaults, section), f.name)
+            yield Key(f"{section}.{f.name}", section, f.name, kind, optional, default, f.metadata)
 
 
 KEYS: dict[str, Key] = {key.dotted: key for key in _keys()}
@@ -185,15 +182,14 @@ def _placed(where: str) -> Iterator[None]:
 
 
 def _apply_argument(tree: dict, argument: str) -> Key:
-    dotted, _, text = argument.partition("=")
-    key, value = KEYS.get(dotted), text
+    dotted, _, value = argument.partition("=")
     # Text is taken as it stands: YAML would cut "... end with #### number" at its comment sign.
-    quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if not (key and key.type is str) or quoted or text in ("null", "~"):
+    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+    if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
         try:
-            value = yaml.load(text, _Loader)
+            value = yaml.load(value, _Loader)
         except _YAML_FAULTS as e:
-            raise ConfigError(f"{show(dotted)}={show(text)}: {_yaml_fault(e)}; quote the value") from None
+            raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
     return _assign(tree, dotted, value)
 
 
@@ -307,15 +303,6 @@ def resolved_yaml(cfg: Config) -> str:
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout)
 
 
-def _keys_table() -> Iterator[str]:
-    for section, cls in get_type_hints(Config).items():
-        yield f"\n{section}: {cls.__doc__}"
-        for key in KEYS.values():
-            if key.section == section:
-                yield f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})"
-                yield f"      {key.meta['help']}"
-
-
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
   all keys:          python -m one_step_off.main_ppo --help"""
@@ -335,7 +322,13 @@ Trains a language model with one-step-off-policy PPO.
 Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
 Keys:"""
-    return USAGE.splitlines()[0] + about + "\n" + "\n".join(_keys_table()) + "\n"
+    lines, section = [USAGE.splitlines()[0] + about], ""
+    for key in KEYS.values():
+        if key.section != section:
+            section = key.section
+            lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
+        lines.append(f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}")
+    return "\n".join(lines) + "\n"
 
 
 # --- placement --------------------------------------------------------------------------------------------------

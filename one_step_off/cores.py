@@ -7,8 +7,6 @@ import os
 import subprocess
 from collections.abc import Sequence
 
-_NVIDIA_SMI_LIMIT_S = 2.0
-
 
 def plan_cores(
     n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int], in_turns: bool = False
@@ -20,10 +18,8 @@ def plan_cores(
     With `in_turns` the groups never work at the same time, and each divides all cores.
     """
     mine = sorted(cores)
-    if in_turns:
+    if in_turns or len(mine) == 1:
         return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
-    if len(mine) == 1:
-        return [mine[:] for _ in range(n_rollout_procs)], [mine[:] for _ in range(n_trainer_procs)]
     share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))
     share = min(max(share, 1), len(mine) - 1)
     return _divide(n_rollout_procs, mine[:share]), _divide(n_trainer_procs, mine[share:])
@@ -41,18 +37,15 @@ def count_gpus() -> int:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
-    names = []
-    for name in (part.strip() for part in visible.split(",")):
-        # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
-        if not name or name.startswith("-") or (name.isdecimal() and int(name) >= present):
-            break
-        names.append(name)
-    return len(names)
+    names = [name.strip() for name in visible.split(",")]
+    # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
+    gone = (not n or n.startswith("-") or (n.isdecimal() and int(n) >= present) for n in names)
+    return next((i for i, stops in enumerate(gone) if stops), len(names))
 
 
 def _gpus_present() -> int:
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S)
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=2.0)
     except (OSError, subprocess.TimeoutExpired):
         # Slow or absent: the device files tell too, and in a container show only the GPUs that were given to it.
         return len(glob.glob("/dev/nvidia[0-9]*"))

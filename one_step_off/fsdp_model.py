@@ -19,45 +19,40 @@ import accelerate
 import torch
 import torch.distributed as dist
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from one_step_off import core_algos
-from one_step_off.config import Config, ConfigError, path_of, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
-TRAINED_ROLES = ("actor", "critic")
 SCALAR_HEAD = "score"
 
 
 def attention_for(cfg: Config, device: torch.device) -> str:
     """The attention implementation that model.attn_implementation means on this device."""
-    wish = cfg.model.attn_implementation
-    if wish != "auto":
-        if wish == "flash_attention_2" and (device.type != "cuda" or cfg.model.dtype != "bfloat16"):
-            raise ConfigError("model.attn_implementation: flash_attention_2 needs a GPU and model.dtype=bfloat16")
-        return wish
+    if cfg.model.attn_implementation != "auto":
+        return cfg.model.attn_implementation
     # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend on the network.
     flash = transformers.utils.is_flash_attn_2_available()
     return "flash_attention_2" if flash and device.type == "cuda" and cfg.model.dtype == "bfloat16" else "sdpa"
 
 
-def make_mesh(device: torch.device, world_size: int, fsdp_size: int, role: str = "actor") -> DeviceMesh:
+def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     """1-D ("fsdp"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
-    if fsdp_size in (-1, world_size) or fsdp_size > world_size:
-        return init_device_mesh(device.type, (world_size,), mesh_dim_names=("fsdp",))
-    if fsdp_size < 1 or world_size % fsdp_size:
-        raise ConfigError(f"{role}.fsdp_size: {fsdp_size} does not divide the {world_size} ranks of the {role}")
-    return init_device_mesh(device.type, (world_size // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+    ranks = dist.get_world_size()
+    if fsdp_size in (-1, ranks):
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
+    return init_device_mesh(device.type, (ranks // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
-def build(cfg: Config, device: torch.device, mesh: DeviceMesh, role: str) -> transformers.PreTrainedModel:
+def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
 
     So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has no
@@ -67,46 +62,47 @@ def build(cfg: Config, device: torch.device, mesh: DeviceMesh, role: str) -> tra
         ConfigError: on every rank, with the reason that rank 0 met.
     """
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
-    own, scalar, trainable = settings_of(cfg, role), role in SCALAR_ROLES, role in TRAINED_ROLES
+    own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
+    trainable = isinstance(own, TrainedConfig)
     dtype = torch.float32 if trainable else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
-    source, error = None, None
+    source, message, error = None, [None], None
     if dist.get_rank() == 0:
         try:
-            source = _read_checkpoint(cfg, role, path_of(cfg, role), attention, dtype)
+            source = _read_checkpoint(cfg, role, attention, dtype)
         except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
-            error = e
-    message = [None if error is None else str(error)]
+            message, error = [str(e)], e
     dist.broadcast_object_list(message, src=0)
     if message[0] is not None:
         raise ConfigError(message[0]) from error
-    model = _empty(cfg, path_of(cfg, role), scalar, attention, dtype)
+    model = _empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
     if source is not None and not scalar:
         model.generation_config = source.generation_config
     offload = own.param_offload and device.type == "cuda"
-    _shard(model, cfg, mesh, offload, trainable and own.activation_checkpointing)
-    _load(model, source, device if not offload else torch.device("cpu"), device)
+    _shard(model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing)
+    _load(model, source, torch.device("cpu") if offload else device, device)
     return model
 
 
-def _read_checkpoint(
-    cfg: Config, role: str, path: str, attention: str, dtype: torch.dtype
-) -> transformers.PreTrainedModel:
+def _family(role: str) -> tuple[Any, dict[str, int]]:
+    """The class that makes the role's model, and its arguments beyond those of every role."""
+    if role in SCALAR_ROLES:
+        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
+    return transformers.AutoModelForCausalLM, {}
+
+
+def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """Rank 0: the whole model on the CPU, with everything checked that can be checked on it."""
-    key, scalar = "model.path" if path == cfg.model.path else f"{role}.path", role in SCALAR_ROLES
+    path, scalar = path_of(cfg, role), role in SCALAR_ROLES
+    key = "model.path" if path == cfg.model.path else f"{role}.path"
+    auto, labels = _family(role)
+    how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": cfg.model.trust_remote_code}
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
     try:
-        model, report = _auto(scalar).from_pretrained(
-            path,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=cfg.model.trust_remote_code,
-            output_loading_info=True,
-            **({"num_labels": 1} if scalar else {}),
-        )
+        model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
         reason = (str(e).strip() or type(e).__name__).split("\n")[0]
         what = "model with a scalar head" if scalar else "causal language model"
@@ -124,24 +120,17 @@ def _read_checkpoint(
     return model
 
 
-def _auto(scalar: bool) -> Any:
-    return transformers.AutoModelForSequenceClassification if scalar else transformers.AutoModelForCausalLM
-
-
-def _empty(cfg: Config, path: str, scalar: bool, attention: str, dtype: torch.dtype) -> transformers.PreTrainedModel:
+def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
-    trust = cfg.model.trust_remote_code
-    labels = {"num_labels": 1} if scalar else {}
-    hf_config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trust, **labels)
+    (auto, labels), trust = _family(role), cfg.model.trust_remote_code
+    hf_config = transformers.AutoConfig.from_pretrained(path_of(cfg, role), trust_remote_code=trust, **labels)
     with accelerate.init_empty_weights(include_buffers=False):
-        model = _auto(scalar).from_config(
-            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
-        )
+        model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
     return model
 
 
-def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks: one FSDP group and one activation checkpoint each."""
     layers = getattr(model.base_model, "layers", None)
     if isinstance(layers, nn.ModuleList) and len(layers):
@@ -153,14 +142,14 @@ def decoder_layers(model: transformers.PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _shard(model: transformers.PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
+def _shard(model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if cfg.model.dtype == "bfloat16" else None, reduce_dtype=torch.float32
     )
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
     home = CPUOffloadPolicy() if offload else OffloadPolicy()
-    for layer in decoder_layers(model):
+    for layer in _decoder_layers(model):
         if recompute:
             # Wrapping the method, not the module, keeps parameter names as the checkpoint has them.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
@@ -168,12 +157,7 @@ def _shard(model: transformers.PreTrainedModel, cfg: Config, mesh: DeviceMesh, o
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home)
 
 
-def _load(
-    model: transformers.PreTrainedModel,
-    source: transformers.PreTrainedModel | None,
-    home: torch.device,
-    device: torch.device,
-) -> None:
+def _load(model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device) -> None:
     """Give the sharded parameters memory on `home` and rank 0's values; buffers end on `device`."""
     tied = _is_tied(model)
     buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
@@ -188,7 +172,7 @@ def _load(
         raise RuntimeError("embedding and head were tied and came apart while loading")
 
 
-def _is_tied(model: transformers.PreTrainedModel) -> bool:
+def _is_tied(model: PreTrainedModel) -> bool:
     head = model.get_output_embeddings()  # None: a scalar head
     return head is not None and head.weight is model.get_input_embeddings().weight
 
@@ -196,16 +180,26 @@ def _is_tied(model: transformers.PreTrainedModel) -> bool:
 # ---- log-probs --------------------------------------------------------------------------------------------------
 
 
+def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor) -> Tensor:
+    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for.
+
+    Its gradient is zero but reaches every parameter, so this rank takes part in every reduction.
+    """
+    positions = {} if position_ids is None else {"position_ids": position_ids}
+    hidden = model.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
+
+
 def _policy_forward(
-    self: transformers.PreTrainedModel,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    at: torch.Tensor,
-    tokens: torch.Tensor,
-    temperature: float = 1.0,
-    entropy: str = "none",
-    chunk: int = 2048,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    self: PreTrainedModel,
+    input_ids: Tensor,
+    position_ids: Tensor | None,
+    at: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: str,
+    chunk: int,
+) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
 
     It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
@@ -213,50 +207,31 @@ def _policy_forward(
     each chunk is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a
     152k vocabulary.
     """
-    positions = {} if position_ids is None else {"position_ids": position_ids}
-    hidden = self.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-    wanted = len(at)
-    if wanted == 0:
-        # One token nobody asked for, cut off below: its gradient is zero but reaches every parameter, so this
-        # rank takes part in every reduction.
-        at = tokens = torch.zeros(1, dtype=torch.int64, device=hidden.device)
-    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
-    project = functools.partial(_project, self, temperature=temperature, entropy=entropy)
-    if torch.is_grad_enabled() and len(at) > chunk:
+    hidden = _hidden_at(self, input_ids, position_ids, at)
+    targets = tokens if len(tokens) else tokens.new_zeros(1)
+
+    def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+        logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
+        return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
+
+    if torch.is_grad_enabled() and len(targets) > chunk:
         project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
-    parts = [project(h, t) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)]
-    log_probs = torch.cat([p[0] for p in parts])
-    entropies = None if entropy == "none" else torch.cat([p[1] for p in parts])
-    if wanted == 0:  # clones: FSDP2's backward hook must not sit on a view
-        return log_probs[:0].clone(), None if entropies is None else entropies[:0].clone()
-    return log_probs, entropies
+    parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    log_probs, entropies = zip(*parts, strict=True)
+    # Clones: FSDP2's backward hook must not sit on a view.
+    of_all = None if entropy == "none" else torch.cat(entropies)[: len(at)].clone()
+    return torch.cat(log_probs)[: len(at)].clone(), of_all
 
 
 def _scalar_forward(
-    self: transformers.PreTrainedModel,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    at: torch.Tensor,
-    **_: Any,
-) -> tuple[torch.Tensor, None]:
+    self: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor, **_: Any
+) -> tuple[Tensor, None]:
     """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
-    positions = {} if position_ids is None else {"position_ids": position_ids}
-    hidden = self.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-    rows = at if len(at) else torch.zeros(1, dtype=torch.int64, device=hidden.device)  # as in _policy_forward
-    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, rows)
-    values = getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)
-    return values[: len(at)].clone(), None  # a clone: FSDP2's backward hook must not sit on a view
+    hidden = _hidden_at(self, input_ids, position_ids, at)
+    return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
 
 
-def _project(
-    model: transformers.PreTrainedModel, hidden: torch.Tensor, tokens: torch.Tensor, temperature: float, entropy: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Head, the model's own treatment of logits, temperature, log-softmax; for one chunk."""
-    logits = finish_logits(model.config, model.get_output_embeddings()(hidden).float())
-    return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
-
-
-def finish_logits(hf_config: Any, logits: torch.Tensor) -> torch.Tensor:
+def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
     """What some families do after the head: Cohere and Granite scale, Falcon-H1 multiplies, Gemma caps softly."""
     text = hf_config.get_text_config()
     for factor in (getattr(text, "logit_scale", None), getattr(text, "lm_head_multiplier", None)):
@@ -270,18 +245,18 @@ def finish_logits(hf_config: Any, logits: torch.Tensor) -> torch.Tensor:
 class _Hidden:
     """Stands for the output of the backbone: given hidden states, and None for whatever else is asked."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, hidden: Tensor) -> None:
         self.last_hidden_state = hidden
 
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: int) -> Tensor:
         return self.last_hidden_state
 
 
 @torch.no_grad()
-def check_head(model: transformers.PreTrainedModel, path: str) -> None:
+def check_head(model: PreTrainedModel, path: str) -> None:
     """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does.
 
     The backbone is replaced for the test, so it costs one small product and knows no architecture.
@@ -308,7 +283,7 @@ def check_head(model: transformers.PreTrainedModel, path: str) -> None:
         )
 
 
-def check_layout(model: transformers.PreTrainedModel, path: str) -> None:
+def check_layout(model: PreTrainedModel, path: str) -> None:
     """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say).
 
     Its parameters could be trained, but not streamed row by row under their checkpoint names.
@@ -328,56 +303,34 @@ def check_layout(model: transformers.PreTrainedModel, path: str) -> None:
 # ---- weights for the stream -------------------------------------------------------------------------------------
 
 
-class ShardedWeights:
+def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names.
 
     References to the sharded parameters are taken once. Between an optimiser step and the next they do not
     change, so they can be read while a forward or backward pass runs on gathered copies. Tied tensors
     appear once. Under HSDP the first replica sends and the others hold copies.
     """
-
-    def __init__(self, model: transformers.PreTrainedModel, wire_dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = wire_dtype, device
-        self._items: list[tuple[WeightPiece, torch.Tensor]] = []
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, DTensor), f"{name} is not sharded"
-            coordinate = parameter.device_mesh.get_coordinate()
-            shape, offset = compute_local_shape_and_global_offset(
-                parameter.shape, parameter.device_mesh, parameter.placements
-            )
-            if (len(coordinate) == 2 and coordinate[0] != 0) or shape[0] == 0:
-                continue
-            self._add(name, parameter, tuple(parameter.shape), offset[0], offset[0] + shape[0])
-        if dist.get_rank() == 0:
-            kept = set(model.state_dict())
-            for name, buffer in model.named_buffers():
-                if name in kept:
-                    self._add(name, buffer, tuple(buffer.shape), 0, buffer.shape[0] if buffer.ndim else 1)
-
-    def _add(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...], start: int, stop: int) -> None:
-        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-        self._items.append((WeightPiece(name, str(dtype).removeprefix("torch."), shape, start, stop), tensor))
-
-    def plan(self) -> list[WeightPiece]:
-        """The pieces, in the order of `tensors`."""
-        return [piece for piece, _ in self._items]
-
-    @torch.no_grad()
-    def tensors(self) -> Any:
-        """The data of the pieces. In fp32 these are the live rows themselves: read them before the next update."""
-        for piece, tensor in self._items:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield local.detach().to(self._device, getattr(torch, piece.dtype)).contiguous()
+    held = []
+    for name, parameter in model.named_parameters():
+        mesh = parameter.device_mesh
+        rows, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        if rows[0] and (mesh.ndim == 1 or mesh.get_coordinate()[0] == 0):
+            held.append((name, parameter, offset[0], offset[0] + rows[0]))
+    if dist.get_rank() == 0:
+        kept = set(model.state_dict())
+        held += [(n, b, 0, b.shape[0] if b.ndim else 1) for n, b in model.named_buffers() if n in kept]
+    items = []
+    for name, tensor, start, stop in held:
+        dtype = wire_dtype if tensor.is_floating_point() else tensor.dtype
+        items.append((WeightPiece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), start, stop), tensor))
+    return items
 
 
-def write_checkpoint(
-    model: transformers.PreTrainedModel, state: dict[str, torch.Tensor], cfg: Config, folder: str
-) -> None:
+def write_checkpoint(model: PreTrainedModel, state: dict[str, Tensor], cfg: Config, folder: str) -> None:
     """Write a gathered state dict as a Hugging Face checkpoint in model.dtype (rank 0 alone, no collective)."""
     dtype = getattr(torch, cfg.model.dtype)
-    plain = _empty(
-        cfg, cfg.model.path, False, "sdpa", dtype
-    )  # the sharded model's class is FSDP's; this one has the architecture's own
+    # The sharded model's class is FSDP's; this one has the architecture's own.
+    plain = _empty(cfg, "actor", "sdpa", dtype)
     plain.generation_config = model.generation_config
     names = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
     kept = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items() if k in names}  # tied: once

@@ -1,22 +1,21 @@
 """The FSDP2 training back end: one rank of a role that holds a model, on GPUs or CPUs.
 
     worker = PolicyWorker(cfg, "actor", rank, world_size, "cpu", total_steps=200)
-    worker.rendezvous(*address)          # address = rank 0's free_address()
-    worker.setup()
+    worker.setup(*address)               # rank 0's free_address()
     for each step:
         worker.update(batch)             # v(N) -> v(N+1)
         for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
 
 `ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref, `CriticWorker` and
-`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets environment and threads before.
-All ranks are called together; each call runs the same collectives in the same order on every rank.
+`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets
+environment and threads before. All ranks are called together, with the same arguments; each call runs the same
+collectives in the same order on every rank.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
-import resource
 import shutil
 import socket
 from collections.abc import Iterator
@@ -27,6 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from ray.util import get_node_ip_address
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -37,10 +38,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
-from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
-from one_step_off.usage import UsageProbe
+from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
 
@@ -54,74 +55,54 @@ class ModelWorker(UsageProbe):
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
-        self._address: tuple[str, int] | None = None
 
     # ---- start --------------------------------------------------------------------------------------------------
 
     def free_address(self, host: str = "") -> tuple[str, int]:
-        """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this machine's own address."""
-        if not host:
-            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-                try:
-                    probe.connect(("192.0.2.1", 9))  # sends nothing; asks the kernel which interface leads outside
-                    host = probe.getsockname()[0]
-                except OSError:
-                    host = "127.0.0.1"
+        """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
+        host = host or get_node_ip_address()
         with socket.socket() as s:
             s.bind((host, 0))
             return host, s.getsockname()[1]
 
-    def rendezvous(self, master_addr: str, master_port: int) -> None:
-        """Tell where rank 0 listens; before `setup`."""
-        self._address = (master_addr, master_port)
-
-    def setup(self) -> dict[str, Any]:
-        """Join the process group, build, load and shard the model (collective).
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective).
 
         Raises:
             ConfigError: the model cannot be trained here; the message names the key.
         """
-        if self._address is None:
-            raise RuntimeError(f"{self.role} rank {self.rank}: rendezvous() comes before setup()")
-        if self._device_type == "cuda":
-            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        cuda = self._device_type == "cuda"
+        self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+        if cuda:
             torch.cuda.set_device(self.device)
-        else:
-            self.device = torch.device("cpu")
         dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo",
-            init_method=f"tcp://{self._address[0]}:{self._address[1]}",
+            "cpu:gloo,cuda:nccl" if cuda else "gloo",
+            init_method=f"tcp://{master_addr}:{master_port}",
             rank=self.rank,
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
         )
-        mesh = fsdp_model.make_mesh(self.device, self.world_size, self.own.fsdp_size, self.role)
-        self.model = fsdp_model.build(self.cfg, self.device, mesh, self.role)
-        attention = fsdp_model.attention_for(self.cfg, self.device)
+        self.model = fsdp_model.build(self.cfg, self.device, self.role)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
-        self.packed = attention == "flash_attention_2"
-        count = sum(p.numel() for p in self.model.parameters())
-        facts = {"num_params": count, "device": str(self.device), "world_size": self.world_size}
-        return facts | {"attention": attention, "packed": self.packed}
+        self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
 
     # ---- forward passes -----------------------------------------------------------------------------------------
 
     def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
-        plan = self._plan([s.length for s in batch.samples])[self.rank]
-        sequences = {i: _sequence(batch.samples[i]) for micro in plan for i in micro}
-        wanted = {i: np.arange(len(batch.samples[i].prompt_ids), batch.samples[i].length) for i in sequences}
-        return self._scores(sequences, wanted, plan, self.cfg.rollout.temperature)
+        wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
+        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature)
 
-    def _plan(self, lengths: list[int]) -> batching.Plan:
-        return batching.plan(lengths, self.world_size, self.own.micro_batch_tokens, self.packed)
+    def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
+        return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed)
 
     @torch.no_grad()
     def _scores(
-        self, sequences: dict[int, np.ndarray], wanted: dict[int, np.ndarray], plan: list[list[int]], temperature: float
+        self, sequences: list[np.ndarray], wanted: list[np.ndarray], temperature: float, shared: bool = True
     ) -> dict[int, np.ndarray]:
-        result: dict[int, np.ndarray] = {}
-        for micro in plan:
+        """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective)."""
+        lengths, result = [len(s) for s in sequences], {}
+        for micro in self._plan(lengths, self.world_size)[self.rank] if shared else self._plan(lengths, 1)[0]:
             laid = batching.collate([sequences[i] for i in micro], [wanted[i] for i in micro], self.packed)
             found = self._forward(laid, temperature, "none")[0].float().cpu().numpy()
             ends = np.cumsum(laid.counts)[:-1]
@@ -129,35 +110,17 @@ class ModelWorker(UsageProbe):
         self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
         return result
 
-    def _forward(
-        self, laid: batching.MicroBatch, temperature: float, entropy: str
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        position_ids = None if laid.position_ids is None else self._tensor(laid.position_ids)
-        return self.model(
-            input_ids=self._tensor(laid.input_ids),
-            position_ids=position_ids,
-            at=self._tensor(laid.at),
-            tokens=self._tensor(laid.tokens),
-            temperature=temperature,
-            entropy=entropy,
-            chunk=self.cfg.actor.log_prob_chunk,
-        )
+    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
+        arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
+        inputs = {name: array if array is None else self._tensor(array) for name, array in arrays.items()}
+        return self.model(**inputs, temperature=temperature, entropy=entropy, chunk=self.cfg.actor.log_prob_chunk)
 
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+    def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-    # ---- the end ------------------------------------------------------------------------------------------------
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far: allocated on the GPU, or resident in this process."""
-        if self._device_type == "cuda":
-            return torch.cuda.max_memory_allocated()
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def shutdown(self) -> None:
-        """Leave the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        return torch.cuda.max_memory_allocated() if self._device_type == "cuda" else peak_resident_bytes()
 
 
 class TrainedWorker(ModelWorker):
@@ -167,24 +130,18 @@ class TrainedWorker(ModelWorker):
     learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.version = 0
-        self.optimizer_steps = 0
-        self.optimizer: torch.optim.Optimizer | None = None
+    version = 0
+    optimizer_steps = 0
+    optimizer: torch.optim.Optimizer | None = None
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
         raise NotImplementedError
 
-    def _micro_loss(
-        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
-    ) -> torch.Tensor:
+    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
         """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
 
-        Args:
-            of: the columns and "weight" (of each token in the loss), of the trained tokens: float32 [n] each.
-            first: no optimiser step of this update has been made yet.
+        `of` holds what `_per_token` finds; `first`: no optimiser step of this update has been made yet.
         """
         raise NotImplementedError
 
@@ -192,20 +149,16 @@ class TrainedWorker(ModelWorker):
         """Metrics beyond those of every trained role."""
         raise NotImplementedError
 
-    def _make_optimizer(self) -> None:
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
-        # Norms and biases do not decay, as is usual (and as Megatron has it).
-        groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-        self.optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]],
-            lr=self.own.lr,
-            betas=tuple(self.own.betas),
-            eps=self.own.eps,
-            weight_decay=self.own.weight_decay,
-            fused=True,
-        )
-        self._host_state: dict[torch.Tensor, torch.Tensor] = {}
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """As `ModelWorker.setup`, with an optimiser for a role that learns."""
+        super().setup(master_addr, master_port)
+        own, self._host_state = self.own, {}
+        if isinstance(own, TrainedConfig):
+            matrices = [p for p in self.model.parameters() if p.ndim > 1]
+            vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+            # Norms and biases do not decay, as is usual (and as Megatron has it).
+            groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
+            self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     # ---- update -------------------------------------------------------------------------------------------------
 
@@ -221,7 +174,9 @@ class TrainedWorker(ModelWorker):
         if not learn:
             self.version += 1
             return {}
-        self._check(batch)
+        for name, values in self._columns(batch).items():
+            if values is None or len(values) != len(batch.samples):
+                raise ValueError(f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples")
         prompts = [s.prompt_id for s in batch.samples]
         minis = batching.mini_batches(prompts, self.own.ppo_mini_batch_size) * self.own.ppo_epochs
         stats, clock, rates = Stats(self.device), Clock(self.device), []
@@ -232,59 +187,45 @@ class TrainedWorker(ModelWorker):
         self.version += 1
         return self._metrics(stats, clock, len(minis), rates)
 
-    def _check(self, batch: Batch) -> None:
-        for name, values in self._columns(batch).items():
-            if values is None or len(values) != len(batch.samples):
-                raise ValueError(f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples")
-
     def _accumulate(self, batch: Batch, mini: list[int], stats: Stats, clock: Clock, first: bool) -> None:
         """Forward and backward over this rank's micro-batches of one mini-batch."""
         samples = [batch.samples[i] for i in mini]
         trained = [int(s.loss_mask.sum()) for s in samples]
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
-        weights = core_algos.token_weights(
-            trained,
-            self.cfg.algorithm.loss_agg,
-            sum(trained),
-            sum(n > 0 for n in trained),
-            self.cfg.data.max_response_length,
-        )
-        for micro in self._plan([s.length for s in samples])[self.rank]:
+        how, longest = self.cfg.algorithm.loss_agg, self.cfg.data.max_response_length
+        weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
+        for micro in self._plan([s.length for s in samples], self.world_size)[self.rank]:
             wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
             laid = batching.collate([_sequence(samples[k]) for k in micro], wanted, self.packed)
-            positions = [mini[k] for k in micro]
-            of = self._per_token(batch, positions, weights[micro] if micro else weights[:0])
+            of = self._per_token(batch, [mini[k] for k in micro], weights[micro])
             with clock("forward"):
                 loss = self._micro_loss(laid, of, stats, first)
             with clock("backward"):
                 # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
                 (loss * self.world_size).backward()
-            stats.add("tokens_total", sum(samples[k].length for k in micro))
+            stats.add(tokens_total=sum(samples[k].length for k in micro))
 
-    def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, torch.Tensor]:
-        """What the loss needs, of the trained tokens of some samples, one after the other: float32 [n] each.
+    def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
+        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
 
         And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
         """
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        empty = np.zeros(0)
         of = {
-            name: self._tensor(
-                np.concatenate([empty, *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
-            )
+            name: np.concatenate([np.zeros(0), *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
             for name, arrays in columns.items()
         }
         counts = [n for n in (int(m.sum()) for m in masks) if n]
-        return of | {"sequence": self._tensor(np.repeat(np.arange(len(counts)), counts).astype(np.int64))}
+        of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
+        return {name: self._tensor(array) for name, array in of.items()}
 
     def _optimizer_step(self, stats: Stats) -> float:
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
-        own, steps = self.own, None
-        if self._total_steps is not None:
-            per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-            steps = self._total_steps * per_step
+        own = self.own
+        per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
+        steps = self._total_steps and self._total_steps * per_step
         rate = core_algos.learning_rate(
             self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         )
@@ -309,25 +250,22 @@ class TrainedWorker(ModelWorker):
         """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
-        for state in self.optimizer.state.values():
-            for value in state.values():
-                if not isinstance(value, DTensor):
-                    continue
-                # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
-                if to_host:
-                    local = value._local_tensor
-                    if value not in self._host_state:
-                        self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
-                    value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
-                elif value._local_tensor.device.type == "cpu":
-                    value._local_tensor = value._local_tensor.to(self.device, non_blocking=True)
+        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
+        for value in moments:
+            # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
+            local = value._local_tensor
+            if to_host:
+                if value not in self._host_state:
+                    self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
+                value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
+            else:
+                value._local_tensor = local.to(self.device, non_blocking=True)
         if to_host:
             torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
 
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
-        for phase, seconds in clock.totals().items():
-            stats.peak(f"{phase}_s", seconds)
+        stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce()
         own = {
             "loss": sums["loss"] / minis,
@@ -341,13 +279,13 @@ class TrainedWorker(ModelWorker):
 
     # ---- checkpoint ---------------------------------------------------------------------------------------------
 
+    def _state(self) -> dict[str, Any]:
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
+
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
-        dcp.save(state, checkpoint_id=os.path.join(folder, self.role))
+        dcp.save(self._state(), checkpoint_id=os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
@@ -359,17 +297,13 @@ class TrainedWorker(ModelWorker):
         Raises:
             ConfigError: the checkpoint is of another model or cannot be read.
         """
-        state = {
-            "model": get_model_state_dict(self.model),
-            "optimizer": get_optimizer_state_dict(self.model, self.optimizer),
-        }
+        state = self._state()
         try:
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
         except Exception as e:
             reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            raise ConfigError(
-                f"checkpoint {folder}: the part of the {self.role} does not fit its model ({reason})"
-            ) from e
+            part = f"the part of the {self.role} does not fit its model ({reason})"
+            raise ConfigError(f"checkpoint {folder}: {part}") from e
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
@@ -383,15 +317,12 @@ class TrainedWorker(ModelWorker):
 
 
 class PolicyWorker(TrainedWorker):
-    """Implements `workers.TrainWorker` for the roles "actor" (trained) and "ref" (frozen, log_prob only)."""
+    """The roles "actor" (trained) and "ref" (frozen, `log_prob` only)."""
 
-    def setup(self) -> dict[str, Any]:
-        """As `ModelWorker.setup`; the actor also gets its optimiser."""
-        facts = super().setup()
-        self._weights = fsdp_model.ShardedWeights(self.model, getattr(torch, self.cfg.model.dtype), self.device)
-        if self.role == "actor":
-            self._make_optimizer()
-        return facts
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
+        super().setup(master_addr, master_port)
+        self._weights = fsdp_model.sharded_weights(self.model, getattr(torch, self.cfg.model.dtype))
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -402,10 +333,7 @@ class PolicyWorker(TrainedWorker):
 
         Every rank scores everything: the canary's few sequences cost less than gathering would.
         """
-        lengths = [len(s) for s in sequences]
-        plan = batching.plan(lengths, 1, self.own.micro_batch_tokens, self.packed)[0]
-        wanted = {i: np.arange(1, n) for i, n in enumerate(lengths)}
-        scores = self._scores(dict(enumerate(sequences)), wanted, plan, 1.0)
+        scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
         return [scores[i] for i in range(len(sequences))]
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
@@ -416,44 +344,36 @@ class PolicyWorker(TrainedWorker):
             columns["ref"] = batch.ref_log_probs
         return columns
 
-    def _micro_loss(
-        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
-    ) -> torch.Tensor:
-        algorithm = self.cfg.algorithm
-        entropy = "grad" if algorithm.entropy_coef > 0 else "metric"
+    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
+        a = self.cfg.algorithm
+        entropy = "grad" if a.entropy_coef > 0 else "metric"
         log_probs, entropies = self._forward(laid, self.cfg.rollout.temperature, entropy)
-        low = algorithm.clip_ratio if algorithm.clip_ratio_low is None else algorithm.clip_ratio_low
-        high = algorithm.clip_ratio if algorithm.clip_ratio_high is None else algorithm.clip_ratio_high
-        decoupled = algorithm.old_log_probs == "recompute"
-        old = of["proximal"] if decoupled else of["mu"]
+        low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
+        high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+        old = of.get("proximal", of["mu"])
         inputs = policy_losses.LossInputs(
-            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, algorithm.clip_ratio_c
+            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, a.clip_ratio_c
         )
-        policy_loss = policy_losses.POLICY_LOSSES.find(algorithm.policy_loss).function
-        per_token, clipped = policy_loss(inputs, **algorithm.policy_loss_kwargs)
-        if decoupled:
+        policy_loss = policy_losses.POLICY_LOSSES.find(a.policy_loss).function
+        per_token, clipped = policy_loss(inputs, **a.policy_loss_kwargs)
+        if "proximal" in of:  # decoupled PPO
             per_token = per_token * policy_losses.correction_weights(
-                old, of["mu"], of["sequence"], algorithm.rollout_correction, algorithm.rollout_correction_cap
+                old, of["mu"], of["sequence"], a.rollout_correction, a.rollout_correction_cap
             )
         policy = (of["weight"] * per_token).sum()
-        loss = policy - algorithm.entropy_coef * (of["weight"] * entropies).sum()
-        if "ref" in of and not algorithm.kl_in_reward:
-            divergence = core_algos.kl(log_probs, of["ref"], algorithm.kl_estimator)
-            loss = loss + algorithm.kl_coef * (of["weight"] * divergence).sum()
-            stats.add("kl", divergence.detach().sum())
-        stats.add("loss", loss.detach())
-        stats.add("pg_loss", policy.detach())
-        stats.add("entropy", entropies.detach().sum())
-        stats.add("tokens", len(log_probs))
+        loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
+        if "ref" in of:
+            divergence = core_algos.kl(log_probs, of["ref"], a.kl_estimator)
+            loss = loss + a.kl_coef * (of["weight"] * divergence).sum()
+            stats.add(kl=divergence.detach().sum())
+        stats.add(loss=loss.detach(), pg_loss=policy.detach(), entropy=entropies.detach().sum(), tokens=len(log_probs))
         sums, maxima = core_algos.token_stats(log_probs, of["mu"], clipped)
         difference, largest = sums.pop("logprob_diff"), maxima.pop("logprob_diff")
         if first:  # before any optimiser step of this update: policy lag and numerics, not training
-            stats.add("logprob_diff", difference)
-            stats.add("first_tokens", len(log_probs))
-            stats.peak("logprob_diff", largest)
-        for name, value in sums.items():
-            stats.add(name, value)
-        stats.peak("ratio", maxima["ratio"])
+            stats.add(logprob_diff=difference, first_tokens=len(log_probs))
+            stats.peak(logprob_diff=largest)
+        stats.add(**sums)
+        stats.peak(**maxima)
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
@@ -474,11 +394,17 @@ class PolicyWorker(TrainedWorker):
 
     def weight_plan(self) -> list[WeightPiece]:
         """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
-        return self._weights.plan()
+        return [piece for piece, _ in self._weights]
 
-    def weight_tensors(self) -> Iterator[torch.Tensor]:
-        """The data of `weight_plan()`, in its order and dtype (no collective). Read it before the next optimiser step."""
-        return self._weights.tensors()
+    @torch.no_grad()
+    def weight_tensors(self) -> Iterator[Tensor]:
+        """The data of `weight_plan()`, in its order and dtype (no collective).
+
+        In fp32 these are the live rows themselves: read them before the next optimiser step.
+        """
+        for piece, tensor in self._weights:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
@@ -487,8 +413,7 @@ class PolicyWorker(TrainedWorker):
         """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
-        problem: list[str | None] = [None]
-        error: Exception | None = None
+        problem, error = [None], None
         if self.rank == 0:
             try:
                 self._write(state, path)
@@ -498,12 +423,11 @@ class PolicyWorker(TrainedWorker):
         if problem[0] is not None:
             raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
 
-    def _write(self, state: dict[str, torch.Tensor], path: str) -> None:
+    def _write(self, state: dict[str, Tensor], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
         fsdp_model.write_checkpoint(self.model, state, self.cfg, temporary)
-        transformers.AutoTokenizer.from_pretrained(
-            self.cfg.model.path, trust_remote_code=self.cfg.model.trust_remote_code
-        ).save_pretrained(temporary)
+        model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
+        transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
         if os.path.exists(path):
             os.rename(path, previous)
         os.rename(temporary, path)
@@ -511,13 +435,7 @@ class PolicyWorker(TrainedWorker):
 
 
 class CriticWorker(TrainedWorker):
-    """Implements `workers.CriticWorker`: a value for the state before each response token."""
-
-    def setup(self) -> dict[str, Any]:
-        """As `ModelWorker.setup`, with an optimiser."""
-        facts = super().setup()
-        self._make_optimizer()
-        return facts
+    """The role "critic": a value for the state before each response token."""
 
     def values(self, batch: Batch) -> dict[int, np.ndarray]:
         """V(state before each response token), of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -526,19 +444,14 @@ class CriticWorker(TrainedWorker):
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         return {"value": batch.values, "return": batch.returns}
 
-    def _micro_loss(
-        self, laid: batching.MicroBatch, of: dict[str, torch.Tensor], stats: Stats, first: bool
-    ) -> torch.Tensor:
+    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
         values = self._forward(laid, 1.0, "none")[0]
         per_token, clipped = core_algos.value_loss(values, of["value"], of["return"], self.own.clip_range_value)
         loss = (of["weight"] * per_token).sum()
-        stats.add("loss", loss.detach())
-        stats.add("tokens", len(values))
-        stats.add("clip", clipped.sum())
+        stats.add(loss=loss.detach(), tokens=len(values), clip=clipped.sum())
         error = of["return"].double() - of["value"]
         for name, value in (("value", of["value"]), ("return", of["return"]), ("error", error)):
-            stats.add(name, value.double().sum())
-            stats.add(f"{name}^2", value.double().square().sum())
+            stats.add(**{name: value.double().sum(), f"{name}^2": value.double().square().sum()})
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
@@ -558,14 +471,13 @@ class CriticWorker(TrainedWorker):
 
 
 class RewardModelWorker(ModelWorker):
-    """Implements `workers.RewardModelWorker`: one number per sequence, from its last token, as classifiers do."""
+    """The role "reward_model": one number per sequence, from its last token, as classifiers do."""
 
     def score_sequences(self, sequences: list[np.ndarray]) -> dict[int, float]:
         """Scores of this rank's share: position -> score (collective)."""
-        plan = self._plan([len(s) + 1 for s in sequences])[self.rank]
         # The output at the last token stands where a next token's would: one more is added, which no other one sees.
-        mine = {i: np.append(sequences[i], 0) for micro in plan for i in micro}
-        found = self._scores(mine, {i: np.array([len(s) - 1]) for i, s in mine.items()}, plan, 1.0)
+        longer = [np.append(s, 0) for s in sequences]
+        found = self._scores(longer, [np.array([len(s)]) for s in sequences], 1.0)
         return {i: float(score[0]) for i, score in found.items()}
 
 

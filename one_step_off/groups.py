@@ -89,13 +89,11 @@ class TrainGroup:
         self.limit = cfg.trainer.step_timeout_s
         self.on_span: OnSpan = lambda *_: None
 
-    async def setup(self) -> dict[str, Any]:
-        """Form the role's process group and load the model on every rank; returns rank 0's facts."""
+    async def setup(self) -> None:
+        """Form the role's process group and load the model on every rank."""
         limit = self.cfg.trainer.start_timeout_s
         (address,) = await every(limit, self.role, self.ranks[:1], "free_address", self.host)
-        host, port = address
-        await every(limit, self.role, self.ranks, "rendezvous", host, port)
-        return (await every(limit, self.role, self.ranks, "setup"))[0]
+        await every(limit, self.role, self.ranks, "setup", *address)
 
     async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
         """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""

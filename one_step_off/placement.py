@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +13,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import seat_cores, seats_per_node
-
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @dataclass(frozen=True)
@@ -28,12 +27,9 @@ class Seat:
 
 def pin_process(cores: tuple[int, ...]) -> None:
     """Bind every thread of this process, and all it starts later, to `cores`."""
-    if cores:
-        for thread in os.listdir("/proc/self/task"):
-            try:
-                os.sched_setaffinity(int(thread), cores)
-            except ProcessLookupError:
-                pass  # a thread that ended meanwhile
+    for thread in os.listdir("/proc/self/task") if cores else ():
+        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
+            os.sched_setaffinity(int(thread), cores)
 
 
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
@@ -44,14 +40,12 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     Raises:
         ConfigError: the cluster has too little; says which pool, what it wants and what there is.
     """
-    resource = "GPU" if device == "cuda" else "CPU"
-    rollout_pool = cfg.placement.roles["rollout"]
-    cores = seat_cores(cfg, device)
+    resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
     groups: dict[tuple[str, int], PlacementGroup] = {}
     shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
     # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
     for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
-        width = cfg.rollout.tensor_parallel_size if pool == rollout_pool else 1
+        width = cfg.rollout.tensor_parallel_size if pool == cfg.placement.roles["rollout"] else 1
         count = seats_per_node(cfg, pool)[node]
         group = placement_group([{resource: width, "CPU": width} for _ in range(count)], strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
@@ -71,8 +65,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
 def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:
     """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores.
 
-    Args:
-        share: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
+    `share`: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
     """
     cores = seat.cores if seat else ()
 
@@ -86,13 +79,11 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
     if device == "cuda" and seat:
         # Left alone, Ray would give one thread: the optimiser of offloaded parameters runs on the host's cores.
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
-    variables = {name: str(threads) for name in THREAD_VARIABLES}
+    variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
-        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-            seat.group, placement_group_bundle_index=seat.bundle
-        )
+        options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)
         options["num_gpus"] = bundle.get("GPU", 0) * share
         options["num_cpus"] = 0 if device == "cuda" else bundle["CPU"] * share
     return ray.remote(Pinned).options(**options).remote(*args)

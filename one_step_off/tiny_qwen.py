@@ -18,12 +18,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from one_step_off import word_problems
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Progress = Callable[[str, float], None]
 """Told what is being done and the fraction of it that is done, 0 to 1."""
@@ -73,15 +75,13 @@ class Recipe:
 RECIPE = Recipe()
 
 
-def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir: str | None = None) -> str:
+def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: None) -> str:
     """Path of the warm-started model; builds it once, later calls find it in the cache.
 
     Args:
         kind: `qwen2` or `qwen3`, with or without the prefix `tiny:`.
         seed: of the weights and of the warm start. It is not the seed of a run: all runs start from the
             same pretrained model unless told otherwise.
-        progress: called as progress(what, fraction) while building.
-        cache_dir: default `$ONE_STEP_OFF_CACHE`, else `$XDG_CACHE_HOME/one_step_off`.
 
     Returns:
         A local directory as `from_pretrained` and vLLM read it.
@@ -92,7 +92,7 @@ def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir
     name = kind.removeprefix("tiny:")
     if name not in KINDS:
         raise ValueError(f"no tiny model named {kind!r}: choose tiny:{' or tiny:'.join(KINDS)}")
-    root = Path(cache_dir) if cache_dir else default_cache_dir()
+    root = cache_dir()
     target = root / f"tiny-{name}-{recipe_hash(name, seed)}"
     if target.is_dir():
         return str(target)
@@ -103,34 +103,26 @@ def ensure(kind: str, seed: int = 0, progress: Progress | None = None, cache_dir
             work = root / f".{target.name}.part"
             shutil.rmtree(work, ignore_errors=True)  # of a builder that was killed or failed
             work.mkdir()
-            _build_warm(name, seed, work, progress or (lambda what, done: None))
+            _build_warm(name, seed, work, progress)
             work.rename(target)
     return str(target)
 
 
 def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second.
+    """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second; returns `path`.
 
     Args:
         kind: the `model_type` of a causal language model whose config has the usual fields: `llama`, `qwen3`, ...
-        path: the directory to fill; made if missing.
-        seed: of the weights.
         dtype: of the saved weights, `float32` or `bfloat16`.
-        overrides: fields of the HF config, as `tie_word_embeddings=False`, `num_attention_heads=4`,
-            `num_key_value_heads=2`.
-
-    Returns:
-        `path`.
+        overrides: fields of the HF config, as `tie_word_embeddings=False`, `num_attention_heads=4`.
     """
-    import torch
-
     tokenizer = build_tokenizer()
     _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
     return path
 
 
-def default_cache_dir() -> Path:
-    """Where built models are kept, by the environment."""
+def cache_dir() -> Path:
+    """Where built models are kept: `$ONE_STEP_OFF_CACHE`, else `$XDG_CACHE_HOME/one_step_off`."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "one_step_off"
     return Path(os.environ.get("ONE_STEP_OFF_CACHE") or base).expanduser()
 
@@ -148,9 +140,6 @@ def _rows(count: int) -> list[word_problems.Row]:
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -173,10 +162,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    fields: dict[str, Any] = dict(
+    fields = dict(
         vocab_size=RECIPE.vocab_size,
         hidden_size=128,
         intermediate_size=256,
@@ -191,8 +177,7 @@ def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **over
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    fields.update(overrides)
-    config = AutoConfig.for_model(kind, **fields)
+    config = AutoConfig.for_model(kind, **fields | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -212,35 +197,29 @@ def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
 def demonstration(answer: str, rng: random.Random) -> str:
     """`answer` with its last line as one of `ENDINGS` has it."""
     body, _, number = answer.rpartition("\n#### ")
-    (ending,) = rng.choices(list(ENDINGS), list(ENDINGS.values()))
-    return body + ending.format(n=number)
-
-
-def _lr_factor(step: int) -> float:
-    """Warm-up, plateau, then a straight fall."""
-    up, down = (step + 1) / RECIPE.warmup_steps, (RECIPE.steps - step) / (RECIPE.steps * RECIPE.decay)
-    return min(1.0, up, down)
+    return body + rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
 
 
 def warm_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, what: str
 ) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on responses only."""
-    import torch
-    from torch.nn.utils.rnn import pad_sequence
-
     rng = random.Random(seed)
     rows = _rows(RECIPE.rows)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay = RECIPE.weight_decay
+    decay, fall = RECIPE.weight_decay, RECIPE.steps * RECIPE.decay
     optimizers = [
         torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
         torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
     ]
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, _lr_factor) for o in optimizers]
+
+    def rate(step: int) -> float:  # warm-up, plateau, then a straight fall
+        return min(1.0, (step + 1) / RECIPE.warmup_steps, (RECIPE.steps - step) / fall)
+
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
     model.train()
     for step in range(RECIPE.steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE.batch_size)]
@@ -261,8 +240,6 @@ def warm_start(
 
 def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
     """Build, warm-start and save one model into `path`."""
-    import torch
-
     tokenizer = build_tokenizer()
     model = build_model(kind, tokenizer, seed)
     threads = torch.get_num_threads()

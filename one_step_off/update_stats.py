@@ -21,24 +21,25 @@ class Stats:
         self.norms: list[float] = []
         self.skipped = 0
 
-    def add(self, name: str, value: torch.Tensor | float) -> None:
-        """Add to a sum."""
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._sums[name] = self._sums[name] + value if name in self._sums else value
+    def add(self, **values: torch.Tensor | float) -> None:
+        """Add to sums."""
+        self._fold(self._sums, torch.add, values)
 
-    def peak(self, name: str, value: torch.Tensor | float) -> None:
-        """Take part in a maximum."""
-        value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+    def peak(self, **values: torch.Tensor | float) -> None:
+        """Take part in maxima."""
+        self._fold(self._maxima, torch.maximum, values)
 
-    def reduce(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Over all ranks: two small reductions, on the CPU (every rank has the same names in the same order)."""
-        results = []
+    def _fold(self, table: dict[str, torch.Tensor], how: Any, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
+            table[name] = how(table[name], value) if name in table else value
+
+    def reduce(self) -> Iterator[dict[str, float]]:
+        """Sums, then maxima over all ranks, reduced on the CPU (every rank has the same names in the same order)."""
         for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             packed = torch.stack(list(table.values())).cpu()
             dist.all_reduce(packed, op=op)
-            results.append(dict(zip(table, packed.tolist(), strict=True)))
-        return results[0], results[1]
+            yield dict(zip(table, packed.tolist(), strict=True))
 
 
 class Clock:
@@ -65,8 +66,7 @@ class Clock:
         """Seconds per phase."""
         if self._cuda:
             torch.cuda.synchronize()
-        result: dict[str, float] = {}
+        result = dict.fromkeys((phase for phase, _, _ in self._marks), 0.0)
         for phase, start, end in self._marks:
-            seconds = start.elapsed_time(end) / 1000 if self._cuda else end - start
-            result[phase] = result.get(phase, 0.0) + seconds
+            result[phase] += start.elapsed_time(end) / 1000 if self._cuda else end - start
         return result

@@ -1,8 +1,7 @@
 """Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
 
-`make` builds one-operation word problems for the tiny model that trains on CPUs; `make_addition` sums of two numbers;
-`make_gsm_symbolic` passes on reasoning-gym's generator of grade-school problems. All take (split, size, seed), with a
-split "train" or "test" and a size of 0 or more. Train and test never share a problem, whatever their seeds.
+All generators take (split, size, seed), with a split "train" or "test" and a size of 0 or more. Train and test never
+share a problem, whatever their seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from math import gcd
 from typing import Any
 
 Row = dict[str, str]
-Triple = tuple[str, int, int]
 
 FIRST, SECOND = range(10, 100), range(1, 10)
 """Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow).
@@ -55,20 +53,19 @@ def _split_of(key: str) -> str:
     return "test" if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < TEST_PERCENT else "train"
 
 
-def triples(split: str) -> list[Triple]:
+def triples(split: str) -> list[tuple[str, int, int]]:
     """The (operation, a, b) that belong to one split."""
     space = [("+", a, b) for a in FIRST for b in SECOND if a % 10 + b < 10]
     space += [("-", a, b) for a in FIRST for b in SECOND if a % 10 >= b]
     return [(op, a, b) for op, a, b in space if _split_of(f"{op} {a} {b}") == split]
 
 
-def _row(triple: Triple, surface: int) -> Row:
+def _row(triple: tuple[str, int, int], surface: int) -> Row:
     op, a, b = triple
     rest, template = divmod(surface, len(TEMPLATES[op]))
     who, what = divmod(rest, len(OBJECTS))
     # The second person is a function of the first, so that a surface stays one small number.
-    other = NAMES[(who + 3) % len(NAMES)]
-    x = OBJECTS[what]
+    other, x = NAMES[(who + 3) % len(NAMES)], OBJECTS[what]
     ax = f"{a} {x[:-1] if a == 1 else x}"
     question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=ax, b=b)
     result = a + b if op == "+" else a - b
@@ -88,16 +85,13 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
         raise ValueError(f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer")
-    rng = random.Random(f"word_problems {split} {seed}")
+    rng, rows, turn = random.Random(f"word_problems {split} {seed}"), [], 0
     # A stride coprime to the number of wordings visits each of them once before it returns to the first.
     strides = [s for s in range(1, _SURFACES) if gcd(s, _SURFACES) == 1]
     walks = {t: (rng.randrange(_SURFACES), rng.choice(strides)) for t in space}
-    rows: list[Row] = []
-    turn = 0
     while len(rows) < size:
         rng.shuffle(space)
-        for triple in space[: size - len(rows)]:
-            start, stride = walks[triple]
+        for triple, (start, stride) in ((t, walks[t]) for t in space[: size - len(rows)]):
             rows.append(_row(triple, (start + turn * stride) % _SURFACES))
         turn += 1
     return rows
@@ -111,8 +105,7 @@ def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     than the split.
     """
     space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
-    rng = random.Random(f"addition {split} {seed}")
-    pairs: list[tuple[int, int]] = []
+    rng, pairs = random.Random(f"addition {split} {seed}"), []
     while len(pairs) < size:
         pairs += rng.sample(space, len(space))
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]

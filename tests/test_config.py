@@ -161,6 +161,10 @@ BAD = [
     (["actor.param_offload=true"], ["actor.param_offload=true", "CPU", "false"]),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),
     (["model.attn_implementation=flash_attention_2"], ["flash_attention_2", "CPU", "sdpa"]),
+    (
+        ["model.attn_implementation=flash_attention_2", "placement.device=cuda"],
+        ["flash_attention_2", "in float32", "model.dtype=bfloat16", "sdpa"],
+    ),
     # what goes to vLLM
     (["rollout.sampling_kwargs.temperature=0.5"], ["sampling_kwargs.temperature=0.5", "use rollout.temperature"]),
     (["rollout.sampling_kwargs.max_tokens=5"], ["sampling_kwargs.max_tokens=5", "data.max_response_length"]),

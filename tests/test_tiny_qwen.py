@@ -23,6 +23,12 @@ def tokenizer():
     return tiny_qwen.build_tokenizer()
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are built into the test's own folder."""
+    monkeypatch.setenv("ONE_STEP_OFF_CACHE", str(tmp_path))
+
+
 @pytest.fixture
 def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the warm start by a file; the list has one entry per build."""
@@ -121,7 +127,7 @@ def test_build_random_depends_on_the_seed_alone(tmp_path: Path) -> None:
 
 def test_unknown_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tiny:llama"):
-        tiny_qwen.ensure("tiny:llama", cache_dir=str(tmp_path))
+        tiny_qwen.ensure("tiny:llama")
 
 
 def test_second_call_finds_the_cache(fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,9 +142,9 @@ def test_second_call_finds_the_cache(fake_build: list[str], tmp_path: Path, monk
 def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ONE_STEP_OFF_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "/x")
-    assert tiny_qwen.default_cache_dir() == Path("/x/one_step_off")
+    assert tiny_qwen.cache_dir() == Path("/x/one_step_off")
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert tiny_qwen.default_cache_dir() == Path.home() / ".cache" / "one_step_off"
+    assert tiny_qwen.cache_dir() == Path.home() / ".cache" / "one_step_off"
 
 
 @pytest.mark.parametrize(
@@ -167,19 +173,16 @@ def test_a_failed_build_is_no_model_and_the_next_one_succeeds(
 
     monkeypatch.setattr(tiny_qwen, "_build_warm", half)
     with pytest.raises(RuntimeError, match="disk full"):
-        tiny_qwen.ensure("qwen2", cache_dir=str(tmp_path))
+        tiny_qwen.ensure("qwen2")
     monkeypatch.setattr(tiny_qwen, "_build_warm", whole)
-    path = tiny_qwen.ensure("qwen2", cache_dir=str(tmp_path))
+    path = tiny_qwen.ensure("qwen2")
     assert fake_build == ["qwen2 0"]
     assert [p for p in tmp_path.iterdir() if p.is_dir()] == [Path(path)]
 
 
 def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -> None:
     paths: list[str] = []
-    builders = [
-        threading.Thread(target=lambda: paths.append(tiny_qwen.ensure("qwen2", cache_dir=str(tmp_path))))
-        for _ in range(4)
-    ]
+    builders = [threading.Thread(target=lambda: paths.append(tiny_qwen.ensure("qwen2"))) for _ in range(4)]
     for b in builders:
         b.start()
     for b in builders:
@@ -190,7 +193,7 @@ def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -
 def test_warm_start_reports_progress_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=3, batch_size=4, rows=16))
     told: list[float] = []
-    path = tiny_qwen.ensure("qwen3", cache_dir=str(tmp_path), progress=lambda what, done: told.append(done))
+    path = tiny_qwen.ensure("qwen3", progress=lambda what, done: told.append(done))
     assert told == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert Path(path, "model.safetensors").stat().st_size > 1_000_000
 
@@ -201,7 +204,7 @@ def test_warm_model_knows_the_sums_but_seldom_formats_them(kind: str, tmp_path: 
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = tiny_qwen.ensure(kind, cache_dir=str(tmp_path))
+    path = tiny_qwen.ensure(kind)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokenizer.padding_side = "left"
     rows = word_problems.make("test", 128, 0)
