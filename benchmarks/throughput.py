@@ -16,6 +16,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from one_step_off.config import ConfigError
+from one_step_off.config_checks import validate
+from one_step_off.config_io import load
+
 ARMS = {"synchronous": 0, "one step off": 1}
 TIMES = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "T_sync": "time/sync_s"}
 
@@ -109,8 +113,18 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
     args, overrides = parser.parse_known_args()
+    if args.runs < 1 or args.warmup < 0:
+        parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
+    try:
+        for argument in overrides:
+            if argument.startswith("-"):
+                parser.error(f"unrecognized argument {argument}; keys of the config are written section.key=value")
+        validate(load([f"config={args.config}", *overrides]))
+    except ConfigError as e:
+        parser.error(str(e))
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
+    print(f"{args.runs} runs of each arm, in turns; a line comes after each, in some minutes", flush=True)
     collected: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in ARMS}
     for run in range(args.runs):
         order = list(ARMS.items())
@@ -119,10 +133,8 @@ def main() -> None:
             if len(rows) <= args.warmup:
                 parser.error(f"--warmup {args.warmup} leaves none of the {len(rows)} steps")
             collected[arm].append(rows[args.warmup :])
-            print(
-                f"run {run + 1} of {args.runs}, {arm}: {statistics.median(r['time/step_s'] for r in rows):.3f} s/step",
-                flush=True,
-            )
+            step_s = statistics.median(row["time/step_s"] for row in collected[arm][-1])
+            print(f"run {run + 1} of {args.runs}, {arm}: {step_s:.3f} s/step", flush=True)
     arms = {arm: summarise(runs) for arm, runs in collected.items()}
     result = {"config": args.config, "overrides": overrides, "runs": args.runs, "warmup": args.warmup, "arms": arms}
     result["headline"] = headline(arms)

@@ -40,7 +40,9 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: str = key("", "jsonl or parquet files (with commas), hub id, or generator:word_problems", path=True)
+    train_files: str = key(
+        "", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)", path=True
+    )
     val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation", path=True)
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
     format: str = key("auto", "question/answer, or prompt/reward_model", choices="auto gsm8k messages")

@@ -28,7 +28,7 @@ from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
-from one_step_off.loggers import open_loggers
+from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from one_step_off.roles import Spawned
 
 CANARY_TOKENS = 64
+VAL_ONLY = "val_only"
 WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -308,7 +309,8 @@ async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed
     if path is None:
         return None
     await team.load_state(str(path.resolve()))
-    tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
+    if not prepared.cfg.trainer.val_only:
+        tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     return Resumed(state["step"], samples, state["generate_s"], state.get("kl_coef"))
 
@@ -388,7 +390,6 @@ def run(cfg: Config) -> int:
     """
     quiet_libraries()
     with Screen() as screen:
-        tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
@@ -398,17 +399,30 @@ def run(cfg: Config) -> int:
                 "trainer.total_steps, or start anew with trainer.resume=never"
             )
             return 0
-        write_run_folder(prepared)
-        if not (state or cfg.trainer.val_only) and (tracker.folder / "metrics.jsonl").exists():
-            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         if cfg.trainer.val_only:
-            tracker.keep()
-        else:
-            tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-        observe(prepared, tracker, prepared.asked_for)
+            state = None
+            screen.say(_evaluated(prepared))
+            # A folder of its own: the run's files tell of the run.
+            cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / VAL_ONLY)
+        wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
+        tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
+        if not state and (tracker.folder / "metrics.jsonl").exists():
+            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
+        write_run_folder(prepared)
+        tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
+        observe(prepared, tracker, prepared.asked_for, wandb)
         _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
+
+
+def _evaluated(prepared: Prepared) -> str:
+    """Which weights an evaluation alone is about to take."""
+    folder = Path(prepared.cfg.trainer.output_dir)
+    if prepared.resume_from:
+        return f"evaluating the weights of {prepared.resume_from}"
+    trained = f"; for the trained one set model.path={folder / 'hf_model'}" if (folder / "hf_model").is_dir() else ""
+    return f"evaluating model.path={prepared.asked_for}: no checkpoint in {folder}{trained}"
 
 
 def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
@@ -441,18 +455,14 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def observe(prepared: Prepared, tracker: Tracker, asked_model: str) -> None:
-    """Open the loggers, count the model, and say what is about to run. After `tracker.start`.
-
-    Raises:
-        ConfigError: W&B does not start.
-    """
+def observe(prepared: Prepared, tracker: Tracker, asked_model: str, wandb: Wandb | None = None) -> None:
+    """Open the loggers, count the model, and say what is about to run. After `tracker.start`."""
     cfg, data = prepared.cfg, prepared.data
     params, shape = measure_model(cfg)
     tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
-    tracker.loggers = open_loggers(cfg, tracker.first_step, data.find, tracker.say)
+    tracker.loggers = open_loggers(cfg, tracker.first_step, data.find, tracker.say, wandb)
     tracker.repeat_evaluations()
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []

@@ -68,12 +68,14 @@ class TensorBoard(Logger):
 class Wandb(Logger):
     """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
 
-    def __init__(self, cfg: Config, folder: Path) -> None:
-        """Raises ConfigError if W&B does not start (not logged in, say)."""
+    def __init__(self, cfg: Config, resumed: bool) -> None:
+        """Raises ConfigError if W&B does not start (not logged in, say). Not `resumed`: another run, another id."""
         import wandb
 
-        file, offline = folder / RUN_ID_FILE, cfg.logging.wandb_mode == "offline"
-        run_id = file.read_text().strip() if file.exists() else secrets.token_hex(4)
+        folder, offline = Path(cfg.trainer.output_dir), cfg.logging.wandb_mode == "offline"
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / RUN_ID_FILE
+        run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
         try:
             wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
@@ -212,19 +214,18 @@ class Loggers:
             self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
-def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None]) -> Loggers:
+def open_loggers(
+    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
+) -> Loggers:
     """The loggers that the section `logging` asks for. A run from step 0 removes what an earlier one left.
 
-    Raises:
-        ConfigError: W&B does not start.
+    `wandb` is made by the caller, before anything of an earlier run is touched: it may refuse.
     """
     folder = Path(cfg.trainer.output_dir)
     _clear(folder, first_step)
-    # First, because it may refuse, and before any thread of ours runs.
-    online = Wandb(cfg, folder) if cfg.logging.wandb else None
     loggers = Loggers(say)
-    if online:
-        loggers.link, loggers.live["W&B"] = online.link, online
+    if wandb:
+        loggers.link, loggers.live["W&B"] = wandb.link, wandb
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:
@@ -234,12 +235,11 @@ def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], 
 
 
 def _clear(folder: Path, first_step: int) -> None:
-    """Remove samples from `first_step` on; at step 0 also the W&B id and the event files, for it is another run."""
+    """Remove samples from `first_step` on; at step 0 also the event files, for it is another run."""
     for path in (folder / SAMPLES).glob("*.jsonl"):
         number = path.stem.removeprefix("step_").removeprefix("val_v")
         if number.isdecimal() and int(number) >= first_step + (first_step > 0 and path.stem.startswith("val_")):
             path.unlink()
     if first_step == 0:
-        (folder / RUN_ID_FILE).unlink(missing_ok=True)
         for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
             path.unlink()

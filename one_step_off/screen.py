@@ -30,6 +30,7 @@ from rich.text import Text
 
 _NAMES = 13
 _TREND = 24
+_LEAST_TREND = 8
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _FIRST_ESTIMATE_S = 5.0
 
@@ -144,9 +145,10 @@ class Screen:
             self._remove(self.steps)
 
     def step(self, row: dict[str, Any], total: int) -> None:
-        """One finished step: its row of metrics.jsonl. The bar leaves no lines behind."""
-        if not self.live:
+        """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
+        if not self.live or row["step"] + 1 == total:
             self.say(step_line(row, total))
+        if not self.live:
             return
         self.rewards.append(row["reward/mean"])
         self.bars.figures = figures(row, self.rewards, self.console.width)
@@ -177,7 +179,8 @@ def figures(row: dict[str, Any], rewards: Iterable[float], width: int = 120) -> 
         + (f"{tokens:,.0f} tok/s  " if tokens else "")
         + f"waits: rollout {waits:.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
     )
-    drawn = trend(list(rewards)[-max(1, width - len(reward) - len(others) - 3) :])
+    room = width - len(reward) - len(others) - 3
+    drawn = trend(list(rewards)[-room:]) if room >= _LEAST_TREND else ""  # shorter ones tell of noise alone
     return f"{reward} {drawn}  {others}" if drawn else f"{reward}  {others}"
 
 

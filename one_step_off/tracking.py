@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -87,11 +86,6 @@ class Tracker:
             (self.folder / name).unlink(missing_ok=True)
         for name, rows in kept.items():
             self._append(name, *rows)
-
-    def keep(self) -> None:
-        """Add to what an earlier run left in this folder, and drop nothing: for a run that only evaluates."""
-        self.start(sys.maxsize, self._read("evaluations.jsonl"))
-        self.first_step = self.steps[-1]["step"] + 1 if self.steps else 1
 
     def repeat_evaluations(self) -> None:
         """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
@@ -228,11 +222,12 @@ def _speed(rows: list[Row]) -> dict[str, float | None]:
 
     return found | {
         "overlap_ratio": medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"]),
-        # The replicas idle from the end of their samples, within the step before, to the end of the next sync.
-        "idle_share/rollout": min(
-            1.0, per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:] or rows, rows[:-1] or rows)
-        ),
-        "idle_share/trainer": 1 - per_s("time/train_s"),
+        # The replicas idle from the end of their samples, within the step before, to the end of the next sync. Nothing
+        # is generated beside the last step, which so would tell of the run's length.
+        "idle_share/rollout": min(1.0, per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:], rows[:-1]))
+        if rows[1:]
+        else None,
+        "idle_share/trainer": 1 - per_s("time/train_s") if rows[1:] else None,
         "samples_per_s": per_s("samples"),
         "response_tokens_per_s": per_s("tokens/response"),
     }

@@ -52,7 +52,10 @@ from one_step_off.cores import count_gpus; print(count_gpus())' "$root"
 choose_extra() {
     local gpus
     if [[ -n "${EXTRA:-}" ]]; then
-        [[ "$EXTRA" == cpu || "$EXTRA" == gpu ]] || die "EXTRA=$EXTRA: must be cpu or gpu"
+        [[ "$EXTRA" == cpu || "$EXTRA" == gpu ]] || {
+            echo "setup: error: EXTRA=$EXTRA: must be cpu or gpu" >&2
+            exit 2
+        }
         echo "$EXTRA"
         return
     fi

@@ -76,9 +76,11 @@ def evaluate_only(model: str, folder: Path) -> None:
             "rollout.val_max_response_length": 24,
         },
     )
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert launch.run(only) == 0
-    assert len(rows(folder, "metrics.jsonl")) == 4, "an evaluation alone drops nothing"
-    last = rows(folder, "evaluations.jsonl")[-1]
+    assert {path: path.read_bytes() for path in before} == before, "an evaluation alone touches nothing of the run"
+    assert json.loads((folder / "val_only" / "summary.json").read_text())["steps"] == 0
+    (last,) = rows(folder / "val_only", "evaluations.jsonl")
     assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
     assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
 

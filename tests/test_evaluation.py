@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import json
 
 import numpy as np
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from one_step_off.evaluation import figures, pass_at_k, set_epoch
 from one_step_off.samples import Sample
-from one_step_off.tracking import Tracker, held_out_line
+from one_step_off.tracking import held_out_line
 
 
 @given(st.integers(1, 7), st.data())
@@ -47,14 +45,3 @@ def test_figures_of_two_sets():
     assert held_out_line({"val/version": 3.0} | found) == (
         "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
     )
-
-
-def test_a_run_that_only_evaluates_keeps_what_is_there(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward/mean": 1.0}) + "\n")
-    (tmp_path / "evaluations.jsonl").write_text(json.dumps({"val/version": 0.0, "val/reward": 0.1}) + "\n")
-    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
-    tracker.keep()
-    tracker.evaluation(7, samples(0, [[1.0]]), 0.1)
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
-    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-    assert [r["val/version"] for r in rows] == [0, 7]

@@ -42,7 +42,8 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
     # one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
-    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append)
+    wandb = loggers.Wandb(cfg, steps[0] > 0) if cfg.logging.wandb else None
+    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, wandb)
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
     found.evaluation(figures, [sample(text="held out")])
     for step in steps:
@@ -220,7 +221,7 @@ def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
 
     monkeypatch.setattr(wandb, "init", refuse)
     with pytest.raises(ConfigError, match=r"does not start \(api_key not configured \(no-tty\)\); run `wandb login`"):
-        open_loggers(config(tmp_path, wandb=True), 0, PROMPTS.get, print)
+        loggers.Wandb(config(tmp_path, wandb=True), False)
 
 
 @needs_wandb
@@ -228,11 +229,10 @@ def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
     program = f"""
     from one_step_off.config import Config, ConfigError
     from one_step_off.loggers import Wandb
-    from pathlib import Path
     cfg = Config()
-    cfg.logging.wandb = True
+    cfg.logging.wandb, cfg.trainer.output_dir = True, {str(tmp_path)!r}
     try:
-        Wandb(cfg, Path({str(tmp_path)!r}))
+        Wandb(cfg, False)
     except ConfigError as e:
         print("refused:", e)
     """
