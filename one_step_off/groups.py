@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 import numpy as np
@@ -68,10 +69,15 @@ async def named(who: str, work: Awaitable[T]) -> T:
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
 
 
+async def together(limit_s: float, what: str, calls: dict[str, Awaitable[Any]]) -> list[Any]:
+    """Await the answers of several processes, by their names; the first failure is raised at once."""
+    return await within(limit_s, what, asyncio.gather(*(named(who, call) for who, call in calls.items())))
+
+
 async def every(limit_s: float, what: str, actors: list[Any], method: str, *args: Any) -> list[Any]:
-    """Call a method on all actors at once and await all; the first failure is raised at once, and names the actor."""
-    calls = (named(f"{what} {i}, {method}", getattr(a, method).remote(*args)) for i, a in enumerate(actors))
-    return await within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
+    """Call one method of all actors at once, and await all as `together` does."""
+    calls = {f"{what} {i}, {method}": getattr(a, method).remote(*args) for i, a in enumerate(actors)}
+    return await together(limit_s, f"{what}, {method}", calls)
 
 
 class TrainGroup:
@@ -93,8 +99,7 @@ class TrainGroup:
         """Form the role's process group and load the model on every rank; returns rank 0's facts."""
         limit = self.cfg.trainer.start_timeout_s
         (address,) = await every(limit, self.role, self.ranks[:1], "free_address", self.host)
-        host, port = address
-        await every(limit, self.role, self.ranks, "rendezvous", host, port)
+        await every(limit, self.role, self.ranks, "rendezvous", *address)
         return (await every(limit, self.role, self.ranks, "setup"))[0]
 
     async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
@@ -168,13 +173,12 @@ class RolloutGroup:
 
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
-        shares = [prompts[i :: len(self.replicas)] for i in range(len(self.replicas))]
-        calls = [
-            named(f"{what}, rollout {i}", replica.rollout.remote(share, sampling))
-            for i, (replica, share) in enumerate(zip(self.replicas, shares, strict=True))
-            if share
-        ]
-        parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
+        n = len(self.replicas)
+        calls = {
+            f"{what}, rollout {i}": replica.rollout.remote(prompts[i::n], sampling)
+            for i, replica in enumerate(self.replicas[: len(prompts)])
+        }
+        parts = await together(self.cfg.trainer.step_timeout_s, f"{what}, rollout", calls)
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
@@ -194,48 +198,37 @@ class WeightSync:
     def __init__(self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str) -> None:
         self.actor, self.rollout, self.canary, self.host = actor, rollout, canary, host
         self.cfg = actor.cfg.weight_sync
-        dtype = actor.cfg.model.dtype
-        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[dtype]
+        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
 
     async def connect(self) -> None:
         """Exchange the metadata and form all groups, once."""
-        limit = self.cfg.timeout_s
+        limit, bucket_bytes = self.cfg.timeout_s, self.cfg.bucket_mb << 20
         plans = await every(limit, "weight sync", self.actor.ranks, "weight_plan")
-        senders = [(rank, plan) for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
-        self.senders, pieces = [rank for rank, _ in senders], [plan for _, plan in senders]
-        bucket_bytes = self.cfg.bucket_mb << 20
-        addresses = await within(
-            limit,
-            "weight sync, listen",
-            asyncio.gather(
-                *(
-                    named(f"sender {i}", rank.open_sender.remote(pieces, i, bucket_bytes, self.host, limit))
-                    for i, rank in enumerate(self.senders)
-                )
-            ),
-        )
+        self.senders = [rank for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
+        pieces = [plan for plan in plans if plan]
+        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        opened = {
+            f"weight sync, listen, sender {i}": rank.open_sender.remote(pieces, i, bucket_bytes, self.host, limit)
+            for i, rank in enumerate(self.senders)
+        }
+        addresses = await together(limit, "weight sync, listen", opened)
         width = self.rollout.cfg.rollout.tensor_parallel_size
         receivers = width * len(self.rollout.replicas)
         info = {
-            "pieces": [[[p.name, p.dtype, list(p.shape), p.start, p.stop] for p in plan] for plan in pieces],
+            "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
             "bucket_bytes": bucket_bytes,
-            "addresses": [list(a) for a in addresses],
+            "addresses": addresses,
             "receivers": receivers,
             "host": self.host,
             "timeout_s": limit,
         }
-        joins = [
-            named(f"weight sync, connect, sender {i}", rank.connect_sync.remote(receivers))
-            for i, rank in enumerate(self.senders)
-        ]
-        joins += [
-            named(
-                f"weight sync, connect, rollout {i}", replica.connect_sync.remote(info | {"first_receiver": i * width})
-            )
+        what = "weight sync, connect"
+        joins = {f"{what}, sender {i}": rank.connect_sync.remote(receivers) for i, rank in enumerate(self.senders)}
+        joins |= {
+            f"{what}, rollout {i}": replica.connect_sync.remote(info | {"first_receiver": i * width})
             for i, replica in enumerate(self.rollout.replicas)
-        ]
-        await within(2 * limit, "weight sync, connect", asyncio.gather(*joins))
-        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        }
+        await together(2 * limit, what, joins)
 
     async def __call__(self, stamp: Stamp) -> dict[str, float]:
         """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary.
@@ -244,20 +237,20 @@ class WeightSync:
             SyncError or PhaseTimeout, naming who, which phase, bucket and version.
         """
         begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
-        calls = [
-            named(f"{what}, trainer rank {i}", rank.send_weights.remote(stamp[1]))
-            for i, rank in enumerate(self.senders)
-        ]
-        sends = len(calls)
-        calls += [named(f"{what}, rollout {i}", r.sync.remote(stamp)) for i, r in enumerate(self.rollout.replicas)]
+        calls = {f"{what}, trainer rank {i}": r.send_weights.remote(stamp[1]) for i, r in enumerate(self.senders)}
+        calls |= {f"{what}, rollout {i}": r.sync.remote(stamp) for i, r in enumerate(self.rollout.replicas)}
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        reports = await within(limit, what, asyncio.gather(*calls))
+        reports = await together(limit, what, calls)
         seconds = time.perf_counter() - begin
-        sent, received = reports[:sends], reports[sends:]
-        metrics = {"sync/transfer_s": seconds, "sync/bytes": sum(r["bytes"] for r in sent)}
-        metrics["sync/gb_per_s"] = metrics["sync/bytes"] / seconds / 1e9
-        metrics["sync/pack_s"] = max(r["pack"] for r in sent)
+        sent, received = reports[: len(self.senders)], reports[len(self.senders) :]
+        size = sum(r["bytes"] for r in sent)
+        metrics = {
+            "sync/transfer_s": seconds,
+            "sync/bytes": size,
+            "sync/gb_per_s": size / seconds / 1e9,
+            "sync/pack_s": max(r["pack"] for r in sent),
+        }
         metrics |= {
             f"sync/{k}_s": max(r.get(k, 0.0) for r in received)
             for k in ("pause", "prepare", "wire", "load", "verify", "finish")
@@ -268,16 +261,17 @@ class WeightSync:
 
     async def _check_canary(self, stamp: Stamp) -> dict[str, float]:
         trainer, replicas = await asyncio.gather(self.actor.score(self.canary), self.rollout.score(self.canary))
-        worst, mean = 0.0, 0.0
+        found: dict[str, float] = {}
         for i, replica in enumerate(replicas):
-            diffs = np.concatenate([np.abs(a - b) for a, b in zip(trainer, replica, strict=True)])
+            diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
-            for size, limit, name in ((diffs.max(), self.tolerance, ""), (diffs.mean(), self.tolerance / 10, " / 10")):
-                if not size <= limit:  # NaN fails too
+            for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
+                if not size <= share * self.tolerance:  # NaN fails too
                     raise SyncError(
                         f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
-                        f"{size:.3g} nats on the same tokens ({'mean' if name else 'largest'}), "
-                        f"more than weight_sync.canary_tolerance{name} = {limit:g}"
+                        f"{size:.3g} nats on the same tokens ({kind}), "
+                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
                     )
-            worst, mean = max(worst, float(diffs.max())), max(mean, float(diffs.mean()))
-        return {"canary/logprob_diff_max": worst, "canary/logprob_diff_mean": mean}
+                name = f"canary/logprob_diff_{kind}"
+                found[name] = max(found.get(name, 0.0), float(size))
+        return found

@@ -28,17 +28,17 @@ Find = Callable[[PromptId], Prompt | None]
 RUN_ID_FILE = "wandb_run_id"
 SAMPLES = "samples"
 _PATIENCE_S = 60.0
-_QUEUE = 64
+_QUEUE = 32
 
 
 class Logger:
-    """Told of every step and every evaluation, in order, in one thread. What one does not override it does not need."""
+    """Told of every step and every evaluation, in order, in one thread."""
 
-    def write(self, figures: dict[str, float], at: int) -> None:
-        """The finite figures of step `at`; or those of an evaluation, "val/version" among them, which is `at`."""
-
-    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
-        """The samples of a step or evaluation and the name of their file; no advantages for an evaluation."""
+    def write(
+        self, figures: dict[str, float], at: int, name: str, samples: list[Sample], advantages: list[float | None]
+    ) -> None:
+        """The finite figures of step `at`, or those of an evaluation, "val/version" among them, which is then `at`;
+        and their samples with the name of the file for them (no advantages for an evaluation)."""
 
     def close(self, failed: bool) -> None:
         """The run is over; `failed` tells how."""
@@ -54,7 +54,7 @@ class TensorBoard(Logger):
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self.writer.add_text("config", "    " + config_text.replace("\n", "\n    "), first_step)
 
-    def write(self, figures: dict[str, float], at: int) -> None:
+    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """Each figure is a scalar."""
         for name, value in figures.items():
             self.writer.add_scalar(name, value, at)
@@ -101,7 +101,7 @@ class Wandb(Logger):
         self.run.define_metric("*", step_metric="step")
         self.run.define_metric("val/*", step_metric="val/version")
 
-    def write(self, figures: dict[str, float], at: int) -> None:
+    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """One row of figures."""
         self.run.log(figures if "val/version" in figures else figures | {"step": at})
 
@@ -117,7 +117,9 @@ class SampleDump(Logger):
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+    def write(
+        self, figures: dict[str, float], at: int, name: str, samples: list[Sample], advantages: list[float | None]
+    ) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
         rows = [describe(sample, self.find(sample.prompt_id)) for sample in samples]
         for row, advantage in zip(rows, advantages, strict=False):
@@ -190,11 +192,10 @@ class Loggers:
 
     def _put(self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]) -> None:
         if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
-            self.say(f"warning: the loggers are {_QUEUE // 2} steps behind; {name} is left out of them")
+            self.say(f"warning: the loggers are {_QUEUE} steps behind; {name} is left out of them")
             return
         finite = {k: float(v) for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at)))
-        self.jobs.put(lambda: self._tell(lambda logger: logger.samples(name, *samples_and_advantages)))
+        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at, name, *samples_and_advantages)))
 
     def _work(self) -> None:
         while (job := self.jobs.get()) is not None:

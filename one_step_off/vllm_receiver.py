@@ -1,142 +1,89 @@
-"""The engine's side of the weight sync, inside each vLLM worker process.
+"""The engine's side of the weight sync: what vLLM mixes into each of its workers through `worker_extension_cls`.
 
-vLLM imports this module through `worker_extension_cls`, which registers the transfer engine `one_step_off`
-with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
-step may fall between them and meet half-loaded layers.
+A whole update is one RPC: with vLLM's own three calls an engine step may fall between them and meet half-loaded layers.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from one_step_off.distributed_util import BucketPlan, Receiver, SyncError
 from one_step_off.workers import WeightPiece
 
-BACKEND = "one_step_off"
-
-
-@dataclass
-class InitInfo(WeightTransferInitInfo):
-    """Plain data only, since it crosses process borders. `pieces[s]` are the fields of sender s's WeightPieces."""
-
-    pieces: list[list[list[Any]]]
-    bucket_bytes: int
-    addresses: list[list[Any]]
-    first_receiver: int
-    receivers: int
-    host: str
-    timeout_s: float
-
-
-@dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
-    """Which version to receive."""
-
-    version: int
-
-
-class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload."""
-
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
-
-    receiver: Receiver | None = None
-
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Build the plan and join the senders' groups."""
-        pieces = [[WeightPiece(n, d, tuple(s), a, b) for n, d, s, a, b in sent] for sent in init_info.pieces]
-        plan = BucketPlan.build(pieces, init_info.bucket_bytes)
-        index = init_info.first_receiver + get_tensor_model_parallel_rank()
-        self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
-        self.receiver.connect([(h, p) for h, p in init_info.addresses], init_info.receivers)
-        # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
-        self.expected = {name for name, _ in self.model.named_parameters()}
-
-    def start_weight_update(self) -> None:
-        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
-        self.loaded: set[str] = set()
-        start = time.perf_counter()
-        initialize_layerwise_reload(self.model)
-        self.report = {"prepare": time.perf_counter() - start}
-
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive all buckets; verified by checksum and by name when this returns."""
-        self.report |= self.receiver.receive(self._load, update_info.version)
-        missing = sorted(self.expected - self.loaded)
-        if missing:
-            raise SyncError(
-                f"receiver {self.receiver.index}: {len(missing)} parameters were not loaded, as {missing[:3]}"
-            )
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, without a device synchronisation where there is no device."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-
-    def finish_weight_update(self) -> None:
-        """Pack the layers again."""
-        start = time.perf_counter()
-        finalize_layerwise_reload(self.model, self.model_config)
-        # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
-        # stay at the old version behind a mere warning.
-        head = getattr(self.model, "lm_head", None)
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
-            head.quant_method.process_weights_after_loading(head)
-        self.report["finish"] = time.perf_counter() - start
-
-    def shutdown(self) -> None:
-        """Leave the groups."""
-        if self.receiver is not None:
-            self.receiver.close()
-
-    def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.loaded |= self.model.load_weights(tensors)
-        if len(self.receiver.plan.buckets) > 1:
-            self._keep_pending()
-
-    def _keep_pending(self) -> None:
-        """Copy what the reload still holds of this bucket, since the buffer is about to be reused.
-
-        The reload processes a fused layer (qkv, gate and up) when its last part has come; parts that came
-        earlier wait as references into the bucket.
-        """
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if not info.can_load():
-                continue
-            for _, bound in info.loaded_weights:
-                for key, value in bound.arguments.items():
-                    if isinstance(value, torch.Tensor) and not value.is_meta and not hasattr(value, "is_own_copy"):
-                        bound.arguments[key] = value.clone()
-                        bound.arguments[key].is_own_copy = True
-
-
-WeightTransferEngineFactory.register_engine(BACKEND, OneStepOffTransferEngine)
-
 
 class SyncWorkerExtension:
-    """Mixed into vLLM's worker; `collective_rpc("sync_weights")` reaches it."""
+    """Methods for `collective_rpc`. Arguments and answers are plain data only, since they cross process borders."""
+
+    def connect_sync(
+        self,
+        pieces: list[list[tuple]],
+        bucket_bytes: int,
+        addresses: list[tuple[str, int]],
+        receivers: int,
+        first_receiver: int,
+        host: str,
+        timeout_s: float,
+    ) -> None:
+        """Build the plan and join the senders' groups. `pieces[s]`: the fields of sender s's WeightPieces."""
+        plan = BucketPlan.build(
+            [[WeightPiece(n, dtype, tuple(shape), a, b) for n, dtype, shape, a, b in sent] for sent in pieces],
+            bucket_bytes,
+        )
+        index = first_receiver + get_tensor_model_parallel_rank()
+        self.weight_receiver = Receiver(plan, index, self.device, host, timeout_s)
+        self.weight_receiver.connect(addresses, receivers)
+        # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
+        self.weight_names = {name for name, _ in self.model_runner.get_model().named_parameters()}
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """One whole update. Returns seconds per phase and bytes."""
-        self.start_weight_update()
-        self.update_weights({"version": version})
-        self.finish_weight_update()
-        return self.weight_transfer_engine.report
+        """One whole update, loaded in place by vLLM's layerwise reload. Returns seconds per phase and bytes.
+
+        Raises:
+            SyncError: it is not complete and exact by checksum and by name; the model must not be used then.
+        """
+        model, receiver = self.model_runner.get_model(), self.weight_receiver
+        loaded: set[str] = set()
+
+        def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
+            loaded.update(model.load_weights(tensors))
+            if len(receiver.plan.buckets) > 1:
+                _keep_pending(model)
+
+        with set_current_vllm_config(self.vllm_config):
+            begin = time.perf_counter()
+            initialize_layerwise_reload(model)  # to the form in which checkpoints load; on CPU layers are packed
+            prepare = time.perf_counter() - begin
+            report = receiver.receive(load, version)
+            if missing := sorted(self.weight_names - loaded):
+                raise SyncError(f"{receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}")
+            begin = time.perf_counter()
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()
+            finalize_layerwise_reload(model, self.model_config)
+            # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
+            # stay at the old version behind a mere warning.
+            head = getattr(model, "lm_head", None)
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
+                head.quant_method.process_weights_after_loading(head)
+        return report | {"prepare": prepare, "finish": time.perf_counter() - begin}
+
+
+def _keep_pending(model: torch.nn.Module) -> None:
+    """Copy what the reload still holds of a bucket, since the bucket's buffer is about to be reused.
+
+    The reload processes a fused layer (qkv, gate and up) when its last part has come; parts that came
+    earlier wait as references into the bucket.
+    """
+    for layer in model.modules():
+        for _, bound in get_layerwise_info(layer).loaded_weights:
+            for key, value in bound.arguments.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta and not hasattr(value, "is_own_copy"):
+                    bound.arguments[key] = value.clone()
+                    bound.arguments[key].is_own_copy = True
