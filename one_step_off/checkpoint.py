@@ -20,6 +20,7 @@ import json
 import os
 import shutil
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "train
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint."""
-    return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in FIXED_KEYS}
+    return {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
 
 
 def folder_of(cfg: Config) -> Path:
@@ -58,10 +59,10 @@ def find(cfg: Config) -> Path | None:
         ConfigError: a path that is no checkpoint, or one made with other settings.
     """
     wish = cfg.trainer.resume
-    if wish == "auto":
-        path = next(reversed(finished(folder_of(cfg))), None)
+    if wish in ("auto", "never"):
+        path = next(reversed(finished(folder_of(cfg))), None) if wish == "auto" else None
     else:
-        path = Path(wish) if wish != "never" else None
+        path = Path(wish)
     if path is None:
         return None
     made_with = read_state(path)["fixed"]

@@ -375,22 +375,22 @@ class Receiver(_End):
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
+def own_host(host: str) -> str:
+    """`host`, or where it is empty (several nodes) the address by which other nodes reach this one."""
+    from ray.util import get_node_ip_address
+
+    return host or get_node_ip_address()
+
+
 class SendingEnd:
     """Mixed into a training worker's process: its end of the weight sync, over `weight_plan` and `weight_tensors`."""
-
-    sender: Sender | None = None
 
     def open_sender(
         self, pieces: list[list[WeightPiece]], index: int, bucket_bytes: int, host: str, timeout_s: float
     ) -> tuple[str, int]:
-        """Build the plan over all senders' pieces and listen as sender `index`. Returns (host, port).
-
-        `host` empty: several nodes, so the address by which the others reach this one.
-        """
-        from ray.util import get_node_ip_address
-
+        """Build the plan over all senders' pieces and listen as sender `index`. Returns (host, port)."""
         plan = BucketPlan.build(pieces, bucket_bytes)
-        self.sender = Sender(plan, index, torch.device(self.device), host or get_node_ip_address(), timeout_s)
+        self.sender = Sender(plan, index, torch.device(self.device), own_host(host), timeout_s)
         return self.sender.address
 
     def connect_sync(self, receivers: int) -> None:

@@ -1,7 +1,12 @@
 """What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days.
+broken dashboard must not end a run of days. A logger has two methods:
+
+    write(figures, at, name, samples, advantages)
+        the finite figures of step `at`, or of an evaluation ("val/version" among them, which is then `at`); the samples
+        behind them and the name of the file for these, with advantages (none for an evaluation)
+    close(failed)
 """
 
 from __future__ import annotations
@@ -31,20 +36,7 @@ _PATIENCE_S = 60.0
 _QUEUE = 32
 
 
-class Logger:
-    """Told of every step and every evaluation, in order, in one thread."""
-
-    def write(
-        self, figures: dict[str, float], at: int, name: str, samples: list[Sample], advantages: list[float | None]
-    ) -> None:
-        """The finite figures of step `at`, or those of an evaluation, "val/version" among them, which is then `at`;
-        and their samples with the name of the file for them (no advantages for an evaluation)."""
-
-    def close(self, failed: bool) -> None:
-        """The run is over; `failed` tells how."""
-
-
-class TensorBoard(Logger):
+class TensorBoard:
     """Event files in tensorboard/. Held-out figures stand at the version that was evaluated."""
 
     def __init__(self, folder: Path, config_text: str, first_step: int) -> None:
@@ -65,7 +57,7 @@ class TensorBoard(Logger):
         self.writer.close()
 
 
-class Wandb(Logger):
+class Wandb:
     """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
 
     def __init__(self, cfg: Config, folder: Path) -> None:
@@ -110,7 +102,7 @@ class Wandb(Logger):
         self.run.finish(exit_code=int(failed))
 
 
-class SampleDump(Logger):
+class SampleDump:
     """All samples of each step and evaluation, one JSON object per line."""
 
     def __init__(self, folder: Path, find: Find) -> None:
@@ -129,6 +121,9 @@ class SampleDump(Logger):
             temporary, text = self.folder / f".{name}.tmp", "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
             temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
             os.replace(temporary, self.folder / name)
+
+    def close(self, failed: bool) -> None:
+        """Every file is whole already."""
 
 
 def step_file(step: int) -> str:
@@ -161,12 +156,12 @@ class Loggers:
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.link = say, ""
-        self.live: dict[str, Logger] = {}
+        self.live: dict[str, Any] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
 
-    def add(self, what: str, make: Callable[[], Logger]) -> None:
+    def add(self, what: str, make: Callable[[], Any]) -> None:
         """Make a logger in the thread: TensorBoard's import takes seconds."""
         self.jobs.put(lambda: self._try(what, lambda: self.live.update({what: make()})))
 
@@ -201,7 +196,7 @@ class Loggers:
         while (job := self.jobs.get()) is not None:
             job()
 
-    def _tell(self, call: Callable[[Logger], None]) -> None:
+    def _tell(self, call: Callable[[Any], None]) -> None:
         for what, logger in list(self.live.items()):
             self._try(what, partial(call, logger))
 

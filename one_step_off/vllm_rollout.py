@@ -18,7 +18,7 @@ import numpy as np
 from agent_loop import single_turn
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
-from one_step_off.distributed_util import SyncError
+from one_step_off.distributed_util import SyncError, own_host
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt, Sample, Stamp
 from one_step_off.usage import UsageProbe
@@ -110,9 +110,7 @@ class RolloutReplica(UsageProbe):
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the weight-sync groups. `info`: the arguments of vllm_receiver's `connect_sync`."""
-        from ray.util import get_node_ip_address
-
-        await self._on_workers("connect_sync", **info | {"host": info["host"] or get_node_ip_address()})
+        await self._on_workers("connect_sync", **info | {"host": own_host(info["host"])})
 
     async def _on_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Every vLLM worker's answer.
@@ -135,16 +133,14 @@ class RolloutReplica(UsageProbe):
         Raises:
             SyncError: the engine is unusable then, and stays paused.
         """
-        begin = time.perf_counter()
-        self.stamp = None
+        self.stamp, begin = None, time.perf_counter()
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
         reports = await self._on_workers("sync_weights", version=stamp[1])
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp
-        worst = {k: max(r[k] for r in reports) for k in reports[0]}
-        return {**worst, "pause": pause, "total": time.perf_counter() - begin}
+        return {k: max(r[k] for r in reports) for k in reports[0]} | {"pause": pause}
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
         """All trajectories of these prompts, scored, in order; and the seconds it took.
@@ -152,9 +148,9 @@ class RolloutReplica(UsageProbe):
         Raises:
             RuntimeError: no verified weights, or the engine died.
         """
+        begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        begin = time.perf_counter()
         tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)]
         try:
             samples = await asyncio.gather(*tasks)
@@ -180,7 +176,7 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        wishes = self.cfg.rollout.sampling_kwargs
+        own = self.cfg.rollout.sampling_kwargs
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -189,7 +185,7 @@ class RolloutReplica(UsageProbe):
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **{"detokenize": "stop" in wishes} | wishes,
+            **{"detokenize": "stop" in own} | own,
         )
         done = (await self._run(ids, params)).outputs[0]
         tokens = np.asarray(done.token_ids, dtype=np.int32)
@@ -254,5 +250,5 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "max_num_seqs": 256,
         }
     else:
-        args |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization}
-    return args | dict(cfg.rollout.engine_kwargs)
+        args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+    return args | cfg.rollout.engine_kwargs
