@@ -59,12 +59,10 @@ def find(cfg: Config) -> Path | None:
         ConfigError: a path that is no checkpoint, or one made with other settings.
     """
     wish = cfg.trainer.resume
-    if wish in ("auto", "never"):
-        path = next(reversed(finished(folder_of(cfg))), None) if wish == "auto" else None
-    else:
-        path = Path(wish)
-    if path is None:
+    found = {"auto": finished(folder_of(cfg)), "never": []}.get(wish, [Path(wish)])
+    if not found:
         return None
+    path = found[-1]
     made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
         if made_with.get(key) != value:

@@ -53,10 +53,7 @@ class Slot:
 
 @dataclass
 class Bucket:
-    """Whole tensors that travel together: their pieces, tensor by tensor in the order of rows.
-
-    `nbytes[s]` is the padded size of sender s's part.
-    """
+    """Whole tensors that travel together, piece by piece in the order of rows; `nbytes[s]`: sender s's padded part."""
 
     slots: list[Slot]
     nbytes: list[int]
@@ -72,13 +69,11 @@ class BucketPlan:
 
     @staticmethod
     def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> BucketPlan:
-        """Fill buckets with whole tensors, in the senders' order, up to `bucket_bytes` each.
-
-        A tensor larger than that gets a bucket of its own.
+        """Fill buckets with whole tensors, in the senders' order. A tensor over `bucket_bytes` gets one of its own.
 
         Args:
             pieces: per sender its pieces, in the order in which it will yield their data.
-            bucket_bytes: aim for the size of a bucket, all senders' parts together.
+            bucket_bytes: the size to aim for, all senders' parts together.
 
         Raises:
             SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
@@ -139,12 +134,8 @@ def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiec
 def checksum(flat: torch.Tensor) -> torch.Tensor:
     """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane.
 
-    Args:
-        flat: uint8 [n] on any device, n a multiple of 16.
-
-    Returns:
-        int64 [2] on the same device: sums weighted by odd numbers along rows and along lanes, mod 2^64.
-        No temporary as large as the bucket is made.
+    `flat` is uint8 [n], n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers
+    along rows and along lanes, mod 2^64. No temporary as large as the bucket is made.
     """
     words = flat.view(torch.int64)
     whole = len(words) // _LANES * _LANES
@@ -244,10 +235,7 @@ class _End:
 
 
 class Sender(_End):
-    """The sending end on one trainer rank. Sender s is rank 0 of group s; receivers are ranks 1..R.
-
-    `address`: (host, port) of its store, by which the receivers find it.
-    """
+    """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -259,18 +247,14 @@ class Sender(_End):
         self.address = (self.host, self.store.port)
 
     def connect(self, receivers: int) -> None:
-        """Form the group with `receivers` vLLM workers. They must call `Receiver.connect` meanwhile."""
+        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile."""
         with self._phase("connect"):
             self.group = self._join(self.store, self.index, 0, receivers)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, float]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`.
 
-        Returns:
-            Seconds per phase (pack, wire) and "bytes".
-
-        Raises:
-            SyncError: names this sender, the phase and the bucket.
+        Returns seconds per phase (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket.
         """
         self._begin()
         data, buffers = iter(tensors), itertools.cycle(self.buffers)
@@ -321,10 +305,8 @@ class Receiver(_End):
         """Receive one sync and hand each bucket's whole tensors to `load`.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes
-        equal the senders' by checksum; before that the model must not be used.
-
-        Returns:
-            Seconds per phase (wire, load, verify) and "bytes".
+        equal the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire,
+        load, verify) and "bytes".
 
         Raises:
             SyncError: other plan or version, time limit, broken peer, or a checksum that differs.
@@ -386,10 +368,10 @@ class SendingEnd:
     """Mixed into a training worker's process: its end of the weight sync, over `weight_plan` and `weight_tensors`."""
 
     def open_sender(
-        self, pieces: list[list[WeightPiece]], index: int, bucket_bytes: int, host: str, timeout_s: float
+        self, pieces: list[list[WeightPiece]], bucket_bytes: int, host: str, timeout_s: float
     ) -> tuple[str, int]:
-        """Build the plan over all senders' pieces and listen as sender `index`. Returns (host, port)."""
-        plan = BucketPlan.build(pieces, bucket_bytes)
+        """Build the plan over all senders' pieces, this one's among them, and listen. Returns (host, port)."""
+        plan, index = BucketPlan.build(pieces, bucket_bytes), pieces.index(self.weight_plan())
         self.sender = Sender(plan, index, torch.device(self.device), own_host(host), timeout_s)
         return self.sender.address
 
@@ -398,11 +380,7 @@ class SendingEnd:
         self.sender.connect(receivers)
 
     def send_weights(self, version: int) -> dict[str, float]:
-        """Send this rank's rows as `version`. Returns seconds per phase and bytes.
-
-        Raises:
-            SyncError: the worker is at another version, or the transfer broke.
-        """
+        """As `Sender.send`; it refuses (SyncError) if the worker is at another version."""
         if version != self.version:
             raise SyncError(f"sender {self.sender.index} holds version {self.version}, asked to send {version}")
         return self.sender.send(self.weight_tensors(), version)

@@ -49,9 +49,7 @@ async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
 async def named(who: str, work: Awaitable[T]) -> T:
     """Await one process's answer; its failure is raised with `who` in front.
 
-    Raises:
-        ConfigError, StalenessError, SyncError: as the process raised them.
-        RoleError: for anything else, the process's death included.
+    ConfigError, StalenessError and SyncError keep their kind; anything else, its death included, is a RoleError.
     """
     try:
         return await work
@@ -69,15 +67,10 @@ async def named(who: str, work: Awaitable[T]) -> T:
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
 
 
-async def together(limit_s: float, what: str, calls: dict[str, Awaitable[Any]]) -> list[Any]:
-    """Await the answers of several processes, by their names; the first failure is raised at once."""
-    return await within(limit_s, what, asyncio.gather(*(named(who, call) for who, call in calls.items())))
-
-
 async def every(limit_s: float, what: str, actors: list[Any], method: str, *args: Any) -> list[Any]:
-    """Call one method of all actors at once, and await all as `together` does."""
-    calls = {f"{what} {i}, {method}": getattr(a, method).remote(*args) for i, a in enumerate(actors)}
-    return await together(limit_s, f"{what}, {method}", calls)
+    """Call a method on all actors at once and await all; the first failure is raised at once, and names the actor."""
+    calls = (named(f"{what} {i}, {method}", getattr(a, method).remote(*args)) for i, a in enumerate(actors))
+    return await within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
 
 
 class TrainGroup:
@@ -86,21 +79,19 @@ class TrainGroup:
     Roles in one pool share `turn`, so that they take turns on its devices; in different pools they run at once.
     """
 
-    def __init__(
-        self, role: str, ranks: list[Any], cfg: Config, turn: asyncio.Lock | None = None, host: str = ""
-    ) -> None:
+    def __init__(self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = "") -> None:
         """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""
         self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
         self.turn = turn or asyncio.Lock()
         self.limit = cfg.trainer.step_timeout_s
         self.on_span: OnSpan = lambda *_: None
 
-    async def setup(self) -> dict[str, Any]:
-        """Form the role's process group and load the model on every rank; returns rank 0's facts."""
+    async def setup(self) -> None:
+        """Form the role's process group and load the model on every rank."""
         limit = self.cfg.trainer.start_timeout_s
         (address,) = await every(limit, self.role, self.ranks[:1], "free_address", self.host)
         await every(limit, self.role, self.ranks, "rendezvous", *address)
-        return (await every(limit, self.role, self.ranks, "setup"))[0]
+        await every(limit, self.role, self.ranks, "setup")
 
     async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
         """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""
@@ -158,13 +149,9 @@ class RolloutGroup:
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool) -> None:
         self.replicas, self.cfg = replicas, cfg
         self.train = Sampling(cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None)
-        # Held-out samples draw other seeds than training, whatever their prompts' ids.
+        own, seed = cfg.rollout, cfg.trainer.seed + 1  # other seeds than training's, whatever the prompts' ids
         self.val = Sampling(
-            cfg.rollout.val_n,
-            cfg.rollout.val_temperature,
-            cfg.trainer.seed + 1 if seeded else None,
-            cfg.rollout.val_top_p,
-            cfg.rollout.val_max_response_length,
+            own.val_n, own.val_temperature, seed if seeded else None, own.val_top_p, own.val_max_response_length
         )
 
     async def setup(self) -> None:
@@ -174,11 +161,11 @@ class RolloutGroup:
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
         n = len(self.replicas)
-        calls = {
-            f"{what}, rollout {i}": replica.rollout.remote(prompts[i::n], sampling)
+        calls = (
+            named(f"{what}, rollout {i}", replica.rollout.remote(prompts[i::n], sampling))
             for i, replica in enumerate(self.replicas[: len(prompts)])
-        }
-        parts = await together(self.cfg.trainer.step_timeout_s, f"{what}, rollout", calls)
+        )
+        parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
@@ -202,33 +189,25 @@ class WeightSync:
 
     async def connect(self) -> None:
         """Exchange the metadata and form all groups, once."""
-        limit, bucket_bytes = self.cfg.timeout_s, self.cfg.bucket_mb << 20
-        plans = await every(limit, "weight sync", self.actor.ranks, "weight_plan")
+        limit, bucket_bytes, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
+        plans = await every(limit, what, self.actor.ranks, "weight_plan")
         self.senders = [rank for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
         pieces = [plan for plan in plans if plan]
         self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
-        opened = {
-            f"weight sync, listen, sender {i}": rank.open_sender.remote(pieces, i, bucket_bytes, self.host, limit)
-            for i, rank in enumerate(self.senders)
-        }
-        addresses = await together(limit, "weight sync, listen", opened)
-        width = self.rollout.cfg.rollout.tensor_parallel_size
-        receivers = width * len(self.rollout.replicas)
+        replicas = self.rollout.replicas
+        receivers = len(replicas) * self.rollout.cfg.rollout.tensor_parallel_size
         info = {
             "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
             "bucket_bytes": bucket_bytes,
-            "addresses": addresses,
+            "addresses": await every(limit, what, self.senders, "open_sender", pieces, bucket_bytes, self.host, limit),
             "receivers": receivers,
             "host": self.host,
             "timeout_s": limit,
         }
-        what = "weight sync, connect"
-        joins = {f"{what}, sender {i}": rank.connect_sync.remote(receivers) for i, rank in enumerate(self.senders)}
-        joins |= {
-            f"{what}, rollout {i}": replica.connect_sync.remote(info | {"first_receiver": i * width})
-            for i, replica in enumerate(self.rollout.replicas)
-        }
-        await together(2 * limit, what, joins)
+        await asyncio.gather(
+            every(2 * limit, what, self.senders, "connect_sync", receivers),
+            every(2 * limit, "weight sync, rollout", replicas, "connect_sync", info),
+        )
 
     async def __call__(self, stamp: Stamp) -> dict[str, float]:
         """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary.
@@ -237,13 +216,13 @@ class WeightSync:
             SyncError or PhaseTimeout, naming who, which phase, bucket and version.
         """
         begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
-        calls = {f"{what}, trainer rank {i}": r.send_weights.remote(stamp[1]) for i, r in enumerate(self.senders)}
-        calls |= {f"{what}, rollout {i}": r.sync.remote(stamp) for i, r in enumerate(self.rollout.replicas)}
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        reports = await together(limit, what, calls)
+        sent, received = await asyncio.gather(
+            every(limit, f"{what}, trainer rank", self.senders, "send_weights", stamp[1]),
+            every(limit, f"{what}, rollout", self.rollout.replicas, "sync", stamp),
+        )
         seconds = time.perf_counter() - begin
-        sent, received = reports[: len(self.senders)], reports[len(self.senders) :]
         size = sum(r["bytes"] for r in sent)
         metrics = {
             "sync/transfer_s": seconds,
@@ -251,10 +230,8 @@ class WeightSync:
             "sync/gb_per_s": size / seconds / 1e9,
             "sync/pack_s": max(r["pack"] for r in sent),
         }
-        metrics |= {
-            f"sync/{k}_s": max(r.get(k, 0.0) for r in received)
-            for k in ("pause", "prepare", "wire", "load", "verify", "finish")
-        }
+        for phase in ("pause", "prepare", "wire", "load", "verify", "finish"):
+            metrics[f"sync/{phase}_s"] = max(r.get(phase, 0.0) for r in received)
         canary = await self._check_canary(stamp)
         whole = time.perf_counter() - begin  # the replicas idle until the canary has passed, so it belongs to the sync
         return metrics | canary | {"time/sync_s": whole, "time/canary_s": whole - seconds}

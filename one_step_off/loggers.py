@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import secrets
 import threading
@@ -109,18 +108,31 @@ class SampleDump:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(
-        self, figures: dict[str, float], at: int, name: str, samples: list[Sample], advantages: list[float | None]
-    ) -> None:
+    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
-        rows = [describe(sample, self.find(sample.prompt_id)) for sample in samples]
+        rows = [self._row(sample) for sample in samples]
         for row, advantage in zip(rows, advantages, strict=False):
             row["advantage"] = advantage
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
-            temporary, text = self.folder / f".{name}.tmp", "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-            temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
-            os.replace(temporary, self.folder / name)
+            text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"
+            temporary.write_text(text, encoding="utf-8", errors="replace")
+            temporary.replace(self.folder / name)
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        """A sample as people read it."""
+        prompt = self.find(sample.prompt_id)
+        return {
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
+            "reward": sample.reward if math.isfinite(sample.reward) else None,
+            "length": len(sample.response_ids),
+            "finish_reason": sample.finish_reason,
+            "versions": sorted(set(sample.versions.tolist())),
+            "ground_truth": prompt.ground_truth if prompt else None,
+            "prompt": prompt.text if prompt else None,
+            "response": sample.response,
+        }
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""
@@ -134,21 +146,6 @@ def step_file(step: int) -> str:
 def val_file(version: int) -> str:
     """The file of the samples of an evaluation of weight version `version`."""
     return f"val_v{version:06d}.jsonl"
-
-
-def describe(sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-    """A sample as people read it. `length` counts response tokens; `versions` are those of the weights that made it."""
-    return {
-        "prompt_id": list(sample.prompt_id),
-        "index": sample.index,
-        "reward": sample.reward if math.isfinite(sample.reward) else None,
-        "length": len(sample.response_ids),
-        "finish_reason": sample.finish_reason,
-        "versions": sorted(set(sample.versions.tolist())),
-        "ground_truth": prompt.ground_truth if prompt else None,
-        "prompt": prompt.text if prompt else None,
-        "response": sample.response,
-    }
 
 
 class Loggers:
@@ -193,7 +190,7 @@ class Loggers:
         self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at, name, *samples_and_advantages)))
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        for job in iter(self.jobs.get, None):
             job()
 
     def _tell(self, call: Callable[[Any], None]) -> None:

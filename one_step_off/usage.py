@@ -74,11 +74,9 @@ class _Gpus:
         nvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = range(nvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
+        by_uuid, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
+        self.handles = [by_index(int(n)) if str(n).isdecimal() else by_uuid(n) for n in names]
         self.nvml, self.busy, self.memory = nvml, [], 0
-        self.handles = [
-            nvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else nvml.nvmlDeviceGetHandleByUUID(n)
-            for n in names
-        ]
         self.name = nvml.nvmlDeviceGetName(self.handles[0])
         self._look()
         threading.Thread(target=self._sample, name="gpu-usage", daemon=True).start()

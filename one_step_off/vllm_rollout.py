@@ -109,8 +109,9 @@ class RolloutReplica(UsageProbe):
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
-        """Join the weight-sync groups. `info`: the arguments of vllm_receiver's `connect_sync`."""
-        await self._on_workers("connect_sync", **info | {"host": own_host(info["host"])})
+        """Join the weight-sync groups. `info`: the arguments of vllm_receiver's `connect_sync` that replicas share."""
+        own = {"host": own_host(info["host"]), "first_receiver": self.index * self.cfg.rollout.tensor_parallel_size}
+        await self._on_workers("connect_sync", **info | own)
 
     async def _on_workers(self, method: str, **kwargs: Any) -> list[Any]:
         """Every vLLM worker's answer.
