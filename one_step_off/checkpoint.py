@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
+from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,8 @@ import numpy as np
 from one_step_off.config import Config, ConfigError
 from one_step_off.samples import Sample
 
-NAME = re.compile(r"step_(\d{6,})")
-TOKEN_ARRAYS = {"response_ids": np.int32, "log_probs": np.float32, "loss_mask": np.bool_, "versions": np.int32}
-REST = ("prompt_id", "index", "incarnation", "reward", "finish_reason", "response", "extra")
+ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
+REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
 FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype")
@@ -38,7 +38,7 @@ FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "train
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint."""
-    return {key: getattr(getattr(cfg, key.split(".")[0]), key.split(".")[1]) for key in FIXED_KEYS}
+    return {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
 
 
 def folder_of(cfg: Config) -> Path:
@@ -48,10 +48,8 @@ def folder_of(cfg: Config) -> Path:
 
 def finished(folder: Path) -> list[Path]:
     """All checkpoints, oldest first. What is still being written, or was cut off, has another name."""
-    if not folder.is_dir():
-        return []
-    found = [(int(m.group(1)), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(found)]
+    found = (p for p in folder.glob("step_*") if p.name[5:].isdecimal() and p.is_dir())
+    return sorted(found, key=lambda p: int(p.name[5:]))
 
 
 def find(cfg: Config) -> Path | None:
@@ -61,25 +59,15 @@ def find(cfg: Config) -> Path | None:
         ConfigError: a path that is no checkpoint, or one made with other settings.
     """
     wish = cfg.trainer.resume
-    if wish == "never":
+    found = {"auto": finished(folder_of(cfg)), "never": []}.get(wish, [Path(wish)])
+    if not found:
         return None
-    if wish == "auto":
-        found = finished(folder_of(cfg))
-        if not found:
-            return None
-        path = found[-1]
-    else:
-        path = Path(wish)
-        if not (path / "state.json").is_file():
-            raise ConfigError(
-                f"trainer.resume={wish}: no checkpoint there (state.json is missing); name a folder as "
-                "OUTPUT_DIR/checkpoints/step_000050, or use auto or never"
-            )
-    state = read_state(path)
+    path = found[-1]
+    made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
-        if state["fixed"].get(key) != value:
+        if made_with.get(key) != value:
             raise ConfigError(
-                f"{key}={value}: the checkpoint {path} was made with {state['fixed'].get(key)}; resume with that value, "
+                f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; resume with that value, "
                 "or start anew with trainer.resume=never or another trainer.output_dir"
             )
     return path
@@ -90,40 +78,31 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(f"checkpoint {path}: state.json cannot be read ({e}); use another one, or never") from e
+        raise ConfigError(
+            f"checkpoint {path}: state.json cannot be read ({e}); name a folder as OUTPUT_DIR/checkpoints/step_000050 "
+            "in trainer.resume, or use auto or never"
+        ) from e
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
     """`samples.npz` and `samples.jsonl`."""
-    arrays = {
-        name: np.concatenate([np.asarray(getattr(s, name), dtype) for s in samples] or [np.zeros(0, dtype)])
-        for name, dtype in TOKEN_ARRAYS.items()
-    }
-    arrays["prompt_ids"] = np.concatenate([s.prompt_ids for s in samples] or [np.zeros(0)]).astype(np.int32)
-    arrays["prompt_lengths"] = np.array([len(s.prompt_ids) for s in samples], np.int64)
-    arrays["response_lengths"] = np.array([len(s.response_ids) for s in samples], np.int64)
+    arrays = {name: np.concatenate([getattr(s, name) for s in samples]).astype(d) for name, d in ARRAYS.items()}
+    for name in ("prompt", "response"):
+        arrays[f"{name}_lengths"] = np.array([len(getattr(s, f"{name}_ids")) for s in samples])
     np.savez(folder / "samples.npz", **arrays)
-    with open(folder / "samples.jsonl", "w") as f:
-        for s in samples:
-            f.write(json.dumps({name: getattr(s, name) for name in REST}) + "\n")
+    rows = (json.dumps({name: getattr(s, name) for name in REST}) + "\n" for s in samples)
+    (folder / "samples.jsonl").write_text("".join(rows))
 
 
 def read_samples(folder: Path) -> list[Sample]:
     """The samples that `write_samples` wrote, equal bit for bit."""
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     with np.load(folder / "samples.npz", allow_pickle=False) as arrays:
-        prompt_cuts = np.cumsum(arrays["prompt_lengths"])[:-1]
-        cuts = np.cumsum(arrays["response_lengths"])[:-1]
-        prompts = np.split(arrays["prompt_ids"], prompt_cuts)
-        columns = {name: np.split(arrays[name], cuts) for name in TOKEN_ARRAYS}
-    return [
-        Sample(
-            prompt_ids=prompts[i],
-            **{name: column[i] for name, column in columns.items()},
-            **(row | {"prompt_id": tuple(row["prompt_id"])}),
-        )
-        for i, row in enumerate(rows)
-    ]
+        for name in ARRAYS:
+            ends = np.cumsum(arrays["prompt_lengths" if name == "prompt_ids" else "response_lengths"])
+            for row, part in zip(rows, np.split(arrays[name], ends[:-1]), strict=True):
+                row[name] = part
+    return [Sample(**row | {"prompt_id": tuple(row["prompt_id"])}) for row in rows]
 
 
 class Checkpointer:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import astuple
 from typing import Any, TypeVar
 
 import numpy as np
@@ -48,9 +49,7 @@ async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
 async def named(who: str, work: Awaitable[T]) -> T:
     """Await one process's answer; its failure is raised with `who` in front.
 
-    Raises:
-        ConfigError, StalenessError, SyncError: as the process raised them.
-        RoleError: for anything else, the process's death included.
+    ConfigError, StalenessError and SyncError keep their kind; anything else, its death included, is a RoleError.
     """
     try:
         return await work
@@ -80,9 +79,7 @@ class TrainGroup:
     Roles in one pool share `turn`, so that they take turns on its devices; in different pools they run at once.
     """
 
-    def __init__(
-        self, role: str, ranks: list[Any], cfg: Config, turn: asyncio.Lock | None = None, host: str = ""
-    ) -> None:
+    def __init__(self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = "") -> None:
         """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""
         self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
         self.turn = turn or asyncio.Lock()
@@ -151,13 +148,9 @@ class RolloutGroup:
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool) -> None:
         self.replicas, self.cfg = replicas, cfg
         self.train = Sampling(cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None)
-        # Held-out samples draw other seeds than training, whatever their prompts' ids.
+        own, seed = cfg.rollout, cfg.trainer.seed + 1  # other seeds than training's, whatever the prompts' ids
         self.val = Sampling(
-            cfg.rollout.val_n,
-            cfg.rollout.val_temperature,
-            cfg.trainer.seed + 1 if seeded else None,
-            cfg.rollout.val_top_p,
-            cfg.rollout.val_max_response_length,
+            own.val_n, own.val_temperature, seed if seeded else None, own.val_top_p, own.val_max_response_length
         )
 
     async def setup(self) -> None:
@@ -166,12 +159,11 @@ class RolloutGroup:
 
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
-        shares = [prompts[i :: len(self.replicas)] for i in range(len(self.replicas))]
-        calls = [
-            named(f"{what}, rollout {i}", replica.rollout.remote(share, sampling))
-            for i, (replica, share) in enumerate(zip(self.replicas, shares, strict=True))
-            if share
-        ]
+        n = len(self.replicas)
+        calls = (
+            named(f"{what}, rollout {i}", replica.rollout.remote(prompts[i::n], sampling))
+            for i, replica in enumerate(self.replicas[: len(prompts)])
+        )
         parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
@@ -192,48 +184,29 @@ class WeightSync:
     def __init__(self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str) -> None:
         self.actor, self.rollout, self.canary, self.host = actor, rollout, canary, host
         self.cfg = actor.cfg.weight_sync
-        dtype = actor.cfg.model.dtype
-        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[dtype]
+        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
 
     async def connect(self) -> None:
         """Exchange the metadata and form all groups, once."""
-        limit = self.cfg.timeout_s
-        plans = await every(limit, "weight sync", self.actor.ranks, "weight_plan")
-        senders = [(rank, plan) for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
-        self.senders, pieces = [rank for rank, _ in senders], [plan for _, plan in senders]
-        bucket_bytes = self.cfg.bucket_mb << 20
-        addresses = await within(
-            limit,
-            "weight sync, listen",
-            asyncio.gather(
-                *(
-                    named(f"sender {i}", rank.open_sender.remote(pieces, i, bucket_bytes, self.host, limit))
-                    for i, rank in enumerate(self.senders)
-                )
-            ),
-        )
-        width = self.rollout.cfg.rollout.tensor_parallel_size
-        receivers = width * len(self.rollout.replicas)
+        limit, bucket_bytes, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
+        plans = await every(limit, what, self.actor.ranks, "weight_plan")
+        self.senders = [rank for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
+        pieces = [plan for plan in plans if plan]
+        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        replicas = self.rollout.replicas
+        receivers = len(replicas) * self.rollout.cfg.rollout.tensor_parallel_size
         info = {
-            "pieces": [[[p.name, p.dtype, list(p.shape), p.start, p.stop] for p in plan] for plan in pieces],
+            "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
             "bucket_bytes": bucket_bytes,
-            "addresses": [list(a) for a in addresses],
+            "addresses": await every(limit, what, self.senders, "open_sender", pieces, bucket_bytes, self.host, limit),
             "receivers": receivers,
             "host": self.host,
             "timeout_s": limit,
         }
-        joins = [
-            named(f"weight sync, connect, sender {i}", rank.connect_sync.remote(receivers))
-            for i, rank in enumerate(self.senders)
-        ]
-        joins += [
-            named(
-                f"weight sync, connect, rollout {i}", replica.connect_sync.remote(info | {"first_receiver": i * width})
-            )
-            for i, replica in enumerate(self.rollout.replicas)
-        ]
-        await within(2 * limit, "weight sync, connect", asyncio.gather(*joins))
-        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        await asyncio.gather(
+            every(2 * limit, what, self.senders, "connect_sync", receivers),
+            every(2 * limit, "weight sync, rollout", replicas, "connect_sync", info),
+        )
 
     async def __call__(self, stamp: Stamp) -> dict[str, float]:
         """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary.
@@ -242,40 +215,39 @@ class WeightSync:
             SyncError or PhaseTimeout, naming who, which phase, bucket and version.
         """
         begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
-        calls = [
-            named(f"{what}, trainer rank {i}", rank.send_weights.remote(stamp[1]))
-            for i, rank in enumerate(self.senders)
-        ]
-        sends = len(calls)
-        calls += [named(f"{what}, rollout {i}", r.sync.remote(stamp)) for i, r in enumerate(self.rollout.replicas)]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        reports = await within(limit, what, asyncio.gather(*calls))
+        sent, received = await asyncio.gather(
+            every(limit, f"{what}, trainer rank", self.senders, "send_weights", stamp[1]),
+            every(limit, f"{what}, rollout", self.rollout.replicas, "sync", stamp),
+        )
         seconds = time.perf_counter() - begin
-        sent, received = reports[:sends], reports[sends:]
-        metrics = {"sync/transfer_s": seconds, "sync/bytes": sum(r["bytes"] for r in sent)}
-        metrics["sync/gb_per_s"] = metrics["sync/bytes"] / seconds / 1e9
-        metrics["sync/pack_s"] = max(r["pack"] for r in sent)
-        metrics |= {
-            f"sync/{k}_s": max(r.get(k, 0.0) for r in received)
-            for k in ("pause", "prepare", "wire", "load", "verify", "finish")
+        size = sum(r["bytes"] for r in sent)
+        metrics = {
+            "sync/transfer_s": seconds,
+            "sync/bytes": size,
+            "sync/gb_per_s": size / seconds / 1e9,
+            "sync/pack_s": max(r["pack"] for r in sent),
         }
+        for phase in ("pause", "prepare", "wire", "load", "verify", "finish"):
+            metrics[f"sync/{phase}_s"] = max(r.get(phase, 0.0) for r in received)
         canary = await self._check_canary(stamp)
         whole = time.perf_counter() - begin  # the replicas idle until the canary has passed, so it belongs to the sync
         return metrics | canary | {"time/sync_s": whole, "time/canary_s": whole - seconds}
 
     async def _check_canary(self, stamp: Stamp) -> dict[str, float]:
         trainer, replicas = await asyncio.gather(self.actor.score(self.canary), self.rollout.score(self.canary))
-        worst, mean = 0.0, 0.0
+        found: dict[str, float] = {}
         for i, replica in enumerate(replicas):
-            diffs = np.concatenate([np.abs(a - b) for a, b in zip(trainer, replica, strict=True)])
+            diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
-            for size, limit, name in ((diffs.max(), self.tolerance, ""), (diffs.mean(), self.tolerance / 10, " / 10")):
-                if not size <= limit:  # NaN fails too
+            for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
+                if not size <= share * self.tolerance:  # NaN fails too
                     raise SyncError(
                         f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
-                        f"{size:.3g} nats on the same tokens ({'mean' if name else 'largest'}), "
-                        f"more than weight_sync.canary_tolerance{name} = {limit:g}"
+                        f"{size:.3g} nats on the same tokens ({kind}), "
+                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
                     )
-            worst, mean = max(worst, float(diffs.max())), max(mean, float(diffs.mean()))
-        return {"canary/logprob_diff_max": worst, "canary/logprob_diff_mean": mean}
+                name = f"canary/logprob_diff_{kind}"
+                found[name] = max(found.get(name, 0.0), float(size))
+        return found

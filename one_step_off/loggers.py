@@ -1,14 +1,18 @@
 """What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days.
+broken dashboard must not end a run of days. A logger has two methods:
+
+    write(figures, at, name, samples, advantages)
+        the finite figures of step `at`, or of an evaluation ("val/version" among them, which is then `at`); the samples
+        behind them and the name of the file for these, with advantages (none for an evaluation)
+    close(failed)
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import queue
 import secrets
 import threading
@@ -28,23 +32,10 @@ Find = Callable[[PromptId], Prompt | None]
 RUN_ID_FILE = "wandb_run_id"
 SAMPLES = "samples"
 _PATIENCE_S = 60.0
-_QUEUE = 64
+_QUEUE = 32
 
 
-class Logger:
-    """Told of every step and every evaluation, in order, in one thread. What one does not override it does not need."""
-
-    def write(self, figures: dict[str, float], at: int) -> None:
-        """The finite figures of step `at`; or those of an evaluation, "val/version" among them, which is `at`."""
-
-    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
-        """The samples of a step or evaluation and the name of their file; no advantages for an evaluation."""
-
-    def close(self, failed: bool) -> None:
-        """The run is over; `failed` tells how."""
-
-
-class TensorBoard(Logger):
+class TensorBoard:
     """Event files in tensorboard/. Held-out figures stand at the version that was evaluated."""
 
     def __init__(self, folder: Path, config_text: str, first_step: int) -> None:
@@ -54,7 +45,7 @@ class TensorBoard(Logger):
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
         self.writer.add_text("config", "    " + config_text.replace("\n", "\n    "), first_step)
 
-    def write(self, figures: dict[str, float], at: int) -> None:
+    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """Each figure is a scalar."""
         for name, value in figures.items():
             self.writer.add_scalar(name, value, at)
@@ -65,7 +56,7 @@ class TensorBoard(Logger):
         self.writer.close()
 
 
-class Wandb(Logger):
+class Wandb:
     """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
 
     def __init__(self, cfg: Config, resumed: bool) -> None:
@@ -103,7 +94,7 @@ class Wandb(Logger):
         self.run.define_metric("*", step_metric="step")
         self.run.define_metric("val/*", step_metric="val/version")
 
-    def write(self, figures: dict[str, float], at: int) -> None:
+    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """One row of figures."""
         self.run.log(figures if "val/version" in figures else figures | {"step": at})
 
@@ -112,23 +103,41 @@ class Wandb(Logger):
         self.run.finish(exit_code=int(failed))
 
 
-class SampleDump(Logger):
+class SampleDump:
     """All samples of each step and evaluation, one JSON object per line."""
 
     def __init__(self, folder: Path, find: Find) -> None:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def samples(self, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
-        rows = [describe(sample, self.find(sample.prompt_id)) for sample in samples]
+        rows = [self._row(sample) for sample in samples]
         for row, advantage in zip(rows, advantages, strict=False):
             row["advantage"] = advantage
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
-            temporary, text = self.folder / f".{name}.tmp", "\n".join(json.dumps(r, ensure_ascii=False) for r in rows)
-            temporary.write_text(text + "\n", encoding="utf-8", errors="replace")
-            os.replace(temporary, self.folder / name)
+            text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"
+            temporary.write_text(text, encoding="utf-8", errors="replace")
+            temporary.replace(self.folder / name)
+
+    def _row(self, sample: Sample) -> dict[str, Any]:
+        """A sample as people read it."""
+        prompt = self.find(sample.prompt_id)
+        return {
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
+            "reward": sample.reward if math.isfinite(sample.reward) else None,
+            "length": len(sample.response_ids),
+            "finish_reason": sample.finish_reason,
+            "versions": sorted(set(sample.versions.tolist())),
+            "ground_truth": prompt.ground_truth if prompt else None,
+            "prompt": prompt.text if prompt else None,
+            "response": sample.response,
+        }
+
+    def close(self, failed: bool) -> None:
+        """Every file is whole already."""
 
 
 def step_file(step: int) -> str:
@@ -141,32 +150,17 @@ def val_file(version: int) -> str:
     return f"val_v{version:06d}.jsonl"
 
 
-def describe(sample: Sample, prompt: Prompt | None) -> dict[str, Any]:
-    """A sample as people read it. `length` counts response tokens; `versions` are those of the weights that made it."""
-    return {
-        "prompt_id": list(sample.prompt_id),
-        "index": sample.index,
-        "reward": sample.reward if math.isfinite(sample.reward) else None,
-        "length": len(sample.response_ids),
-        "finish_reason": sample.finish_reason,
-        "versions": sorted(set(sample.versions.tolist())),
-        "ground_truth": prompt.ground_truth if prompt else None,
-        "prompt": prompt.text if prompt else None,
-        "response": sample.response,
-    }
-
-
 class Loggers:
     """All loggers of a run behind one queue and one thread. `link`: where the run can be seen, if anywhere."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say, self.link = say, ""
-        self.live: dict[str, Logger] = {}
+        self.live: dict[str, Any] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
 
-    def add(self, what: str, make: Callable[[], Logger]) -> None:
+    def add(self, what: str, make: Callable[[], Any]) -> None:
         """Make a logger in the thread: TensorBoard's import takes seconds."""
         self.jobs.put(lambda: self._try(what, lambda: self.live.update({what: make()})))
 
@@ -192,17 +186,16 @@ class Loggers:
 
     def _put(self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]) -> None:
         if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
-            self.say(f"warning: the loggers are {_QUEUE // 2} steps behind; {name} is left out of them")
+            self.say(f"warning: the loggers are {_QUEUE} steps behind; {name} is left out of them")
             return
         finite = {k: float(v) for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at)))
-        self.jobs.put(lambda: self._tell(lambda logger: logger.samples(name, *samples_and_advantages)))
+        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at, name, *samples_and_advantages)))
 
     def _work(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        for job in iter(self.jobs.get, None):
             job()
 
-    def _tell(self, call: Callable[[Logger], None]) -> None:
+    def _tell(self, call: Callable[[Any], None]) -> None:
         for what, logger in list(self.live.items()):
             self._try(what, partial(call, logger))
 

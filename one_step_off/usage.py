@@ -10,8 +10,10 @@ import contextlib
 import os
 import re
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 INTERVAL_S = 5.0
@@ -38,12 +40,14 @@ class UsageProbe:
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda:
-            with contextlib.suppress(
-                Exception
-            ):  # any of NVML's: figures are a courtesy, and a run goes on without them
+            with contextlib.suppress(Exception):  # any of NVML's: a run goes on without these figures
                 self._gpus = self._gpus or _Gpus()
                 found |= self._gpus.take()
-            found["device"] = found["device"] or _torch_device_name()
+            if not found["device"]:
+                import torch
+
+                # Not in processes that have no CUDA context yet: making one takes hundreds of megabytes.
+                found["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
         return found
 
 
@@ -60,13 +64,6 @@ def peak_resident_bytes() -> int:
     return total
 
 
-def _torch_device_name() -> str:
-    import torch
-
-    # Not in processes that have no CUDA context yet: making one takes hundreds of megabytes.
-    return torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
-
-
 class _Gpus:
     """The GPUs that this process sees, by NVML, sampled from a thread: one look at the end of a step tells nothing."""
 
@@ -77,32 +74,29 @@ class _Gpus:
         nvml.nvmlInit()
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = range(nvml.nvmlDeviceGetCount()) if visible is None else [v for v in visible.split(",") if v]
+        by_uuid, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
+        self.handles = [by_index(int(n)) if str(n).isdecimal() else by_uuid(n) for n in names]
         self.nvml, self.busy, self.memory = nvml, [], 0
-        self.handles = [
-            nvml.nvmlDeviceGetHandleByIndex(int(n)) if str(n).isdecimal() else nvml.nvmlDeviceGetHandleByUUID(n)
-            for n in names
-        ]
-        name = nvml.nvmlDeviceGetName(self.handles[0])
-        self.name = name.decode() if isinstance(name, bytes) else name
+        self.name = nvml.nvmlDeviceGetName(self.handles[0])
         self._look()
         threading.Thread(target=self._sample, name="gpu-usage", daemon=True).start()
 
     def _sample(self) -> None:
-        pause = threading.Event()
         with contextlib.suppress(self.nvml.NVMLError):
-            while not pause.wait(_GPU_INTERVAL_S):
+            while True:
+                time.sleep(_GPU_INTERVAL_S)
                 self._look()
 
     def _look(self) -> None:
         rates = [self.nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in self.handles]
-        self.busy.append(sum(rates) / len(rates))
+        self.busy.append(fmean(rates))
         self.memory = max(self.memory, *(self.nvml.nvmlDeviceGetMemoryInfo(h).used for h in self.handles))
 
     def take(self) -> dict[str, Any]:
         """The figures since the last call."""
         busy, self.busy = self.busy, []
-        found: dict[str, Any] = {"device": self.name, "gpu_memory_bytes": self.memory}
-        return found | ({"gpu_utilisation": sum(busy) / len(busy)} if busy else {})
+        found = {"device": self.name, "gpu_memory_bytes": self.memory}
+        return found | ({"gpu_utilisation": fmean(busy)} if busy else {})
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
@@ -111,7 +105,7 @@ def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
     for key, name, over in (
         ("memory_bytes", f"memory/{group}_peak_bytes", max),
         ("gpu_memory_bytes", f"memory/{group}_gpu_peak_bytes", max),
-        ("gpu_utilisation", f"gpu_utilisation/{group}", lambda values: sum(values) / len(values)),
+        ("gpu_utilisation", f"gpu_utilisation/{group}", fmean),
     ):
         if values := [a[key] for a in answers if key in a]:
             found[name] = float(over(values))
@@ -134,12 +128,12 @@ async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None
 async def watching(groups: dict[str, list[Any]], cuda: bool, report: Report) -> AsyncIterator[None]:
     """Look every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
 
-    async def forever() -> None:
+    async def look_on() -> None:
         while True:
             await look(groups, cuda, report)
             await asyncio.sleep(INTERVAL_S)
 
-    task = asyncio.create_task(forever())
+    task = asyncio.create_task(look_on())
     try:
         yield
         with contextlib.suppress(TimeoutError):

@@ -55,8 +55,6 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    receiver: Receiver | None = None
-
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Build the plan and join the senders' groups."""
         pieces = [[WeightPiece(n, d, tuple(s), a, b) for n, d, s, a, b in sent] for sent in init_info.pieces]
@@ -77,11 +75,8 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def receive_weights(self, update_info: UpdateInfo) -> None:
         """Receive all buckets; verified by checksum and by name when this returns."""
         self.report |= self.receiver.receive(self._load, update_info.version)
-        missing = sorted(self.expected - self.loaded)
-        if missing:
-            raise SyncError(
-                f"receiver {self.receiver.index}: {len(missing)} parameters were not loaded, as {missing[:3]}"
-            )
+        if missing := sorted(self.expected - self.loaded):
+            raise SyncError(f"{self.receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}")
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As the base class, without a device synchronisation where there is no device."""
@@ -102,26 +97,17 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.report["finish"] = time.perf_counter() - start
 
     def shutdown(self) -> None:
-        """Leave the groups."""
-        if self.receiver is not None:
-            self.receiver.close()
+        """The groups end with the process."""
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        self.loaded |= self.model.load_weights(tensors)
-        if len(self.receiver.plan.buckets) > 1:
-            self._keep_pending()
-
-    def _keep_pending(self) -> None:
-        """Copy what the reload still holds of this bucket, since the buffer is about to be reused.
+        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused.
 
         The reload processes a fused layer (qkv, gate and up) when its last part has come; parts that came
         earlier wait as references into the bucket.
         """
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if not info.can_load():
-                continue
-            for _, bound in info.loaded_weights:
+        self.loaded |= self.model.load_weights(tensors)
+        for layer in self.model.modules() if len(self.receiver.plan.buckets) > 1 else ():
+            for _, bound in get_layerwise_info(layer).loaded_weights:
                 for key, value in bound.arguments.items():
                     if isinstance(value, torch.Tensor) and not value.is_meta and not hasattr(value, "is_own_copy"):
                         bound.arguments[key] = value.clone()

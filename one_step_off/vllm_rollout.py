@@ -18,7 +18,7 @@ import numpy as np
 from agent_loop import single_turn
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
-from one_step_off.distributed_util import SyncError
+from one_step_off.distributed_util import SyncError, own_host
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt, Sample, Stamp
 from one_step_off.usage import UsageProbe
@@ -69,30 +69,23 @@ class RewardQueue:
 
     def __init__(self, scorer: Any) -> None:
         self.scorer = scorer
-        self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
-        self.task: asyncio.Task | None = None
+        self.waiting: list[RewardItem] = []
+        self.call: asyncio.Task | None = None
 
     async def score(self, item: RewardItem) -> float | None:
         """The reward of one trajectory (None: not judged in time); raises what the reward function raised."""
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((item, future))
-        if self.task is None or self.task.done():
-            self.task = asyncio.create_task(self._drain())
-        return await future
+        if not self.waiting:
+            self.call = asyncio.create_task(self._next(self.call))
+        self.waiting.append(item)
+        position = len(self.waiting) - 1
+        # Shielded, because the call also serves others than the one that may be cancelled.
+        return (await asyncio.shield(self.call))[position]
 
-    async def _drain(self) -> None:
-        while self.waiting:
-            taken, self.waiting = self.waiting, []
-            try:
-                rewards = await self.scorer.score_batch.remote([item for item, _ in taken])
-            except Exception as e:
-                for _, future in taken:
-                    if not future.done():
-                        future.set_exception(e)
-                continue
-            for (_, future), reward in zip(taken, rewards, strict=True):
-                if not future.done():
-                    future.set_result(reward)
+    async def _next(self, running: asyncio.Task | None) -> list[float | None]:
+        if running is not None:
+            await asyncio.wait([running])
+        items, self.waiting = self.waiting, []
+        return await self.scorer.score_batch.remote(items)
 
 
 class RolloutReplica(UsageProbe):
@@ -102,27 +95,25 @@ class RolloutReplica(UsageProbe):
         self.cfg, self.index, self.device = cfg, index, device
         self.rewards = RewardQueue(scorer)
         self.stamp: Stamp | None = None
+        self.engine: Any = None
         self.requests = 0
 
-    async def start(self) -> dict[str, Any]:
-        """Load the engine. Returns the seconds it took."""
+    async def start(self) -> None:
+        """Load the engine."""
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        begin = time.perf_counter()
         model = self.cfg.model
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
-        return {"seconds": time.perf_counter() - begin}
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
-        """Join the weight-sync groups. `info`: fields of vllm_receiver.InitInfo."""
-        from ray.util import get_node_ip_address
+        """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        info = info | {"host": info["host"] or get_node_ip_address()}
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        own = {"host": own_host(info["host"]), "first_receiver": self.index * self.cfg.rollout.tensor_parallel_size}
+        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | own))
 
     async def sync(self, stamp: Stamp) -> dict[str, float]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
@@ -133,8 +124,7 @@ class RolloutReplica(UsageProbe):
         Raises:
             SyncError: the engine is unusable then, and stays paused.
         """
-        begin = time.perf_counter()
-        self.stamp = None
+        self.stamp, begin = None, time.perf_counter()
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
         try:
@@ -145,8 +135,7 @@ class RolloutReplica(UsageProbe):
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp
-        worst = {k: max(r[k] for r in reports) for k in reports[0]}
-        return {**worst, "pause": pause, "total": time.perf_counter() - begin}
+        return {k: max(r[k] for r in reports) for k in reports[0]} | {"pause": pause}
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
         """All trajectories of these prompts, scored, in order; and the seconds it took.
@@ -154,9 +143,9 @@ class RolloutReplica(UsageProbe):
         Raises:
             RuntimeError: no verified weights, or the engine died.
         """
+        begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        begin = time.perf_counter()
         tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)]
         try:
             samples = await asyncio.gather(*tasks)
@@ -182,7 +171,7 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        kwargs = {"detokenize": "stop" in self.cfg.rollout.sampling_kwargs, **self.cfg.rollout.sampling_kwargs}
+        own = self.cfg.rollout.sampling_kwargs
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -191,7 +180,7 @@ class RolloutReplica(UsageProbe):
             logprobs=0,
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
-            **kwargs,
+            **{"detokenize": "stop" in own} | own,
         )
         done = (await self._run(ids, params)).outputs[0]
         tokens = np.asarray(done.token_ids, dtype=np.int32)
@@ -214,15 +203,12 @@ class RolloutReplica(UsageProbe):
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
         self.requests += 1
-        final = None
-        prompt = {"prompt_token_ids": ids.tolist()}
-        async for out in self.engine.generate(prompt, params, f"{self.index}-{self.requests}"):
-            final = out
-        return final
+        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(self.requests))
+        return [out async for out in answers][-1]
 
     async def stop(self) -> None:
         """End the engine's processes."""
-        if getattr(self, "engine", None) is not None:
+        if self.engine is not None:
             self.engine.shutdown()
 
 
@@ -234,7 +220,7 @@ def longest_sequence(cfg: Config) -> int:
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
     longest = longest_sequence(cfg)
-    args: dict[str, Any] = {
+    args = {
         "model": cfg.model.path,
         "dtype": cfg.model.dtype,
         "trust_remote_code": cfg.model.trust_remote_code,
@@ -260,5 +246,5 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
             "max_num_seqs": 256,
         }
     else:
-        args |= {"gpu_memory_utilization": cfg.rollout.gpu_memory_utilization}
-    return args | dict(cfg.rollout.engine_kwargs)
+        args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+    return args | cfg.rollout.engine_kwargs

@@ -194,11 +194,11 @@ def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
         # Where it is hit is chance; the dead end of a sync may be noticed first by the other end.
         (
             "ActorWorker",
-            r"(step \d+, actor 0, |weight sync of version \d+, (trainer rank|rollout) 0: |canary, actor 0)",
+            r"(step \d+, actor 0, |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, actor 0)",
         ),
         (
             "EngineCore",
-            r"(step \d+, rollout 0: |weight sync of version \d+, (trainer rank|rollout) 0: |canary, rollout 0)",
+            r"(step \d+, rollout 0: |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, rollout 0)",
         ),
     ],
 )

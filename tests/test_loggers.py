@@ -118,10 +118,10 @@ def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
 
 
 def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
-    def broken(self, name, samples, advantages):
+    def broken(self, *_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(loggers.SampleDump, "samples", broken)
+    monkeypatch.setattr(loggers.SampleDump, "write", broken)
     said: list[str] = []
     log_steps(config(tmp_path), range(3), said)
     assert said == ["warning: the sample dump failed and is left out from now on: OSError: No space left on device"]
