@@ -96,11 +96,14 @@ def _places(cfg: Config) -> Facts:
     folder = Path(cfg.trainer.output_dir)
     run, events, offline = (shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb"))
     files = [str(folder / n) for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (folder / n).exists()]
+    # An evaluation alone has no steps to look at.
+    newest = max((path.stem.removeprefix("val_v") for path in folder.glob("samples/val_v*.jsonl")), default="0")
+    evaluated = f" --val {int(newest)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
         (any(folder.glob("tensorboard/*")), "tensorboard", f"tensorboard --logdir {events}"),
         (any(folder.glob("wandb/offline-run-*")), "wandb", f"wandb sync {offline}/offline-run-*"),
-        (any(folder.glob("samples/*.jsonl")), "samples", f"python -m one_step_off.view {run}"),
+        (any(folder.glob("samples/*.jsonl")), "samples", f"python -m one_step_off.view {run}{evaluated}"),
     ]
     if cfg.trainer.save_hf_model and not cfg.trainer.val_only and (folder / "hf_model").is_dir():
         places += [(True, "model", str(folder / "hf_model")), (True, "to go on", going_on(cfg))]

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config import Config, ConfigError, DataConfig
+from one_step_off.config_checks import FILE_ENDINGS
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
 from one_step_off.samples import Prompt, PromptId
 from one_step_off.word_problems import GENERATORS, default_test_size
 
-FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 COLUMNS = {"gsm8k": ("question", "answer"), "messages": ("prompt", "reward_model")}
 _NAMED = 5

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -389,6 +390,7 @@ def run(cfg: Config) -> int:
         KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
     """
     quiet_libraries()
+    begin = time.perf_counter()
     with Screen() as screen:
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
@@ -406,11 +408,12 @@ def run(cfg: Config) -> int:
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / VAL_ONLY)
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
+        tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         write_run_folder(prepared)
         tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-        observe(prepared, tracker, prepared.asked_for, wandb)
+        observe(prepared, tracker, wandb)
         _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
@@ -455,7 +458,7 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def observe(prepared: Prepared, tracker: Tracker, asked_model: str, wandb: Wandb | None = None) -> None:
+def observe(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
     """Open the loggers, count the model, and say what is about to run. After `tracker.start`."""
     cfg, data = prepared.cfg, prepared.data
     params, shape = measure_model(cfg)
@@ -466,7 +469,7 @@ def observe(prepared: Prepared, tracker: Tracker, asked_model: str, wandb: Wandb
     tracker.repeat_evaluations()
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
-    tracker.screen.table(start_facts(cfg, asked_model, params, used, tracker.total_steps, links))
+    tracker.screen.table(start_facts(cfg, prepared.asked_for, params, used, tracker.total_steps, links))
 
 
 def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
+
+# A busy machine may take any time for one example; what must be fast has a test of its own.
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 
 # One thread each: on a small machine several processes with a thread per core only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -89,7 +89,10 @@ def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
     (tmp_path / "hf_model").mkdir()  # an earlier run's
     assert dict(start_facts(cfg, "m", None, [5], 1, []))["steps"] == "none: the held-out set is evaluated"
-    assert not {"model", "to go on"} & set(dict(end_facts(SUMMARY, cfg)))
+    (tmp_path / "samples").mkdir()
+    (tmp_path / "samples" / "val_v000040.jsonl").write_text("{}\n")
+    found = dict(end_facts(SUMMARY, cfg))
+    assert not {"model", "to go on"} & set(found) and found["samples"].endswith(f"view {tmp_path} --val 40")
 
 
 def test_the_command_to_go_on_reloads_the_config(models, tmp_path):

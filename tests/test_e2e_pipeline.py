@@ -17,7 +17,7 @@ import pytest
 
 from tests.conftest import tiny_config
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
 def rows(folder: Path, name: str) -> list[dict]:

@@ -13,7 +13,7 @@ import torch
 from tests.conftest import tiny_config
 from tests.test_e2e_pipeline import VARIED, assert_all_gone, family_of, rows, start_run, wait_for_steps
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TIMES = (
     "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s",

@@ -67,7 +67,7 @@ def hf_answers(path: str, sequences: list[np.ndarray], new_tokens: int) -> list[
     return out
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("tied", "tp", "replicas", "ranks"), LAYOUTS)
 def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks):
     """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
