@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from one_step_off.advantages import ADVANTAGE_ESTIMATORS
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
 from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -25,13 +25,6 @@ TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
-# What an advantage estimator may need that not every run has, and what a run must have for it.
-NEEDS = {
-    "values": "the role critic; set placement.roles.critic to a pool",
-    "baselines": "a greedy response to each prompt, which no rollout makes yet",
-    "parts": "several rewards; set reward_model.path or reward_model.url",
-    "prob_squares": "the sum of squared probabilities at each token, which the trainer does not compute yet",
-}
 GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
 
@@ -226,8 +219,8 @@ def _algorithm(cfg: Config) -> Iterator[str]:
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
         mend = "set algorithm.old_log_probs=recompute, or rollout_correction=none"
         yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
-    has = {"values"} if "critic" in cfg.placement.roles else set()
-    has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
+    one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
+    lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
     for registry, spec, own in (
         (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
         (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
@@ -239,7 +232,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             continue
         entry, known = registry[spec], registry[spec].own()
         for need in entry.needs:
-            if need in NEEDS and need not in has:
+            if lacks.get(need):
                 yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
         if entry.grouped and n == 1:
             yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
@@ -253,7 +246,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
                 yield f"{where}: must be a whole number from 2 to rollout.n={n}"
     known = a.adv_estimator in ADVANTAGE_ESTIMATORS
-    if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
+    if not lacks["values"] and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
         yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
     if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
         yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError
 from one_step_off.distributed_util import BucketPlan, SyncError
 from one_step_off.samples import Batch, Prompt, Sample, StalenessError, Stamp
@@ -108,6 +109,10 @@ class TrainGroup:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
         return merged(await self._in_turn(batch.step, "log_prob", _put(batch)))
 
+    async def log_prob_and_squares(self, batch: Batch) -> list[np.ndarray]:
+        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's squared probabilities."""
+        return merged(await self._in_turn(batch.step, "log_prob_and_squares", _put(batch)))
+
     async def values(self, batch: Batch) -> list[np.ndarray]:
         """The critic's values of the states before all response tokens: one float32 [R] per sample."""
         return merged(await self._in_turn(batch.step, "values", _put(batch)))
@@ -147,7 +152,10 @@ class RolloutGroup:
 
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool) -> None:
         self.replicas, self.cfg = replicas, cfg
-        self.train = Sampling(cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None)
+        greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
+        self.train = Sampling(
+            cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None, greedy=greedy
+        )
         own, seed = cfg.rollout, cfg.trainer.seed + 1  # other seeds than training's, whatever the prompts' ids
         self.val = Sampling(
             own.val_n, own.val_temperature, seed if seeded else None, own.val_top_p, own.val_max_response_length

@@ -50,6 +50,10 @@ def some(seed, n=12, turns=True):
     )
 
 
+def vars_of(t):
+    return {f: getattr(t, f) for f in Trajectories.__dataclass_fields__}
+
+
 def take(t, order):
     """The same trajectories in another order."""
 
@@ -204,7 +208,7 @@ def test_optimal_token_baseline_by_hand():
 def test_optimal_token_baseline_has_the_least_variance():
     """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
-    t = Trajectories(**{f: getattr(t, f) for f in Trajectories.__dataclass_fields__} | {"groups": [0] * 40})
+    t = Trajectories(**vars_of(t) | {"groups": [0] * 40})
     found = estimate("optimal_token_baseline", t).advantages
     live = np.flatnonzero(t.lengths)
     to_go = adv.discounted(t.step_rewards(), 1.0)[live, 0]
@@ -271,6 +275,19 @@ def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
     np.testing.assert_allclose(first(moved, name), np.array(first(t, name)) * factor, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in GROUPED])
+@given(seed=st.integers(0, 1000), scale=st.integers(1, 16))
+@quick
+def test_the_scale_of_everything_in_the_rewards_unit(name, seed, scale):
+    """Where no group is compared: advantages scale as the rewards do, and whitened ones stay."""
+    t = some(seed)
+    by = {f: [scale * x for x in getattr(t, f)] for f in ("token_rewards", "values")}
+    moved = Trajectories(**vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines})
+    factor = 1.0 if adv.ADVANTAGE_ESTIMATORS[name].whitens else scale
+    for a, b in zip(estimate(name, t).advantages, estimate(name, moved).advantages, strict=True):
+        np.testing.assert_allclose(b, factor * a, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "gdpo"])
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=10))
 @quick
@@ -293,9 +310,7 @@ def test_whitening(seed):
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():
     """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in REINFORCE++."""
     t = some(8)
-    t = Trajectories(
-        **{f: getattr(t, f) for f in Trajectories.__dataclass_fields__} | {"values": [0 * v for v in t.values]}
-    )
+    t = Trajectories(**vars_of(t) | {"values": [0 * v for v in t.values]})
     for a, b in zip(estimate("gae", t).advantages, estimate("reinforce_plus_plus", t).advantages, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -317,9 +332,13 @@ def test_errors():
         estimate("nothing", outcome([1.0], [0]))
     with pytest.raises(ValueError, match="exists already"):
         adv.register("grpo")(adv.grpo)
+    parts = {"right": np.array([1.0, 0.0, 1.0]), "form": np.array([1.0, np.nan, 1.0])}
+    with pytest.raises(ConfigError, match="gdpo: sample 1, of prompt b, has no part 'form'"):
+        estimate("gdpo", outcome([2, 0, 2], ["a", "b", "b"], parts=parts))
+    assert first(outcome([1, 0], [0, 0], parts={"form": np.array([1.0, np.nan])}), "dr_grpo") == [0.5, -0.5]
     for name in NAMES:
         for field in adv.ADVANTAGE_ESTIMATORS[name].needs:
-            with pytest.raises(ValueError, match=f"{name} needs {field}"):
+            with pytest.raises(ConfigError, match=f"adv_estimator={name}: needs {adv.NEEDS.get(field, field)[:9]}"):
                 estimate(name, Trajectories(**vars(some(0)) | {field: None}))
 
 

@@ -190,6 +190,24 @@ def test_log_prob_equals_the_models_own_forward(checkpoints, single, name):
         np.testing.assert_allclose(score[len(s.prompt_ids) - 1 :], w, atol=1e-5, rtol=0)
 
 
+def test_squares_of_the_whole_distribution_beside_the_log_probs(checkpoints, single):
+    path = checkpoints["tied"]
+    batch, model = make_batch(path), hf_model(path)
+    worker = single(config(path, actor__log_prob_chunk=5, actor__micro_batch_tokens=40))
+    got, plain = worker.log_prob_and_squares(batch), worker.log_prob(batch)
+    for i, s in enumerate(batch.samples):
+        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
+        with torch.no_grad():
+            p = (model(ids[None], use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / 0.7).softmax(-1)
+        assert got[i].shape == (len(s.response_ids), 2) and got[i].dtype == np.float32
+        np.testing.assert_array_equal(got[i][:, 0], plain[i])
+        np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
+        # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token baseline adds up
+        one_hot = torch.nn.functional.one_hot(ids[len(s.prompt_ids) :], VOCAB)
+        energy = 1 - 2 * np.exp(got[i][:, 0]) + got[i][:, 1]
+        np.testing.assert_allclose(energy, (one_hot - p).square().sum(-1).numpy(), rtol=1e-4, atol=1e-6)
+
+
 def by_hand(path, batch, cfg):
     """The loss of the whole batch, token by token from the formulas, and its gradients, on a plain model."""
     model, a = hf_model(path), cfg.algorithm

@@ -11,6 +11,7 @@ import pytest
 
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
+from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling, engine_args, sample_seed, stamps_of
@@ -55,7 +56,8 @@ class FakeScorer:
         await asyncio.sleep(self.delay)
         if any(i.response == self.fail_on for i in items):
             raise ValueError("bad reward")
-        return [None if i.response == "late" else float(i.index) for i in items]
+        special = {"late": None, "parts": {"right": 1.0, "form": 0.5}}
+        return [special.get(i.response, float(i.index)) for i in items]
 
 
 def item(index: int, response: str = "x") -> RewardItem:
@@ -83,16 +85,44 @@ def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
     assert asyncio.run(main()) == 3.0
 
 
-@pytest.mark.parametrize(("response", "reward", "extra"), [("late", 0.0, {"reward_timeout": True}), ("x", 3.0, {})])
-def test_what_could_not_be_judged_in_time_counts_as_zero_and_says_so(response, reward, extra):
-    async def generated(ids, seed, sampling):
-        return Generated(np.arange(2), np.zeros(2), np.zeros(2), 0, "stop")
+async def generated(ids, seed, sampling):
+    return Generated(np.arange(2), np.full(2, sampling.temperature), np.zeros(2), 0, "stop")
 
+
+@pytest.mark.parametrize(
+    ("response", "reward", "extra"),
+    [
+        ("late", 0.0, {"reward_timeout": True}),
+        ("x", 3.0, {}),
+        ("parts", 1.5, {"reward_parts": {"right": 1.0, "form": 0.5}}),
+    ],
+)
+def test_what_the_scorer_says_of_a_sample(response, reward, extra):
     replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: response), generated
     prompt = Prompt((0, 0), np.arange(2), "q", "1")
     sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
     assert (sample.reward, sample.extra) == (reward, extra)
+
+
+@pytest.mark.parametrize("estimator", ["remax", "grpo", f"{__name__}:generated"])
+def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baselines(estimator):
+    cfg = Config()
+    cfg.algorithm.adv_estimator, cfg.rollout.n = estimator, 2
+    generated.needs, wanted = ("baselines",), estimator != "grpo"
+    group = RolloutGroup([], cfg, seeded=True)
+    assert (group.train.greedy, group.val.greedy) == (wanted, False)
+    replica = RolloutReplica(cfg, 0, "cpu", FakeScorer())
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
+    replica.stamp = (0, 0)
+    prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(2)]
+    samples, _ = asyncio.run(replica.rollout(prompts, group.train))
+    found = [(s.prompt_id[1], s.index, s.log_probs[0], s.extra) for s in samples]
+    greedy = {"greedy": True}
+    assert found == [(row, i, float(i < 2), greedy if i == 2 else {}) for row in range(2) for i in range(2 + wanted)], (
+        "its temperature is 0, and it is scored like the others"
+    )
+    assert [s.reward for s in samples] == [float(s.index) for s in samples]
 
 
 def test_nothing_is_generated_before_verified_weights():
