@@ -234,6 +234,11 @@ def _algorithm(cfg: Config) -> Iterator[str]:
         for need in entry.needs:
             if lacks.get(need):
                 yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
+        if "parts" in entry.needs and (a.kl_in_reward or cfg.reward.overlong_buffer):
+            alone = (
+                "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer would do nothing"
+            )
+            yield f"{registry.key}={spec}: {alone}; set them to false and 0, or make them parts of your reward.function"
         if entry.grouped and n == 1:
             yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
         for name, value in getattr(a, own).items():

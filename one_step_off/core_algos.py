@@ -44,13 +44,12 @@ def token_weights(
         float64 [B]; 0 for a sequence without trained tokens.
     """
     n = np.asarray(lengths, dtype=np.float64)
-    if agg == "token-mean":
-        return np.where(n > 0, 1.0 / max(global_tokens, 1), 0.0)
-    if agg == "sequence-mean":
-        return np.where(n > 0, 1.0 / (np.maximum(n, 1) * max(global_sequences, 1)), 0.0)
-    if agg == "seq-sum-norm":
-        return np.where(n > 0, 1.0 / (longest * max(global_sequences, 1)), 0.0)
-    raise ValueError(f"unknown loss aggregation {agg!r}")
+    sequences = max(global_sequences, 1)
+    counts = {"token-mean": max(global_tokens, 1), "sequence-mean": np.maximum(n, 1) * sequences}
+    counts["seq-sum-norm"] = longest * sequences
+    if agg not in counts:
+        raise ValueError(f"unknown loss aggregation {agg!r}")
+    return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
 def value_loss(

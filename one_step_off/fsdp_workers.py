@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
+from one_step_off.advantages import Arrays
 from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
@@ -98,12 +99,7 @@ class ModelWorker(UsageProbe):
 
     @torch.no_grad()
     def _scores(
-        self,
-        sequences: list[np.ndarray],
-        wanted: list[np.ndarray],
-        temperature: float,
-        shared: bool = True,
-        more: str = "none",
+        self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
 

@@ -152,14 +152,12 @@ class RolloutGroup:
 
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool) -> None:
         self.replicas, self.cfg = replicas, cfg
+        own, longest = cfg.rollout, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
-        self.train = Sampling(
-            cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None, greedy=greedy
-        )
-        own, seed = cfg.rollout, cfg.trainer.seed + 1  # other seeds than training's, whatever the prompts' ids
-        self.val = Sampling(
-            own.val_n, own.val_temperature, seed if seeded else None, own.val_top_p, own.val_max_response_length
-        )
+        # Other seeds for evaluation than for training, whatever the prompts' ids.
+        train_seed, val_seed = (cfg.trainer.seed, cfg.trainer.seed + 1) if seeded else (None, None)
+        self.train = Sampling(own.n, own.temperature, train_seed, greedy=greedy)
+        self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
 
     async def setup(self) -> None:
         """Load all engines."""

@@ -68,10 +68,9 @@ def _parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
 
 def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
     """The rewards with the punishment of overlong responses, float64 [B]."""
-    longest, own = cfg.data.max_response_length, cfg.reward
-    lengths = [len(s.response_ids) for s in samples]
-    rewards = np.array([s.reward for s in samples])
-    return rewards + advantages.overlong_penalty(lengths, longest, own.overlong_buffer, own.overlong_penalty)
+    lengths, longest, own = [len(s.response_ids) for s in samples], cfg.data.max_response_length, cfg.reward
+    penalties = advantages.overlong_penalty(lengths, longest, own.overlong_buffer, own.overlong_penalty)
+    return np.array([s.reward for s in samples]) + penalties
 
 
 class Pipeline:
@@ -267,10 +266,10 @@ class Pipeline:
                 batch.old_log_probs, batch.prob_squares = [x[:, 0] for x in found], [x[:, 1] for x in found]
             else:
                 setattr(batch, name, found)
-        greedy = [s for s in scored if "greedy" in s.extra]
-        baselines = dict(zip((s.prompt_id for s in greedy), _shaped(greedy, self.cfg).tolist(), strict=True))
+        shaped = zip(scored, _shaped(scored, self.cfg).tolist(), strict=True)
+        baselines = {s.prompt_id: {"baseline": reward} for s, reward in shaped if "greedy" in s.extra}
         for s in batch.samples:
-            s.extra |= {"baseline": baselines[s.prompt_id]} if s.prompt_id in baselines else {}
+            s.extra |= baselines.get(s.prompt_id, {})
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""

@@ -143,15 +143,6 @@ BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def _load(spec: str) -> Any:
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(
-            f"reward.function={spec!r}: unknown; use one of {', '.join(BUILT_IN)}, or your own as module:function"
-        )
-    return registry.load("reward.function", spec)
-
-
 def resolve(cfg: RewardConfig) -> RewardFunction:
     """The function that `reward.function` names, checked to be callable as the trainer will call it.
 
@@ -163,7 +154,10 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
         if cfg.kwargs:
             raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
-    function = _load(spec)
+    if not all(spec.partition(":")):
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(f"reward.function={spec!r}: unknown; use one of {known}, or your own as module:function")
+    function = registry.load("reward.function", spec)
     if not callable(function) or inspect.iscoroutinefunction(function):
         what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
         raise ConfigError(f"reward.function={spec!r}: is {what}; name a plain function")
@@ -192,8 +186,8 @@ def _to_score(result: Any) -> Score:
     """The finite number that a function gave (bare, or a dict's "reward"), or its parts as floats; None: neither."""
     if isinstance(result, dict) and "reward" not in result:
         parts = {name: _to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
-        good = parts and all(isinstance(name, str) and part is not None for name, part in parts.items())
-        return parts if good else None
+        good = all(isinstance(name, str) and part is not None for name, part in parts.items())
+        return parts if good and parts and "score" not in parts else None
     value = result["reward"] if isinstance(result, dict) else result
     try:
         number = _math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -262,6 +256,7 @@ class Scorer:
         score = _to_score(result)
         if score is None:
             wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
+            wanted += ' (what others call "score" is "reward" here)' * (isinstance(result, dict) and "score" in result)
             raise RewardError(f"{who}: returned {result!r:.200}, {wanted}")
         return score
 

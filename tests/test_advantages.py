@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from one_step_off import advantages as adv
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import ConfigError
+from one_step_off.policy_losses import POLICY_LOSSES
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
@@ -386,6 +388,12 @@ def test_overlong_filtering_leaves_the_groups_mean_alone():
 def test_uninformative_groups():
     assert adv.uninformative([1, 0, 1, 1, 2], ["a", "b", "a", "b", "c"]) == ["a", "c"]
     assert adv.uninformative([], []) == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES])
+def test_every_one_has_a_line_with_its_source(name):
+    text = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    assert any(f"| `{name}` |" in line and "arXiv:" in line for line in text.splitlines())
 
 
 # ---- in the pipeline ----------------------------------------------------------------------------------------------

@@ -110,6 +110,10 @@ BAD = [
     (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "did you mean gae?"]),
     (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic"]),
     (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_estimator=gdpo", "rewards in parts", "{name: number}"]),
+    (
+        ["algorithm.adv_estimator=gdpo", "reward_model.url=http://h:1/s", "reward.overlong_buffer=4"],
+        ["algorithm.adv_estimator=gdpo", "reward.overlong_buffer would do nothing"],
+    ),
     (["algorithm.adv_estimator=no_such_module:f"], ["no_such_module:f", "module:function"]),
     (["algorithm.adv_kwargs.pass_k=2"], ["adv_kwargs.pass_k=2", "no such setting of grpo"]),
     (["algorithm.adv_estimator=grpo_passk", "algorithm.adv_kwargs.pass_k=99"], ["pass_k=99", "from 2 to rollout.n"]),

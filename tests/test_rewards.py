@@ -225,6 +225,12 @@ def test_results_refused(own: str, result: str) -> None:
     assert "\n" not in str(e.value)
 
 
+def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
+    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
+    with pytest.raises(RewardError, match='what others call "score" is "reward" here'):
+        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("{'score': 1.0, 'acc': 1.0}")])
+
+
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
     with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError"):
         Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("1 / 0")])
