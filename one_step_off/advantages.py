@@ -196,12 +196,10 @@ def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
 
 def whitened(advantages: Arrays, masks: Arrays) -> Arrays:
     """Shift and scale to mean 0 and deviation 1 over the trained tokens of the whole batch; others become 0."""
-    flat = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)])
-    flat, ends = standardised(flat.astype(np.float64)), np.cumsum([m.sum() for m in masks])
-    result = [np.zeros(len(m), dtype=np.float32) for m in masks]
-    for token, mask, part in zip(result, masks, np.split(flat, ends[:-1]), strict=True):
-        token[mask] = part
-    return result
+    t = Trajectories(np.zeros(0), (), masks)
+    rows = t.rows(advantages)
+    rows[t.alive] = standardised(rows[t.alive])
+    return t.per_token(rows)
 
 
 def discounted(x: np.ndarray, factor: float) -> np.ndarray:
@@ -303,7 +301,8 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     """
     unknown = set(weights or {}) - set(t.parts)
     if unknown:
-        raise ValueError(f"gdpo's weights name {sorted(unknown)}, but the reward's parts are {sorted(t.parts)}")
+        where = f"algorithm.adv_kwargs.weights={weights}"
+        raise ConfigError(f"{where}: {sorted(unknown)} is no part of the reward; its parts are {sorted(t.parts)}")
     total = np.zeros(len(t.groups))
     for name, part in t.parts.items():
         part = np.asarray(part, dtype=np.float64)

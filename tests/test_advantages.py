@@ -194,7 +194,7 @@ def test_gdpo_by_hand():
     np.testing.assert_allclose(first(t, "gdpo"), x / x.std(ddof=1), rtol=1e-4)
     x = np.array([-3 * s, 3 * s, -2 * s, 2 * s])
     np.testing.assert_allclose(first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4)
-    with pytest.raises(ValueError, match="'fom'.*'form', 'right'"):
+    with pytest.raises(ConfigError, match="'fom'.*no part.*'form', 'right'"):
         estimate("gdpo", t, weights={"fom": 1.0})
 
 

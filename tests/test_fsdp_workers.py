@@ -516,7 +516,7 @@ def run_rank(rank, world, cases, out):
             (dataclasses.astuple(p), t.clone().numpy())
             for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
         ]
-        log_probs = worker.log_prob(batch)
+        log_probs, squares = worker.log_prob(batch), worker.log_prob_and_squares(batch)
         scores = worker.score([s.response_ids for s in batch.samples])
         metrics = worker.update(batch)
         weights, gradients = whole(worker), worker.gradients
@@ -526,7 +526,7 @@ def run_rank(rank, world, cases, out):
         skipped = worker.update(bad)["actor/skipped_updates"]
         same = all((a == weights[n]).all() for n, a in whole(worker).items())
         result = dict(
-            pieces=pieces, log_probs=log_probs, scores=scores, metrics=metrics, weights=weights,
+            pieces=pieces, log_probs=log_probs, squares=squares, scores=scores, metrics=metrics, weights=weights,
             gradients=gradients, skipped=skipped, same=same,
         )  # fmt: skip
         torch.save(result, f"{out}/{name}_{rank}.pt")
@@ -551,6 +551,9 @@ def check_world(results, path, reference, out, name):
         assert r["skipped"] >= 1 and r["same"]
         assert not union.keys() & r["log_probs"].keys()
         union |= r["log_probs"]
+        assert r["squares"].keys() == r["log_probs"].keys()
+        for i, both in r["squares"].items():
+            assert (both[:, 0] == r["log_probs"][i]).all() and (both[:, 1] > np.exp(2 * both[:, 0])).all()
     batch, model = make_batch(path), hf_model(path)
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():
