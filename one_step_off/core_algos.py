@@ -28,7 +28,7 @@ def token_weights(
 ) -> np.ndarray:
     """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
 
-        token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 8)
+        token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
         sequence-mean  w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
         seq-sum-norm   w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
 

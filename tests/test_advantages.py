@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from one_step_off import advantages as adv
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import ConfigError
-from one_step_off.policy_losses import POLICY_LOSSES
+from one_step_off.policy_losses import POLICY_LOSSES, ROLLOUT_CORRECTIONS
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
@@ -390,10 +390,13 @@ def test_uninformative_groups():
     assert adv.uninformative([], []) == []
 
 
-@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES])
+@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES, *(name for name in ROLLOUT_CORRECTIONS if name != "none")])
 def test_every_one_has_a_line_with_its_source(name):
     text = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
-    assert any(f"| `{name}` |" in line and "arXiv:" in line for line in text.splitlines())
+    assert any(
+        f"| `{name}` |" in line and ("arXiv:" in line or ".xyz/" in line or ".site/" in line)
+        for line in text.splitlines()
+    )
 
 
 # ---- in the pipeline ----------------------------------------------------------------------------------------------
