@@ -335,7 +335,7 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
         B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 p_is + sum_v p_is(v)^2)
 
     W adds up the squared norm of each token's gradient at the logits; p is the policy whose gradient is about to be
-    taken, the proximal one. Where only one trajectory is as long, it would be its own baseline and learn nothing: B = 0.
+    taken, the proximal one. Where one trajectory alone is so long, it would be its own baseline and learn nothing: B = 0.
     """
     to_go = discounted(t.step_rewards(), 1.0)
     energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive

@@ -246,7 +246,7 @@ class Pipeline:
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 
     async def _consult(self, batch: Batch) -> None:
-        """Ask every role for its view of the samples, all at once. Greedy responses are scored, then leave as baselines."""
+        """Ask every role for its view of the samples, all at once. Greedy responses are scored and become baselines."""
         roles, calls, scored = self.roles, {}, batch.samples
         batch.samples = [s for s in scored if "greedy" not in s.extra]
         if roles.ref is not None:

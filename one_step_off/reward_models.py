@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
 
 
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
-    """Add the model's scores to the rewards, and as "model" to `extra["reward_parts"]`, beside "function" or its parts."""
+    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own."""
     for sample, score in zip(samples, scores, strict=True):
         if not math.isfinite(score):
             raise RoleError(f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}")

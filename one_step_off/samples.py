@@ -76,7 +76,7 @@ class Batch:
 
     `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
     where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
-    learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` the sum of its squared probabilities.
+    learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` sums its squared probabilities.
     `expected` is the one stamp that every token must carry.
     """
 

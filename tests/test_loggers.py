@@ -64,7 +64,8 @@ def test_samples_as_people_read_them(tmp_path):
     assert rows[0] == {
         "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
         "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü",
-        "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5, "reward_parts": {"right": 1.0}, "baseline": 0.5,
+        "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5,
+        "reward_parts": {"right": 1.0}, "baseline": 0.5,
     }  # fmt: skip
     assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage/mean"] is None
     assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
