@@ -74,7 +74,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     cfg.model.dtype = dtype
     actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights={"bytes": 8.0, "pack": 0.1})], cfg)
     replicas = [Actor(score=lambda seqs, e=e: e, sync={"wire": 0.1, "load": 0.2}) for e in engines]
-    sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1")
+    sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
     sync.senders, sync.total_bytes = actor.ranks, 8
     return sync
 
