@@ -122,7 +122,7 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["tid"] != "sync")
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
-    assert "all: 2 CPU processes" in capfd.readouterr().out
+    assert "created pool all [2] on 127.0.0.1: rollout, actor" in capfd.readouterr().out
 
 
 def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):

@@ -142,6 +142,33 @@ def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
         asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
 
 
+def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
+    import one_step_off.groups as room
+
+    monkeypatch.setattr(room, "_put", lambda batch: batch)
+    told = []
+
+    def said(what, answer):
+        def answers(*_):
+            told.append(what)
+            return answer
+
+        return Method(answers, delay=0.01)
+
+    async def main():
+        turn = asyncio.Lock()
+        rollout = RolloutGroup(
+            [Actor(rollout=said("generate", ([], 0.1)), sleep=said("sleep", None))], Config(), True, turn
+        )
+        actor = TrainGroup("actor", [Actor(update=said("update", {}))], Config(), turn)
+        actor.colocated = rollout
+        prompts = [Prompt((0, 0), "", np.arange(2), "")]
+        await asyncio.gather(rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0))))
+
+    asyncio.run(main())
+    assert told == ["generate", "sleep", "update"]
+
+
 def test_roles_in_one_pool_take_turns():
     running, most = [0], [0]
 
