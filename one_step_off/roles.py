@@ -128,8 +128,17 @@ class Spawned:
         return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
 
     async def setup(self) -> None:
-        """Load every model and engine, and connect the weight sync. All at once: they share nothing yet but hosts."""
-        await asyncio.gather(*(group.setup() for group in self.groups.values()), self.roles.rollout.setup())
+        """Load every model and engine, and connect the weight sync.
+
+        All at once, but in a shared pool: there vLLM finds out how much memory is its own while it is alone.
+        """
+        rollout, loading = self.roles.rollout, [group.setup() for group in self.groups.values()]
+        if any(group.colocated for group in self.groups.values()):
+            await rollout.setup()
+            await rollout.sleep()
+        else:
+            loading.append(rollout.setup())
+        await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
     async def save_state(self, folder: str) -> None:
