@@ -24,6 +24,7 @@ from one_step_off.config_io import load
 
 COLOCATED, APART, AHEAD = "colocated sync", "disaggregated sync", "one step off"
 TIMES = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "T_sync": "time/sync_s"}
+UNEVALUATED = ["data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
 
 
 def arms_of(cfg: Config) -> dict[str, list[str]]:
@@ -40,8 +41,7 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
 
 def run_arm(config: str, keys: list[str], folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
     """One run; returns its metrics, a row per step. Raises RuntimeError with the run's last words if it fails."""
-    fixed = ["data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
-    command = [sys.executable, "-m", "one_step_off.main_ppo", f"config={config}", *fixed, *overrides, *keys]
+    command = [sys.executable, "-m", "one_step_off.main_ppo", f"config={config}", *overrides, *keys]
     done = subprocess.run(
         [*command, "trainer.resume=never", f"trainer.output_dir={folder}"], capture_output=True, text=True
     )
@@ -148,7 +148,7 @@ def main() -> None:
     for run in range(args.runs):
         order = list(arms.items())
         for arm, keys in order if run % 2 == 0 else reversed(order):
-            rows = run_arm(args.config, keys, out / f"{arm.replace(' ', '_')}_run{run}", overrides)
+            rows = run_arm(args.config, [*UNEVALUATED, *keys], out / f"{arm.replace(' ', '_')}_run{run}", overrides)
             if len(rows) <= args.warmup:
                 parser.error(f"--warmup {args.warmup} leaves none of the {len(rows)} steps")
             collected[arm].append(rows[args.warmup :])

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput import run_arm
+from benchmarks.throughput import UNEVALUATED, run_arm
 
 TIMES = {
     "T_actor": "time/actor_update_s",
@@ -70,7 +70,7 @@ def main() -> None:
         order = list(WHERE.items())
         for arm, keys in order if run % 2 == 0 else reversed(order):
             folder = Path(args.out) / f"{arm.replace(' ', '_')}_run{run}"
-            rows = run_arm(args.config, [*keys, "pipeline.staleness=0"], folder, overrides)
+            rows = run_arm(args.config, [*UNEVALUATED, *keys, "pipeline.staleness=0"], folder, overrides)
             collected[arm] += rows[args.warmup :]
             print(f"run {run + 1} of {args.runs}, {arm}: {summarise(rows[args.warmup :])}", flush=True)
     arms = {arm: summarise(rows) for arm, rows in collected.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks import throughput, update_phase
+from benchmarks import learning, throughput, update_phase
 from one_step_off.config_io import load
 
 
@@ -65,3 +65,11 @@ def test_the_update_phase_against_the_arithmetic():
     assert found == {"speedup": 4.0 / 3.2, "best": 4.0 / 3.0}
     said = update_phase.table({"arms": arms, "steps": 3, "headline": found})
     assert "| split | 3 | 1 | 3.2 | 3.3 |" in said and "1.25 times as fast; the arithmetic allows 1.33" in said
+
+
+def test_curves_of_seeds(tmp_path):
+    rows_ = [{"reward/mean": r} for r in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)]
+    run = learning.summarise(rows_, [{"val/version": 0.0, "val/reward": 0.0}, {"val/version": 7.0, "val/reward": 0.9}])
+    assert learning.table({3: run}).splitlines()[-1] == "| 3 | 0.300 | 0.500 | 0.000 | 0.900 |"
+    learning.plot({3: run}, tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 1000
