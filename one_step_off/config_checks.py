@@ -152,10 +152,12 @@ def _placement(cfg: Config) -> Iterator[str]:
             yield f"{where}: must list the processes (GPUs) of each node, each from 1 to 1024, as [4, 4]"
         if pool not in roles.values():
             yield f"{where}: no role uses this pool; remove it or name it in placement.roles"
-    why = "one step off needs them at the same time" if cfg.pipeline.staleness else "sharing is not supported yet"
-    for role, pool in roles.items():
-        if role != "rollout" and pool == roles["rollout"]:
-            yield f"placement.roles.{role}={show(pool)}: so is rollout, but {why}; give them pools of their own"
+    guests = [role for role, pool in roles.items() if role != "rollout" and pool == roles.get("rollout")]
+    where = f"placement.roles: {', '.join(guests)} and rollout share the pool {show(roles.get('rollout'))}, "
+    if guests and cfg.pipeline.staleness:
+        yield f"{where}but one step off needs both at once; set pipeline.staleness=0 or give them pools of their own"
+    elif guests and cfg.rollout.tensor_parallel_size > 1:
+        yield f"{where}which works with rollout.tensor_parallel_size=1 only; set that or give them pools of their own"
 
 
 def _batch(cfg: Config) -> Iterator[str]:

@@ -359,6 +359,8 @@ def _several(number: int, what: str) -> str:
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
+    from one_step_off.placement import created_text
+
     cfg = prepared.cfg
     replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
     ranks = " and ".join(
@@ -370,6 +372,7 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working(f"starting {replicas}, {ranks}"):
             team = spawn_roles(prepared)
+            tracker.say("created " + created_text(prepared.cfg, team.pools))
             await team.setup()
         await train(prepared, team, tracker)
     finally:

@@ -99,6 +99,7 @@ class RolloutReplica(UsageProbe):
         self.stamp: Stamp | None = None
         self.engine: Any = None
         self.requests = 0
+        self.asleep = False
 
     async def start(self) -> None:
         """Load the engine."""
@@ -130,14 +131,26 @@ class RolloutReplica(UsageProbe):
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
         try:
+            if self.asleep:
+                await self.engine.wake_up(["weights"])
             reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
         except Exception as e:  # vLLM passes on no type of its workers' errors, only their text
             text = str(e).strip().splitlines() or [type(e).__name__]
             raise SyncError(text[-1].removeprefix("Call to collective_rpc method failed: ")) from e
+        if self.asleep:
+            await self.engine.wake_up(["kv_cache"])
+            self.asleep = False
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp
         return {k: max(r[k] for r in reports) for k in reports[0]} | {"pause": pause}
+
+    async def sleep(self) -> None:
+        """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""
+        self.stamp = None
+        if self.device == "cuda" and not self.asleep:
+            await self.engine.sleep(level=2)
+            self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
         """All trajectories of these prompts, scored, in order; and the seconds it took.
@@ -255,4 +268,5 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         }
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+        args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1
     return args | cfg.rollout.engine_kwargs

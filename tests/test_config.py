@@ -152,8 +152,11 @@ BAD = [
     (["placement.pools.spare=[1]"], ["placement.pools.spare=[1]", "remove it"]),
     (["placement.roles={rollout: rollout}"], ["placement.roles", "actor", "add"]),
     (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
-    ([*SHARED], ["placement.roles.actor=all", "one step off", "pools of their own"]),
-    ([*SHARED, "pipeline.staleness=0"], ["placement.roles.actor=all", "not supported yet"]),
+    ([*SHARED], ["actor and rollout share the pool all", "one step off", "pipeline.staleness=0"]),
+    (
+        [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
+        ["share the pool all", "rollout.tensor_parallel_size=1"],
+    ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
@@ -541,6 +544,9 @@ def test_placement() -> None:
         "actor: 2 CPU processes; actor: 2 ranks; cores 2 3",
     ]
     assert seat_cores(good("placement.pin_cores=false"), "cpu") == {"rollout": [[]], "actor": [[]]}
+    colocated = good(*SHARED, "pipeline.staleness=0")
+    assert seat_cores(colocated, "cpu", [0, 1, 2, 3]) == {"all": [[0, 1], [2, 3]]}, "all cores, in both phases"
+    assert placement_text(colocated, [0, 1]) == "all: 2 CPU processes; rollout, actor: 2 replicas x TP 1; cores 0 1"
     gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
     text = placement_text(gpu, [0, 1])
     assert "8 GPUs on 2 nodes [4, 4]" in text and "cores" not in text

@@ -155,6 +155,47 @@ def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
         asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
 
 
+class SleepyEngine:
+    """Writes down what it is told; awake it must not be woken, asleep it must not be put to sleep again."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    async def sleep(self, level: int) -> None:
+        self.told.append(f"sleep {level}")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.told += tags
+
+    async def collective_rpc(self, method: str, args: tuple) -> list[dict]:
+        self.told.append(method)
+        return [{"bytes": 1.0}]
+
+    async def pause_generation(self, **_) -> None: ...
+    async def update_weight_version(self, _) -> None: ...
+    async def resume_generation(self) -> None: ...
+
+
+def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync():
+    for device, told in (
+        ("cuda", ["sync_weights", "sleep 2", "weights", "sync_weights", "kv_cache"]),
+        ("cpu", ["sync_weights", "sync_weights"]),
+    ):
+        replica = RolloutReplica(Config(), 0, device, FakeScorer())
+        replica.engine = SleepyEngine()
+
+        async def turns(replica=replica):
+            await replica.sync((0, 0))
+            await replica.sleep()
+            await replica.sleep()  # every role that comes to its turn asks
+            with pytest.raises(RuntimeError, match="no verified weights"):
+                await replica.rollout([], Sampling(1, 1.0, None))
+            await replica.sync((0, 1))
+
+        asyncio.run(turns())
+        assert replica.engine.told == told and replica.stamp == (0, 1)
+
+
 def test_engine_arguments():
     cfg = Config()
     cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
@@ -163,4 +204,7 @@ def test_engine_arguments():
     assert cpu["kv_cache_memory_bytes"] == 256 << 20 and not cpu["enable_chunked_prefill"]
     assert cpu["max_num_batched_tokens"] >= cpu["max_model_len"] == 512 + 1024
     assert gpu["gpu_memory_utilization"] == 0.85 and "kv_cache_memory_bytes" not in gpu
+    assert not gpu["enable_sleep_mode"]
+    cfg.placement.roles = {"rollout": "all", "actor": "all"}
+    assert engine_args(cfg, "cuda")["enable_sleep_mode"]
     assert cpu["logprobs_mode"] == gpu["logprobs_mode"] == "processed_logprobs"
