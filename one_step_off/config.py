@@ -82,6 +82,9 @@ class RolloutConfig:
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
     sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
+    routing: str = key(
+        "auto", "prompts to replicas; auto: static with seeds, so that runs repeat", choices="auto static least_loaded"
+    )
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
@@ -194,9 +197,29 @@ class RewardConfig:
     function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
+    workers: int = key(1, "processes that score; a slow function needs several", low=1)
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
     overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
     overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)
+
+
+@dataclass
+class AgentConfig:
+    """Agent loops: how a prompt becomes a trajectory. data.max_response_length holds all its turns and tool outputs."""
+
+    loop: str = key(
+        "single_turn",
+        "single_turn, tool, retry_with_feedback, environment, or your own as module:Class; a row's column agent_loop "
+        "goes first",
+    )
+    loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
+    tools: str = key("", "tools of the loop tool, with commas: calculator, python, or your own as module:function")
+    max_turns: int = key(8, "turns of the model in one trajectory", low=1)
+    max_turn_tokens: Optional[int] = key(None, "longest turn of the model, in tokens", low=1)
+    timeout_s: float = key(600.0, "after this time a trajectory begins no new turn", above=0.0)
+    tool_timeout_s: float = key(10.0, "limit for one call of a tool", above=0.0)
+    tool_output_chars: int = key(2000, "longest answer of a tool; the rest is cut off", low=1)
+    max_concurrency: int = key(1024, "trajectories under way at once in each replica", low=1)
 
 
 @dataclass
@@ -263,6 +286,7 @@ class Config:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     weight_sync: WeightSyncConfig = field(default_factory=WeightSyncConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)

@@ -24,6 +24,8 @@ ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
+BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
+BUILT_IN_TOOLS = ("calculator", "python")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
 GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
@@ -107,7 +109,8 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
     groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
-    groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
+    groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
+    groups.append(_machine(cfg, device, num_gpus))
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 
@@ -356,6 +359,21 @@ def _data(cfg: Config) -> Iterator[str]:
     reward = cfg.reward.function
     if reward not in BUILT_IN_REWARDS and not _is_yours(reward):
         yield f"reward.function={show(reward)}: must be gsm8k, math, or your own as {YOURS}"
+
+
+def _agent(cfg: Config) -> Iterator[str]:
+    named = {"loop": ([cfg.agent.loop], BUILT_IN_LOOPS), "loop_kwargs": (cfg.agent.loop_kwargs, BUILT_IN_LOOPS)}
+    named["tools"] = [tool.strip() for tool in cfg.agent.tools.split(",") if tool.strip()], BUILT_IN_TOOLS
+    for key, (specs, known) in named.items():
+        for spec in specs:
+            if spec not in known and not _is_yours(spec):
+                mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {YOURS}")
+                yield f"agent.{key}={show(spec)}: no such name; {mend}"
+    for name, own in cfg.agent.loop_kwargs.items():
+        if not isinstance(own, dict):
+            yield f"agent.loop_kwargs.{name}={show(own)}: must be a mapping of this loop's settings, as {{format: llama}}"
+    if cfg.agent.loop == "tool" and not cfg.agent.tools.strip(" ,"):
+        yield "agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator"
 
 
 def _is_yours(spec: str) -> bool:

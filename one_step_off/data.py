@@ -90,6 +90,9 @@ def _some(lines: list[str]) -> list[str]:
 
 # --- reading ----------------------------------------------------------------------------------------------------
 
+ToolsOf = Callable[[str | None], list[dict[str, Any]] | None]
+"""The JSON schemas of the tools of an agent loop (None: of `agent.loop`), for the chat template; None: it has none."""
+
 RawRow = tuple[str, Any]
 """Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
 
@@ -229,7 +232,9 @@ def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
         "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
     except UnicodeEncodeError:
         raise BadRow("its text is not valid Unicode") from None
-    named = columns.get("data_source")
+    named, loop = columns.get("data_source"), columns.get("agent_loop")
+    if isinstance(loop, str) and loop:
+        fields["extra"] = fields.get("extra", {}) | {"agent_loop": loop}
     return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
@@ -272,15 +277,17 @@ def load_rows(
 
 
 def _texts(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, templated: bool, report: Report
+    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, templated: bool, report: Report, tools_of: ToolsOf
 ) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
     for row in rows:
+        tools = tools_of(row.extra.get("agent_loop"))
         if not templated:
             yield row, "\n".join(m["content"] for m in row.messages)
             continue
+        own: dict[str, Any] = {"tools": tools} if tools else {}
         try:
-            yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
+            yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True, **own)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
             report.skip(row.where, f"the chat template refuses it: {_first_line(e)}", cfg)
 
@@ -298,7 +305,12 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
 
 
 def encode(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report | None = None
+    rows: Sequence[Row],
+    tokenizer: Any,
+    cfg: DataConfig,
+    epoch: int,
+    report: Report | None = None,
+    tools_of: ToolsOf = lambda name: None,
 ) -> list[Prompt]:
     """Tokenise all rows at once and keep those of at most `data.max_prompt_length` tokens.
 
@@ -320,7 +332,7 @@ def encode(
             "chat model, or data.chat_template=never to join the messages as plain text"
         )
     templated = has_template and cfg.chat_template != "never"
-    pairs = list(_texts(rows, tokenizer, cfg, templated, report))
+    pairs = list(_texts(rows, tokenizer, cfg, templated, report, tools_of))
     prompts = []
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
@@ -461,7 +473,7 @@ class Data:
         return rows, {p.id: p for p in self.val or ()}
 
 
-def build(cfg: Config, tokenizer: Any) -> Data:
+def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda name: None) -> Data:
     """Read, check and tokenise both sets of a run.
 
     Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do
@@ -472,7 +484,7 @@ def build(cfg: Config, tokenizer: Any) -> Data:
     """
     report = Report("training data")
     rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
-    prompts = encode(rows, tokenizer, cfg.data, 0, report)
+    prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
     stream = PromptStream(
         prompts,
         cfg.data.train_batch_size,
@@ -494,7 +506,7 @@ def build(cfg: Config, tokenizer: Any) -> Data:
         held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
-        mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out)
+        mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out, tools_of)
         shared = sum(p.text in known for p in mine)
         if shared:
             held_out.notes.append(

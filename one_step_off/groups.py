@@ -152,12 +152,17 @@ def _put(batch: Batch) -> Any:
 
 
 class RolloutGroup:
-    """The vLLM replicas. Prompts go to them in turn, so that a run's routing depends on nothing but its data."""
+    """The vLLM replicas. A prompt's trajectories stay on one of them: its cache knows the prompt and the turns so far.
+
+    Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one with the
+    fewest under way (`rollout.routing`).
+    """
 
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None) -> None:
         """`turn`: shared with the other roles in the pool, if there are any."""
         self.replicas, self.cfg = replicas, cfg
         self.turn = turn or nullcontext()
+        self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         own, longest = cfg.rollout, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
         # Other seeds for evaluation than for training, whatever the prompts' ids.
@@ -172,15 +177,32 @@ class RolloutGroup:
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
         n = len(self.replicas)
-        calls = (
-            named(f"{what}, rollout {i}", replica.rollout.remote(prompts[i::n], sampling))
-            for i, replica in enumerate(self.replicas[: len(prompts)])
-        )
+        if self.static or n == 1:
+            calls = [self._call(i, prompts[i::n], what, sampling) for i in range(min(n, len(prompts)))]
+        else:
+            each = sampling.n + sampling.greedy
+            loads, room = [0] * n, asyncio.Semaphore(n * -(-self.cfg.agent.max_concurrency // each))
+            calls = [self._least_loaded(loads, room, prompt, what, sampling) for prompt in prompts]
         async with self.turn:
             parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
+
+    async def _call(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
+        return await named(f"{what}, rollout {i}", self.replicas[i].rollout.remote(prompts, sampling))
+
+    async def _least_loaded(
+        self, loads: list[int], room: asyncio.Semaphore, prompt: Prompt, what: str, sampling: Sampling
+    ) -> tuple[list[Sample], float]:
+        """One prompt's trajectories, on the replica that has the fewest prompts when there is room for one more."""
+        waited = time.perf_counter()
+        async with room:
+            i, waited = loads.index(min(loads)), time.perf_counter() - waited
+            loads[i] += 1
+            samples, seconds = await self._call(i, [prompt], what, sampling)
+            loads[i] -= 1
+        return samples, waited + seconds
 
     async def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Each replica's half of the canary."""

@@ -22,6 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from agent_loop.base import Loops
 from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
@@ -92,7 +93,9 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 
         check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg)
-    data = data_room.build(cfg, tokenizer)
+    loops = Loops(cfg, tokenizer)
+    loops.get()  # a loop that does not fit is found out before the data is read, and a row's before any engine starts
+    data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
     for line in data.lines():
         say(line)
     resolve_reward(cfg.reward)

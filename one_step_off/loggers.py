@@ -24,7 +24,7 @@ from typing import Any
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import resolved_yaml
-from one_step_off.samples import Batch, Prompt, PromptId, Sample
+from one_step_off.samples import OTHERS, Batch, Prompt, PromptId, Sample
 
 Find = Callable[[PromptId], Prompt | None]
 """The prompt of an id, where it is known."""
@@ -132,11 +132,11 @@ class SampleDump:
             "reward": sample.reward if math.isfinite(sample.reward) else None,
             "length": len(sample.response_ids),
             "finish_reason": sample.finish_reason,
-            "versions": sorted(set(sample.versions.tolist())),
+            "versions": sorted(set(sample.versions.tolist()) - {OTHERS}),
             "ground_truth": prompt.ground_truth if prompt else None,
             "prompt": prompt.text if prompt else None,
             "response": sample.response,
-        } | {name: sample.extra[name] for name in ("reward_parts", "baseline") if name in sample.extra}
+        } | {name: sample.extra[name] for name in ("reward_parts", "baseline", "agent") if name in sample.extra}
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""

@@ -64,12 +64,12 @@ class Spawned:
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
-        scorer = spawn(Scorer, (cfg.reward,), None, device)
+        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
         replicas = [
             spawn(
                 RolloutReplica,
-                (cfg, i, device, scorer),
+                (cfg, i, device, scorers),
                 seat,
                 device,
                 self._share(where["rollout"]),
@@ -84,7 +84,7 @@ class Spawned:
         for role, group in self.groups.items():
             if where[role] == where["rollout"]:
                 group.colocated = rollout
-        self.actors = [scorer, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
+        self.actors = [*scorers, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
         self.roles = Roles(
             actor,
             rollout,

@@ -13,6 +13,9 @@ PromptId = tuple[int, int]
 Stamp = tuple[int, int]
 """Which weights made a token: (incarnation of the trainer, weight version)."""
 
+OTHERS = -1
+"""The version of a token that no weights made: a tool or the user said it. Never trained on."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -33,22 +36,23 @@ class Prompt:
 
 @dataclass
 class Sample:
-    """One trajectory. All per-token arrays have the length R of the response.
+    """One trajectory. All per-token arrays have the length R of the response, which may have several turns.
 
     Attributes:
         prompt_id: (epoch, row) of its prompt; samples with the same prompt_id form a group.
         index: position in the group, 0 .. n-1.
         prompt_ids: int32 [P].
-        response_ids: int32 [R]; exactly the ids the engine sampled.
-        log_probs: float32 [R], in nats: log mu(token), from the engine, after temperature.
-        loss_mask: bool [R]; True where the policy made the token.
-        versions: int32 [R]; the weight version that made each token, stamped by the engine.
+        response_ids: int32 [R]; exactly the ids the engine sampled, and between turns those of tools.
+        log_probs: float32 [R], in nats: log mu(token), from the engine, after temperature; 0 for others' tokens.
+        loss_mask: bool [R]; True where the policy made the token and it is trained on.
+        versions: int32 [R]; the weight version that made each token, stamped by the engine; OTHERS for others' tokens.
         incarnation: which life of the trainer made those weights.
         reward: score of the whole trajectory; NaN until scored.
-        finish_reason: "stop" or "length", as vLLM says it.
-        response: the decoded response, without special tokens.
+        finish_reason: "stop" or "length", as vLLM says it; "turns" or "time": that limit of the conversation.
+        response: the decoded response, of all turns, without special tokens.
         extra: what only some have: reward_parts (name -> float), baseline (reward of the prompt's greedy response),
-            greedy (this is that response: scored, never trained on), reward_timeout, replaces.
+            greedy (this is that response: scored, never trained on), reward_timeout, replaces,
+            agent (name -> float: turns, tool_calls and the like of a conversation).
     """
 
     prompt_id: PromptId
@@ -100,15 +104,17 @@ class StalenessError(AssertionError):
 
 
 def assert_versions(batch: Batch) -> None:
-    """Check for every token that exactly the weights `batch.expected` made it.
+    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it.
 
     Raises:
         StalenessError: names the step, the sample, the token and both stamps.
     """
     incarnation, version = batch.expected
     for s in batch.samples:
-        wrong = np.flatnonzero(s.versions != version)
-        if s.incarnation != incarnation or len(wrong) or len(s.versions) != len(s.response_ids):
+        whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)
+        excused = (s.versions == OTHERS) & ~s.loss_mask if whole else np.zeros(len(s.versions), bool)
+        wrong = np.flatnonzero((s.versions != version) & ~excused)
+        if s.incarnation != incarnation or len(wrong) or not whole:
             at = int(wrong[0]) if len(wrong) else 0
             got = int(s.versions[at]) if len(s.versions) > at else None
             raise StalenessError(

@@ -15,14 +15,14 @@ import numpy as np
 from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
-from one_step_off.samples import Batch, Sample
+from one_step_off.samples import OTHERS, Batch, Sample
 from one_step_off.screen import Screen
 
 Row = dict[str, Any]
 
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
-    """Reward and length over samples."""
+    """Reward and length over samples; of conversations also what their loops counted, 0 where one did not."""
     rewards = np.array([s.reward for s in samples])
     lengths = np.array([len(s.response_ids) for s in samples])
     return {
@@ -33,12 +33,20 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
         "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples])),
         "tokens/response": float(lengths.sum()),
         "samples": float(len(samples)),
-    }
+    } | agent_stats(samples)
+
+
+def agent_stats(samples: list[Sample]) -> dict[str, float]:
+    """Means of what agent loops counted, as "agent/tool_calls/mean"; nothing where all samples are of one turn."""
+    found = [s.extra.get("agent", {"turns": 1.0}) for s in samples]
+    names = dict.fromkeys(name for one in found for name in one)
+    some = any("agent" in s.extra for s in samples)
+    return {f"agent/{name}/mean": float(np.mean([one.get(name, 0.0) for one in found])) for name in names if some}
 
 
 def staleness(batch: Batch, version: int) -> dict[str, float]:
     """Trainer's version minus the version of each trained token: smallest and largest."""
-    made = np.concatenate([s.versions for s in batch.samples])
+    made = np.concatenate([s.versions[s.versions != OTHERS] for s in batch.samples])
     return {"staleness/min": float(version - made.max()), "staleness/max": float(version - made.min())}
 
 
@@ -153,6 +161,7 @@ class Tracker:
         weights, since it ran beside that step.
         """
         found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
+        found |= {f"val/{name}": value for name, value in agent_stats(samples).items()}
         self.evaluations.append(found)
         self.unwritten = found
         self._append("evaluations.jsonl", found)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
+import itertools
 import time
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from agent_loop import single_turn
-from agent_loop.single_turn import Generated
+from agent_loop.base import Generated, Loops
 from one_step_off.config import Config
 from one_step_off.distributed_util import SyncError, own_host
 from one_step_off.rewards import RewardItem, Score
@@ -40,12 +40,12 @@ class Sampling:
     greedy: bool = False
 
 
-def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
-    """A seed of its own for each sample: 63 bits of a hash of (run seed, epoch, row, index).
+def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0) -> int:
+    """A seed of its own for each sample and turn: 63 bits of a hash of (run seed, epoch, row, index, turn).
 
     Neighbouring integers would not do: vLLM derives further seeds by adding to them, so they would collide.
     """
-    text = f"{seed}/{prompt_id[0]}/{prompt_id[1]}/{index}"
+    text = f"{seed}/{prompt_id[0]}/{prompt_id[1]}/{index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -67,35 +67,48 @@ def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
 
 
 class RewardQueue:
-    """Gathers finished trajectories into calls of the scorer: while one call runs, the next one fills up."""
+    """Spreads finished trajectories over the scorers: while all of them are at work, the next calls fill up."""
 
-    def __init__(self, scorer: Any) -> None:
-        self.scorer = scorer
-        self.waiting: list[RewardItem] = []
-        self.call: asyncio.Task | None = None
+    def __init__(self, scorers: list[Any]) -> None:
+        self.idle = list(scorers)
+        self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
+        self.calls: set[asyncio.Task] = set()
 
     async def score(self, item: RewardItem) -> Score:
         """What `Scorer.score_batch` says of one trajectory; raises what the reward function raised."""
-        if not self.waiting:
-            self.call = asyncio.create_task(self._next(self.call))
-        self.waiting.append(item)
-        position = len(self.waiting) - 1
-        # Shielded, because the call also serves others than the one that may be cancelled.
-        return (await asyncio.shield(self.call))[position]
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((item, future))
+        self._send()
+        return await future
 
-    async def _next(self, running: asyncio.Task | None) -> list[Score]:
-        if running is not None:
-            await asyncio.wait([running])
-        items, self.waiting = self.waiting, []
-        return await self.scorer.score_batch.remote(items)
+    def _send(self) -> None:
+        while self.idle and self.waiting:
+            share = -(-len(self.waiting) // len(self.idle))
+            batch, self.waiting = self.waiting[:share], self.waiting[share:]
+            task = asyncio.create_task(self._call(self.idle.pop(), batch))
+            self.calls.add(task)  # asyncio itself keeps no task alive
+            task.add_done_callback(self.calls.discard)
+
+    async def _call(self, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
+        scores, error = [None] * len(batch), None
+        try:
+            scores = await scorer.score_batch.remote([item for item, _ in batch])
+        except Exception as e:
+            error = e
+        for score, (_, future) in zip(scores, batch, strict=True):
+            if not future.done():  # its trajectory was cancelled
+                future.set_exception(error) if error else future.set_result(score)
+        self.idle.append(scorer)
+        self._send()
 
 
 class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
-    def __init__(self, cfg: Config, index: int, device: str, scorer: Any) -> None:
+    def __init__(self, cfg: Config, index: int, device: str, scorers: list[Any]) -> None:
         self.cfg, self.index, self.device = cfg, index, device
-        self.rewards = RewardQueue(scorer)
+        self.rewards = RewardQueue(scorers)
+        self.room = asyncio.Semaphore(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
         self.requests = 0
@@ -170,17 +183,37 @@ class RolloutReplica(UsageProbe):
                 task.cancel()
         return list(samples), time.perf_counter() - begin
 
+    @functools.cached_property
+    def loops(self) -> Loops:
+        """The agent loops, by name."""
+        return Loops(self.cfg, self.tokenizer)
+
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        seed = None if sampling.seed is None else sample_seed(sampling.seed, prompt.id, index)
-        greedy = index == sampling.n
+        greedy, turns = index == sampling.n, itertools.count()
         how = replace(sampling, temperature=0.0) if greedy else sampling
-        sample = await single_turn.run(prompt, index, functools.partial(self._generate, seed=seed, sampling=how))
+
+        async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
+            turn, own = next(turns), sampling.seed
+            seed = None if own is None else sample_seed(own, prompt.id, index, turn)
+            return await self._generate(ids, max_tokens, seed, how)
+
+        async def score(response: str) -> Score:
+            return await self.rewards.score(
+                RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
+            )
+
+        async with self.room:
+            loop = self.loops.get(prompt.extra.get("agent_loop"))
+            limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
+            talk = await loop.run(prompt, generate, score, limits)
+        sample = talk.sample(prompt, index)
         if greedy:
             sample.extra["greedy"] = True
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        reward = await self.rewards.score(
-            RewardItem(prompt.id, index, prompt.text, sample.response, prompt.ground_truth, prompt.data_source)
-        )
+        last = [s for s in talk.segments if s.role == "assistant"][-1]
+        reward = talk.reward
+        if reward is None:  # the slot is free for another trajectory by now
+            reward = await score(self.tokenizer.decode(last.ids, skip_special_tokens=True))
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0
@@ -188,7 +221,7 @@ class RolloutReplica(UsageProbe):
             sample.extra["reward_timeout"] = True
         return sample
 
-    async def _generate(self, ids: np.ndarray, seed: int | None, sampling: Sampling) -> Generated:
+    async def _generate(self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling) -> Generated:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -196,7 +229,7 @@ class RolloutReplica(UsageProbe):
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens or self.cfg.data.max_response_length,
+            max_tokens=max_tokens,
             seed=seed,
             logprobs=0,
             flat_logprobs=True,

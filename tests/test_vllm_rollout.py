@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from agent_loop.single_turn import Generated
+from agent_loop.base import Generated
 from one_step_off.config import Config
 from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
@@ -66,9 +66,10 @@ def item(index: int, response: str = "x") -> RewardItem:
 
 def test_rewards_come_back_to_their_own_samples_in_few_calls():
     async def main():
-        queue = RewardQueue(FakeScorer(0.02))
+        scorer = FakeScorer(0.02)
+        queue = RewardQueue([scorer])
         rewards = await asyncio.gather(*(queue.score(item(i)) for i in range(50)))
-        return rewards, queue.scorer.calls
+        return rewards, scorer.calls
 
     rewards, calls = asyncio.run(main())
     assert rewards == [float(i) for i in range(50)]
@@ -77,7 +78,7 @@ def test_rewards_come_back_to_their_own_samples_in_few_calls():
 
 def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
     async def main():
-        queue = RewardQueue(FakeScorer(fail_on="boom"))
+        queue = RewardQueue([FakeScorer(fail_on="boom")])
         with pytest.raises(ValueError, match="bad reward"):
             await queue.score(item(0, "boom"))
         return await queue.score(item(3))
@@ -85,7 +86,7 @@ def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
     assert asyncio.run(main()) == 3.0
 
 
-async def generated(ids, seed, sampling):
+async def generated(ids, max_tokens, seed, sampling):
     return Generated(np.arange(2), np.full(2, sampling.temperature), np.zeros(2), 0, "stop")
 
 
@@ -98,7 +99,7 @@ async def generated(ids, seed, sampling):
     ],
 )
 def test_what_the_scorer_says_of_a_sample(response, reward, extra):
-    replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
+    replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: response), generated
     prompt = Prompt((0, 0), np.arange(2), "q", "1")
     sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
@@ -112,7 +113,7 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
     generated.needs, wanted = ("baselines",), estimator != "grpo"
     group = RolloutGroup([], cfg, seeded=True)
     assert (group.train.greedy, group.val.greedy) == (wanted, False)
-    replica = RolloutReplica(cfg, 0, "cpu", FakeScorer())
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
     replica.stamp = (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(2)]
@@ -126,7 +127,7 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
 
 
 def test_nothing_is_generated_before_verified_weights():
-    replica = RolloutReplica(Config(), 4, "cpu", FakeScorer())
+    replica = RolloutReplica(Config(), 4, "cpu", [FakeScorer()])
     with pytest.raises(RuntimeError, match="rollout replica 4 has no verified weights"):
         asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
 
@@ -146,7 +147,7 @@ class BrokenEngine:
 
 
 def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
-    replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
+    replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
     replica.engine, replica.stamp = BrokenEngine(), (0, 3)
     with pytest.raises(RuntimeError, match="checksum"):
         asyncio.run(replica.sync((0, 4)))
@@ -181,7 +182,7 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync():
         ("cuda", ["sync_weights", "sleep 2", "weights", "sync_weights", "kv_cache"]),
         ("cpu", ["sync_weights", "sync_weights"]),
     ):
-        replica = RolloutReplica(Config(), 0, device, FakeScorer())
+        replica = RolloutReplica(Config(), 0, device, [FakeScorer()])
         replica.engine = SleepyEngine()
 
         async def turns(replica=replica):

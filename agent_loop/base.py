@@ -1,0 +1,252 @@
+"""What every agent loop is made of: the interface, the trajectory that it builds, and how a config names loops.
+
+    talk = Trajectory(prompt.ids, limits)
+    while said := await talk.say(generate):                      # the policy's turn, in tokens, kept as sampled
+        if not talk.hear("tool", self.turn(messages, said.ids)):  # tokens that others made: context, never trained on
+            break
+    return talk
+
+What the policy said is never tokenised again: the ids and log-probs that are trained on are those that were sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config import Config, ConfigError
+from one_step_off.registry import Registry
+from one_step_off.rewards import Score
+from one_step_off.samples import OTHERS, Prompt, Sample
+
+LOOPS = Registry("agent.loop")
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What the engine made of one request: ids int32 [R], log_probs float32 [R] (nats), versions int32 [R]."""
+
+    ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    incarnation: int
+    finish_reason: str
+
+
+Generate = Callable[[np.ndarray, int], Awaitable[Generated]]
+"""(token ids so far, most new tokens) to new tokens; sampling settings and seed are bound by the caller."""
+
+ScoreFunction = Callable[[str], Awaitable[Score]]
+"""What the run's reward function says of a response, asked in a process of its own."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one trajectory: the policy's turns, tokens after the prompt (`turn_tokens`: of each turn), and seconds.
+
+    The time is looked at between turns: when it is up no new turn begins, but none is cut off.
+    """
+
+    tokens: int
+    turns: int = 1
+    turn_tokens: int | None = None
+    seconds: float = float("inf")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens of one speaker: ids int32 [T], log_probs float32 [T], versions int32 [T], mask bool [T] (trained)."""
+
+    role: str
+    ids: np.ndarray
+    log_probs: np.ndarray
+    versions: np.ndarray
+    mask: np.ndarray
+
+
+@dataclass
+class Trajectory:
+    """A conversation as it grows.
+
+    Attributes:
+        prompt_ids: int32 [P].
+        segments: what came after the prompt; "assistant" is the policy.
+        finish_reason: the last turn's, as vLLM says it, or "turns", "length", "time": the limit that ended it.
+        reward: set by a loop that knows it; None: the run's reward function is asked about the policy's last turn.
+        facts: numbers to report, as {"tool_calls": 2}.
+    """
+
+    prompt_ids: np.ndarray
+    limits: Limits
+    segments: list[Segment] = field(default_factory=list)
+    finish_reason: str = ""
+    reward: Score = None
+    facts: dict[str, float] = field(default_factory=dict)
+    incarnation: int = 0
+    begin: float = field(default_factory=time.monotonic)
+    length: int = 0  # tokens after the prompt
+
+    @property
+    def turns(self) -> int:
+        """How often the policy spoke."""
+        return sum(s.role == "assistant" for s in self.segments)
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the time limit; not below 0."""
+        return max(0.0, self.begin + self.limits.seconds - time.monotonic())
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens so far, int32 [P + R]."""
+        return np.concatenate([self.prompt_ids, *(s.ids for s in self.segments)]).astype(np.int32)
+
+    async def say(self, generate: Generate, train: bool = True) -> Generated | None:
+        """The policy's next turn; None where a limit is reached (`finish_reason` names it), or the last one was cut.
+
+        Raises:
+            RuntimeError: weights of another incarnation made this turn than the turns before.
+        """
+        room = self.limits.tokens - self.length
+        spent = {"turns": self.turns >= self.limits.turns, "length": room < 1 or self.finish_reason == "length"}
+        for limit, reached in (spent | {"time": self.seconds_left == 0}).items():
+            if reached:
+                self.finish_reason = limit
+                return None
+        out = await generate(self.ids, min(room, self.limits.turn_tokens or room))
+        if self.turns and out.incarnation != self.incarnation:
+            raise RuntimeError(f"turn {self.turns}: weights of incarnation {out.incarnation}, not {self.incarnation}")
+        self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
+        mask = np.full(len(out.ids), train)
+        self._add(Segment("assistant", out.ids, out.log_probs, out.versions, mask))
+        return out
+
+    def hear(self, role: str, ids: np.ndarray) -> bool:
+        """Append tokens that the policy did not make. False, and nothing is appended, where no answer would fit."""
+        n = len(ids)
+        if self.length + n >= self.limits.tokens:
+            self.finish_reason = "length"
+            return False
+        versions = np.full(n, OTHERS, np.int32)
+        self._add(Segment(role, np.asarray(ids, np.int32), np.zeros(n, np.float32), versions, np.zeros(n, bool)))
+        return True
+
+    def _add(self, segment: Segment) -> None:
+        self.segments.append(segment)
+        self.length += len(segment.ids)
+
+    def count(self, name: str, number: float = 1) -> None:
+        """Add to a fact."""
+        self.facts[name] = self.facts.get(name, 0) + number
+
+    def sample(self, prompt: Prompt, index: int) -> Sample:
+        """The trajectory as training takes it, without what came after the policy's last turn.
+
+        Raises:
+            RuntimeError: the policy never spoke.
+        """
+        last = max((i for i, s in enumerate(self.segments) if s.role == "assistant"), default=-1)
+        if last < 0:
+            raise RuntimeError(f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy")
+        ids, log_probs, versions, mask = (
+            np.concatenate([getattr(s, name) for s in self.segments[: last + 1]])
+            for name in ("ids", "log_probs", "versions", "mask")
+        )
+        facts = {"turns": float(self.turns)} | self.facts if self.facts or self.turns > 1 else {}
+        return Sample(
+            prompt.id,
+            index,
+            self.prompt_ids,
+            ids,
+            log_probs,
+            mask,
+            versions,
+            self.incarnation,
+            finish_reason=self.finish_reason,
+            extra={"agent": facts} if facts else {},
+        )
+
+
+class AgentLoop:
+    """Base of all loops: override `run`. Keyword-only arguments of `__init__` are settings (`agent.loop_kwargs`).
+
+    One object serves all trajectories of a replica at once, so what belongs to one of them lives in `run`.
+    `tools` are the JSON schemas that the chat template writes into the prompts of this loop.
+    """
+
+    tools: list[dict[str, Any]] | None = None
+
+    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        """Raises ConfigError where the config or the tokenizer does not serve this loop: before any engine starts."""
+        self.cfg, self.tokenizer = cfg, tokenizer
+
+    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+        """Make one trajectory. What it raises ends the run; it must not block the event loop that all of them share."""
+        raise NotImplementedError
+
+    def text(self, ids: np.ndarray) -> str:
+        """Tokens in words, without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    @cached_property
+    def _special(self) -> tuple[set[int], list[str]]:
+        added = self.tokenizer.added_tokens_decoder
+        names = sorted((token.content for token in added.values()), key=len, reverse=True)
+        return {i for i, token in added.items() if token.special} | set(self.tokenizer.all_special_ids), names
+
+    def turn(self, messages: list[dict[str, str]], said: np.ndarray) -> np.ndarray:
+        """What the chat template writes between the policy's tokens `said` and its next turn, int32 [T].
+
+        That is the end of its turn (as far as the policy did not say it itself), the messages and the next cue. Special
+        tokens inside of the messages are taken out: a tool's output must not open a turn of its own.
+
+        Raises:
+            ConfigError: the template does not take such messages.
+        """
+        ids, names = self._special
+        clean = [dict(m) for m in messages]
+        for message in clean:
+            for name in names:
+                message["content"] = message["content"].replace(name, "")
+        # Templates rewrite earlier turns (they drop thoughts, strip blanks), so only what follows a stand-in is taken.
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "STAND-IN"}]
+        try:
+            whole = self.tokenizer.apply_chat_template(before + clean, tokenize=False, add_generation_prompt=True)
+        except Exception as e:  # templates are programs of the model's author
+            raise ConfigError(f"agent.loop: the model's chat template does not take {clean[0]['role']!r}: {e}") from e
+        tail = self.tokenizer(whole.rpartition("STAND-IN")[2], add_special_tokens=False)["input_ids"]
+        if len(said) and int(said[-1]) in ids and tail and tail[0] in ids:
+            tail = tail[1:]
+        return np.asarray(tail, np.int32)
+
+
+class Loops:
+    """The loops of a run by name, each made once."""
+
+    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        self.cfg, self.tokenizer, self.made = cfg, tokenizer, {}
+
+    def get(self, name: str | None = None) -> AgentLoop:
+        """The loop of that name, or `module:Class`; None: `agent.loop`.
+
+        Raises:
+            ConfigError: no such loop, or its settings or its tools do not fit.
+        """
+        name = name or self.cfg.agent.loop
+        if name not in self.made:
+            own = self.cfg.agent.loop_kwargs.get(name) or {}
+            try:
+                self.made[name] = LOOPS.find(name).function(self.cfg, self.tokenizer, **own)
+            except (TypeError, ValueError) as e:
+                raise ConfigError(f"agent.loop_kwargs={{{name}: {own}}}: {e}; mend these settings") from e
+        return self.made[name]
+
+    def limits(self, tokens: int) -> Limits:
+        """Of one trajectory with at most `tokens` tokens after its prompt."""
+        own = self.cfg.agent
+        return Limits(tokens, own.max_turns, own.max_turn_tokens, own.timeout_s)
