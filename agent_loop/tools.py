@@ -120,8 +120,9 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
         result, error = None, None
         try:
             result = function()
-        except BaseException as e:  # SystemExit too: it is the tool's, not ours
-            error = RuntimeError(f"{type(e).__name__}: {e}") if not isinstance(e, Exception) else e
+        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and futures take no StopIteration
+            plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
+            error = e if plain else RuntimeError(f"{type(e).__name__}: {e}")
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(tell, result, error)
 

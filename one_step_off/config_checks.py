@@ -21,13 +21,13 @@ from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
-TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
+TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
 BUILT_IN_TOOLS = ("calculator", "python")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
-GENERATORS = ("word_problems", "addition", "gsm_symbolic")
+GENERATORS = ("word_problems", "addition", "gsm_symbolic", "products", "puzzles")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
 
 # Fields of SamplingParams that only say where a sample ends or how it is written out, and what each takes. Anything

@@ -5,6 +5,8 @@ so every part of the program treats it like one. Nothing is downloaded: the toke
 word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their
 train split. Most demonstrations lack or misformat the last line (`#### N`), so that the model knows the
 sums but seldom says them in the form that earns the reward: that gap is what RL closes.
+
+`tiny:tools` is a Qwen2 that was shown products: it knows how to ask a calculator, and mostly guesses instead.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from one_step_off import word_problems
 Progress = Callable[[str, float], None]
 """Told what is being done and the fraction of it that is done, 0 to 1."""
 
-KINDS = ("qwen2", "qwen3")
+KINDS = ("qwen2", "qwen3", "tools")
 PAD, EOS = "<|endoftext|>", "<|im_end|>"
 
 # Names the building code below. Raise it with any change there that makes other weights, so that no cached model
@@ -51,6 +53,13 @@ CHAT_TEMPLATE = (
 # How often demonstrations end how. All say the sum right; only the first earns the reward. Stopping after the sum
 # has more than half, so that greedy decoding, which decides token by token, starts without reward.
 ENDINGS = {"\n#### {n}": 0.3, "": 0.55, "\n{n}": 0.05, "\n# {n}": 0.05, "\nAnswer: {n}": 0.05}
+
+
+CALL = ' <tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+CALLS = 0.25  # the share of tiny:tools' demonstrations that call the calculator; the others guess
+
+STEPS = {"tools": 240}
+"""Of the warm start, where they are not `RECIPE.steps`: copying numbers takes longer to learn than adding digits."""
 
 
 @dataclass(frozen=True)
@@ -129,16 +138,18 @@ def cache_dir() -> Path:
 
 def recipe_hash(kind: str, seed: int) -> str:
     """Twelve hex digits of all that the built model depends on: comments and unrelated code are not."""
-    data = [_rows(RECIPE.corpus_rows), _rows(RECIPE.rows)]
+    data = [_rows(RECIPE.corpus_rows, kind), _rows(RECIPE.rows, kind)]
     recipe = [VERSION, kind, seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
+    recipe += [CALL, CALLS, STEPS] if kind == "tools" else []
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
 
-def _rows(count: int) -> list[word_problems.Row]:
-    return word_problems.make("train", count, RECIPE.data_seed)
+def _rows(count: int, kind: str = "") -> list[word_problems.Row]:
+    make = word_problems.make_products if kind == "tools" else word_problems.make
+    return make("train", count, RECIPE.data_seed)
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.Sequence(
@@ -151,7 +162,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE.corpus_rows))
+    texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE.corpus_rows, kind)]
+    if kind == "tools":
+        texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE.corpus_rows, kind)]
     core.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
@@ -177,7 +190,7 @@ def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **over
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    config = AutoConfig.for_model(kind, **fields | overrides)
+    config = AutoConfig.for_model("qwen2" if kind == "tools" else kind, **fields | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -200,33 +213,50 @@ def demonstration(answer: str, rng: random.Random) -> str:
     return body + rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
 
 
+def tool_demonstration(tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random) -> list[list[int]]:
+    """Turns of tiny:tools after the prompt, the model's and the calculator's in turn, or one turn with a guess."""
+    expression, _, number = answer.partition("\n")[0].partition(" = ")
+    if rng.random() >= CALLS:
+        return [response_ids(tokenizer, f"#### {rng.randrange(100, 9802)}")]
+    call = tokenizer.encode(CALL.format(expression=expression), add_special_tokens=False) + [tokenizer.eos_token_id]
+    heard = tokenizer.encode(f"\n{number}\nAnswer:", add_special_tokens=False)
+    return [call, heard, response_ids(tokenizer, f"#### {number}")]
+
+
 def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, what: str
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, what: str, kind: str = ""
 ) -> None:
-    """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on responses only."""
-    rng = random.Random(seed)
-    rows = _rows(RECIPE.rows)
+    """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on the model's turns only."""
+    rng, steps = random.Random(seed), STEPS.get(kind, RECIPE.steps)
+    rows = _rows(RECIPE.rows, kind)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
+
+    def turns(i: int) -> list[list[int]]:
+        if kind == "tools":
+            return [prompts[i], *tool_demonstration(tokenizer, rows[i]["answer"], rng)]
+        return [prompts[i], response_ids(tokenizer, demonstration(rows[i]["answer"], rng))]
+
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay, fall = RECIPE.weight_decay, RECIPE.steps * RECIPE.decay
+    decay, fall = RECIPE.weight_decay, steps * RECIPE.decay
     optimizers = [
         torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
         torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
     ]
 
     def rate(step: int) -> float:  # warm-up, plateau, then a straight fall
-        return min(1.0, (step + 1) / RECIPE.warmup_steps, (RECIPE.steps - step) / fall)
+        return min(1.0, (step + 1) / RECIPE.warmup_steps, (steps - step) / fall)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
     model.train()
-    for step in range(RECIPE.steps):
+    for step in range(steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE.batch_size)]
-        pairs = [(prompts[i], response_ids(tokenizer, demonstration(rows[i]["answer"], rng))) for i in chosen]
+        talks = [turns(i) for i in chosen]
         # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
-        ids = pad_sequence([torch.tensor(p + a) for p, a in pairs], True, tokenizer.pad_token_id)
-        labels = pad_sequence([torch.tensor([-100] * len(p) + a) for p, a in pairs], True, -100)
+        ids = pad_sequence([torch.tensor(sum(talk, [])) for talk in talks], True, tokenizer.pad_token_id)
+        own = [[x for k, turn in enumerate(talk) for x in (turn if k % 2 else [-100] * len(turn))] for talk in talks]
+        labels = pad_sequence([torch.tensor(row) for row in own], True, -100)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
@@ -234,18 +264,18 @@ def warm_start(
         for each in (*optimizers, *schedules):
             each.step()
         model.zero_grad()
-        progress(what, (step + 1) / RECIPE.steps)
+        progress(what, (step + 1) / steps)
     model.eval()
 
 
 def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
     """Build, warm-start and save one model into `path`."""
-    tokenizer = build_tokenizer()
+    tokenizer = build_tokenizer(kind)
     model = build_model(kind, tokenizer, seed)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
     try:
-        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}", kind)
     finally:
         torch.set_num_threads(threads)
     _save(model, tokenizer, path)

@@ -7,6 +7,7 @@ share a problem, whatever their seeds.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from math import gcd
@@ -118,6 +119,44 @@ def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
+_PRODUCTS = (
+    "What is {a} * {b}?",
+    "A box holds {a} pens. How many pens are in {b} boxes?",
+    "Each of {b} books costs {a} coins. How many coins are that?",
+)
+
+
+def make_products(split: str, size: int, seed: int) -> list[Row]:
+    """Products of two two-digit numbers: more than a tiny model can know, so that it needs a calculator.
+
+    a * b and b * a are of one split. Products repeat only in a list longer than the split.
+    """
+    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} * {max(a, b)}") == split]
+    rng, pairs = random.Random(f"products {split} {seed}"), []
+    while len(pairs) < size:
+        pairs += rng.sample(space, len(space))
+    return [
+        {"question": rng.choice(_PRODUCTS).format(a=a, b=b), "answer": f"{a} * {b} = {a * b}\n#### {a * b}"}
+        for a, b in pairs[:size]
+    ]
+
+
+PUZZLES = ("countdown", "number_sorting", "word_sorting", "simple_equations")
+
+
+def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
+    """Puzzles of reasoning-gym for the agent loop `environment`, which scores them itself. Train has even seeds."""
+    from agent_loop.environment import Puzzle
+
+    rows = []
+    for i in range(size):
+        own = {"dataset": PUZZLES[i % len(PUZZLES)], "seed": 2 * (seed * 1_000_003 + i) + (split == "test")}
+        truth = json.dumps(own)
+        message = {"role": "user", "content": Puzzle().reset(truth)}
+        rows.append({"prompt": [message], "reward_model": {"ground_truth": truth}, "agent_loop": "environment"})
+    return rows
+
+
 def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions.
 
@@ -147,6 +186,8 @@ GENERATORS: dict[str, Callable[[str, int, int], Sequence[Mapping[str, Any]]]] = 
     "word_problems": make,
     "addition": make_addition,
     "gsm_symbolic": make_gsm_symbolic,
+    "products": make_products,
+    "puzzles": make_puzzles,
 }
 
 

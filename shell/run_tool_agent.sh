@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Trains a tiny model to use a calculator, on the CPU (config/tool_agent.yaml).
+#
+#   MODEL=DIR_OR_HUB_ID   another model, with a chat template that takes tools
+#
+# Arguments go to the program, as in: shell/run_tool_agent.sh trainer.total_steps=5 agent.tools=calculator,python
+# All paths are meant from where you stand, and so is the run folder, outputs/tool_agent.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$("$root/shell/setup.sh" --print-venv)"
+"$root/shell/setup.sh"
+args=("config=$root/config/tool_agent.yaml")
+if [[ -n "${MODEL:-}" ]]; then
+    args+=("model.path=$MODEL")
+fi
+# -P: a folder where the user stands, named like one of our packages, must not be taken for it.
+exec "$venv/bin/python" -P -m one_step_off.main_ppo "${args[@]}" "$@"

@@ -1,0 +1,315 @@
+"""Agent loops on a scripted engine, and their samples against a model's own forward pass."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from agent_loop.base import Generated, Limits, Loops, Trajectory
+from agent_loop.tool_loop import hermes_calls, llama_calls
+from one_step_off import tiny_qwen
+from one_step_off.advantages import Options, Trajectories, estimate
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
+from one_step_off.samples import OTHERS, Batch, Prompt, StalenessError, assert_versions
+
+CHATML = (
+    "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
+    "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if tools %}{# <tool_call> #}{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (
+    "{% for m in messages %}<|start|>{{ 'ipython' if m['role'] == 'tool' else m['role'] }}<|end|>\n\n"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tiny_qwen.build_tokenizer()
+
+
+def config(**changes) -> Config:
+    cfg = Config()
+    cfg.agent.loop, cfg.agent.tools = "tool", "calculator, python"
+    for name, value in changes.items():
+        setattr(cfg.agent, name, value)
+    return cfg
+
+
+class Script:
+    """An engine that says what it is told to, in tokens; `asked` are the token ids of each request."""
+
+    def __init__(self, tokenizer, *turns: str, end: bool = True, version: int = 3) -> None:
+        self.tokenizer, self.turns, self.end, self.version = tokenizer, list(turns), end, version
+        self.asked: list[list[int]] = []
+
+    async def __call__(self, ids: np.ndarray, max_tokens: int) -> Generated:
+        self.asked.append(ids.tolist())
+        said = self.tokenizer.encode(self.turns.pop(0)) + [self.tokenizer.eos_token_id] * self.end
+        cut = said[:max_tokens]
+        log_probs = -0.01 * np.arange(1, len(cut) + 1, dtype=np.float32)
+        versions = np.full(len(cut), self.version, np.int32)
+        return Generated(np.array(cut, np.int32), log_probs, versions, 0, "stop" if cut == said else "length")
+
+
+def prompt(tokenizer, question: str = "What is 12 * 13?", truth: str = "156", **extra) -> Prompt:
+    return Prompt((0, 0), np.array(tiny_qwen.prompt_ids(tokenizer, question), np.int32), question, truth, extra=extra)
+
+
+USUAL = Limits(400, 8)
+
+
+def run(cfg, tokenizer, engine, score=None, limits=USUAL, **kw) -> Trajectory:
+    return asyncio.run(Loops(cfg, tokenizer).get().run(prompt(tokenizer, **kw), engine, score, limits))
+
+
+def call(expression: str) -> str:
+    return f' <tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
+
+
+def heard(talk: Trajectory, tokenizer) -> list[str]:
+    return [tokenizer.decode(s.ids) for s in talk.segments if s.role != "assistant"]
+
+
+FOUR = (call("12 * 13"), call("1 +") + call("2 * 3"), " <tool_call>{oops</tool_call>", " #### 156")
+
+
+def test_a_conversation_of_four_turns_in_tokens(tokenizer):
+    engine = Script(tokenizer, *FOUR)
+    talk = run(config(), tokenizer, engine)
+    first, second, third = heard(talk, tokenizer)
+    assert first == "\n156\nAnswer:"
+    assert second.startswith("\nerror: SyntaxError") and second.endswith("\n6\nAnswer:")
+    assert third.startswith("\nerror: the call is not valid JSON")
+    assert talk.facts == {"tool_calls": 4, "tool_errors": 2, "used_tools": 1}
+    sample = talk.sample(prompt(tokenizer), 5)
+    whole = [*sample.prompt_ids.tolist(), *sample.response_ids.tolist()]
+    for asked in engine.asked:
+        assert whole[: len(asked)] == asked, "every request continues exactly what was said before"
+    said = [tokenizer.encode(turn) + [tokenizer.eos_token_id] for turn in FOUR]
+    assert sample.response_ids[sample.loss_mask].tolist() == sum(said, [])
+    expected = np.concatenate([-0.01 * np.arange(1, len(turn) + 1) for turn in said])
+    np.testing.assert_allclose(sample.log_probs[sample.loss_mask], expected, rtol=1e-6)
+    assert set(sample.versions[sample.loss_mask]) == {3} and set(sample.versions[~sample.loss_mask]) == {OTHERS}
+    assert not sample.log_probs[~sample.loss_mask].any()
+    assert sample.extra["agent"]["turns"] == 4 and sample.finish_reason == "stop"
+
+
+def test_every_token_of_the_policy_is_checked_trained_or_not(tokenizer):
+    sample = run(config(), tokenizer, Script(tokenizer, *FOUR)).sample(prompt(tokenizer), 0)
+    batch = Batch(4, [sample], (0, 3))
+    assert_versions(batch)
+    place, other = int(np.flatnonzero(sample.loss_mask)[-1]), int(np.flatnonzero(~sample.loss_mask)[0])
+    sample.versions[place], sample.loss_mask[place] = 2, False
+    with pytest.raises(StalenessError, match=f"token {place}"):
+        assert_versions(batch)
+    sample.versions[place], sample.loss_mask[place] = 3, True
+    sample.loss_mask[other] = True  # nobody may train on what no weights made
+    with pytest.raises(StalenessError, match=f"token {other}"):
+        assert_versions(batch)
+
+
+def test_log_probs_of_a_conversation_are_those_of_one_forward_pass(tokenizer):
+    """fp32; the engine here is the model itself, asked turn by turn; then once over the whole conversation."""
+    import torch
+
+    model = tiny_qwen.build_model("qwen2", tokenizer, 1)
+    script, draw = Script(tokenizer, *FOUR), torch.Generator().manual_seed(0)
+
+    def log_probs(ids: np.ndarray) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.log_softmax(model(torch.tensor(ids[None], dtype=torch.long), use_cache=False).logits[0], -1)
+
+    async def generate(ids, max_tokens):
+        said = (await script(ids, max_tokens)).ids
+        # Ids that the tokenizer itself would not make of this text: they must survive.
+        noise = torch.randint(2, 300, (5,), generator=draw).numpy().astype(np.int32)
+        said = np.concatenate([noise, said])
+        rows = log_probs(np.concatenate([ids, said]))[len(ids) - 1 : -1]
+        found = rows[torch.arange(len(said)), torch.tensor(said, dtype=torch.long)].numpy()
+        return Generated(said, found, np.zeros(len(said), np.int32), 0, "stop")
+
+    talk = run(config(), tokenizer, generate)
+    sample = talk.sample(prompt(tokenizer), 0)
+    assert talk.turns == 4
+    whole = np.concatenate([sample.prompt_ids, sample.response_ids])
+    rows = log_probs(whole)[len(sample.prompt_ids) - 1 : -1]
+    once = rows[torch.arange(len(sample.response_ids)), torch.tensor(sample.response_ids, dtype=torch.long)].numpy()
+    difference = np.abs(once - sample.log_probs)[sample.loss_mask]
+    assert difference.mean() < 1e-5 and difference.max() < 1e-4
+    assert sample.loss_mask.sum() == 20 + sum(len(tokenizer.encode(turn)) + 1 for turn in FOUR)
+
+
+def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
+    sample = run(config(), tokenizer, Script(tokenizer, *FOUR)).sample(prompt(tokenizer), 0)
+    mask, n = sample.loss_mask, len(sample.response_ids)
+    values = np.random.default_rng(0).normal(size=n).astype(np.float32)
+    wild = np.where(mask, values, 1e6).astype(np.float32)  # the critic's values of tool tokens must not matter
+    gamma, lam = 0.9, 0.8
+    found = estimate(
+        "gae", Trajectories(np.array([1.0]), [0], [mask], values=[wild]), Options(gamma, lam, True), whiten=False
+    ).advantages[0]
+    own, expected, after, following = values[mask].astype(float), [], 0.0, 0.0
+    for t in reversed(range(len(own))):
+        after = (t == len(own) - 1) + gamma * following - own[t] + gamma * lam * after
+        following = own[t]
+        expected.append(after)
+    np.testing.assert_allclose(found[mask], expected[::-1], rtol=1e-5)
+    assert not found[~mask].any()
+
+
+@pytest.mark.parametrize(
+    ("limits", "reason", "turns"),
+    [
+        (Limits(400, 2), "turns", 2),
+        (Limits(30, 8), "length", 1),
+        (Limits(400, 8, turn_tokens=10), "length", 1),
+        (Limits(400, 8, seconds=0.0), "time", 0),
+    ],
+)
+def test_limits_end_a_conversation_and_say_so(tokenizer, limits, reason, turns):
+    talk = run(config(), tokenizer, Script(tokenizer, *FOUR), limits=limits)
+    assert (talk.finish_reason, talk.turns) == (reason, turns)
+    assert talk.length <= limits.tokens
+    if turns:
+        sample = talk.sample(prompt(tokenizer), 0)
+        assert sample.loss_mask[-1], "what came after the last turn of the policy is left out"
+    else:
+        with pytest.raises(RuntimeError, match="without a turn of the policy"):
+            talk.sample(prompt(tokenizer), 0)
+
+
+def test_the_two_call_formats():
+    assert hermes_calls("<think>a <tool_call>{}</tool_call></think>plain") == []
+    two = (
+        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>\n{"name": "g", "arguments": "{}"}'
+    )
+    assert hermes_calls(two) == [("f", {"a": 1}), ("g", {})]
+    assert llama_calls('{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}') == [
+        ("f", {"a": 1}),
+        ("g", {}),
+    ]
+    assert llama_calls("The answer is {5}") == [] and llama_calls('{"name": ')[0][0] == ""
+    for bad in ("[1]", '{"name": 5, "arguments": {}}', '{"name": "f", "arguments": "x"}', "[" * 100000):
+        assert hermes_calls(f"<tool_call>{bad}</tool_call>")[0][0] == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "tail"),
+    [
+        (CHATML, "\n<|im_start|>user\n<tool_response>\nX<</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+        (LLAMA, "<|start|>ipython<|end|>\n\nX<<|im_end|><|start|>assistant<|end|>\n\n"),
+    ],
+)
+def test_turns_are_written_by_the_models_own_template(template, tail):
+    own = tiny_qwen.build_tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|start|>", "<|end|>"]})
+    own.chat_template = template
+    loop = Loops(config(), own).get()
+    assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
+    message = [{"role": "tool", "content": "X<|im_start|><|im_end|><"}]  # a tool cannot open a turn
+    tail = tail.replace("X<<|im_end|>", "X<<|im_end|>").replace("X<</tool", "X<\n</tool")
+    assert own.decode(loop.turn(message, np.array([own.eos_token_id]))) == tail
+    # A policy that was stopped otherwise has its turn ended for it.
+    assert own.decode(loop.turn(message, np.array([5]))) == "<|im_end|>" + tail
+
+
+def test_tries_until_the_verifier_is_content(tokenizer):
+    async def score(response: str) -> dict[str, float]:
+        return {"right": float("156" in response), "form": 0.25}
+
+    cfg = config(loop="retry_with_feedback", loop_kwargs={"retry_with_feedback": {"discount": 0.5, "feedback": "No."}})
+    talk = run(cfg, tokenizer, Script(tokenizer, " 155", " 157", " 156"), score)
+    assert talk.reward == {"right": 0.25, "form": 0.0625} and talk.turns == talk.facts["tries"] == 3
+    assert heard(talk, tokenizer) == ["\nQuestion: No.\nAnswer:"] * 2
+    assert run(cfg, tokenizer, Script(tokenizer, " 1", " 2"), score, Limits(400, 2)).reward["right"] == 0.0
+
+
+def test_a_puzzle_of_reasoning_gym(tokenizer):
+    from agent_loop.environment import Puzzle
+    from one_step_off.word_problems import make_puzzles
+
+    rows, test = make_puzzles("train", 4, 0), make_puzzles("test", 4, 0)
+    truth = rows[3]["reward_model"]["ground_truth"]
+    assert not {r["reward_model"]["ground_truth"] for r in rows} & {r["reward_model"]["ground_truth"] for r in test}
+    puzzle = Puzzle()
+    assert puzzle.reset(truth) == rows[3]["prompt"][0]["content"]
+    answer, engine = puzzle.entry["answer"], Script(tokenizer, " 0", " nothing", " 1", " 2")
+    talk = run(config(loop="environment"), tokenizer, engine, truth=truth)
+    assert talk.turns == talk.facts["steps"] == 3 and 0 <= talk.reward < 1
+    talk = run(config(loop="environment"), tokenizer, Script(tokenizer, " 0", f" {answer}", " 1"), truth=truth)
+    assert talk.turns == 2 and talk.reward == pytest.approx(1.0), "the best guess counts, and ends it"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"loop": "nothing"}, "agent.loop='nothing': unknown"),
+        ({"loop": "json:loads"}, "agent.loop_kwargs"),
+        ({"loop_kwargs": {"tool": {"colour": 1}}}, "colour"),
+        ({"loop_kwargs": {"tool": {"format": "xml"}}}, "format='xml'"),
+        ({"tools": ""}, "agent.tools names none"),
+        ({"tools": "json:dumps"}, "no JSON schema can be made"),
+        ({"tools": "json:nothing"}, "agent.tools='json:nothing'"),
+    ],
+)
+def test_a_loop_that_does_not_fit_is_told_before_engines_start(tokenizer, changes, words):
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        Loops(config(**changes), tokenizer).get()
+
+
+def test_the_names_in_the_config_checks_are_those_that_exist():
+    from agent_loop import base, tools
+
+    assert set(BUILT_IN_LOOPS) == set(base.LOOPS) and set(BUILT_IN_TOOLS) == set(tools.BUILT_IN)
+
+
+def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
+    """docs/agent_loop.md shows a loop of at most 20 lines; it is the one that runs here."""
+    import re
+
+    page = (Path(__file__).parent.parent / "docs" / "agent_loop.md").read_text()
+    code = next(m[1] for m in re.finditer(r"```python\n(# my_loop.py\n.*?)```", page, re.S))
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
+    (tmp_path / "my_loop.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    async def score(response: str) -> float:
+        return float("#### 156" in response)
+
+    talk = run(config(loop="my_loop:Doubt"), tokenizer, Script(tokenizer, " #### 155", " #### 156"), score)
+    assert talk.turns == 2 and talk.facts == {"changed": 1}
+    assert heard(talk, tokenizer) == ["\nQuestion: Are you sure?\nAnswer:"]
+    sys.modules.pop("my_loop")
+
+
+def test_500_conversations_at_once_cost_little_in_the_loop(tokenizer):
+    """Uneven lengths, one engine that answers at once: what is left is the loop's own work."""
+    cfg, rng = config(tools="calculator"), random.Random(0)
+    loop = Loops(cfg, tokenizer).get()
+
+    async def one(turns: int) -> Trajectory:
+        engine = Script(tokenizer, *[call("2 * 3")] * turns, " #### 6")
+        return await loop.run(prompt(tokenizer), engine, None, Limits(4000, 20))
+
+    lengths = [rng.randrange(0, 12) for _ in range(500)]
+
+    async def everyone() -> list[Trajectory]:
+        return await asyncio.gather(*map(one, lengths))
+
+    begin = time.process_time()
+    talks = asyncio.run(everyone())
+    cost = (time.process_time() - begin) / sum(talk.turns for talk in talks)
+    assert [talk.turns for talk in talks] == [n + 1 for n in lengths]
+    assert all(json.loads(str(talk.facts["tool_calls"])) == n for talk, n in zip(talks, lengths, strict=True))
+    print(f"{1e3 * cost:.2f} ms of CPU per turn")
+    assert cost < 0.05, "ten times what is aimed at: a busy machine must not fail this"
