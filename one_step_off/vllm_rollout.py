@@ -70,7 +70,7 @@ class RewardQueue:
     """Spreads finished trajectories over the scorers: while all of them are at work, the next calls fill up."""
 
     def __init__(self, scorers: list[Any]) -> None:
-        self.idle = list(scorers)
+        self.idle, self.workers = list(scorers), len(scorers)
         self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
         self.calls: set[asyncio.Task] = set()
 
@@ -83,7 +83,7 @@ class RewardQueue:
 
     def _send(self) -> None:
         while self.idle and self.waiting:
-            share = -(-len(self.waiting) // len(self.idle))
+            share = -(-len(self.waiting) // self.workers)  # the others come back soon and want their part
             batch, self.waiting = self.waiting[:share], self.waiting[share:]
             task = asyncio.create_task(self._call(self.idle.pop(), batch))
             self.calls.add(task)  # asyncio itself keeps no task alive

@@ -65,7 +65,7 @@ def prompt(tokenizer, question: str = "What is 12 * 13?", truth: str = "156", **
     return Prompt((0, 0), np.array(tiny_qwen.prompt_ids(tokenizer, question), np.int32), question, truth, extra=extra)
 
 
-USUAL = Limits(400, 8)
+USUAL = Limits(800, 8)
 
 
 def run(cfg, tokenizer, engine, score=None, limits=USUAL, **kw) -> Trajectory:

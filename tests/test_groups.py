@@ -55,6 +55,41 @@ def a_sample(prompt: Prompt, index: int) -> Sample:
     return Sample(prompt.id, index, prompt.ids, one.astype(np.int32), one.astype(np.float32), one > -1, one.astype(int))
 
 
+class Slow:
+    """A replica that takes `delay` seconds for each call; `had` are the prompts' rows, in order."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay, self.had, self.rollout, self.most, self.now = delay, [], self, 0, 0
+
+    async def remote(self, prompts, sampling):
+        self.had += [p.id[1] for p in prompts]
+        self.now += 1
+        self.most = max(self.most, self.now)
+        await asyncio.sleep(self.delay)
+        self.now -= 1
+        return [a_sample(p, i) for p in prompts for i in range(sampling.n)], self.delay
+
+
+@pytest.mark.parametrize(
+    ("routing", "seeded", "static"),
+    [("auto", True, True), ("auto", False, False), ("static", False, True), ("least_loaded", True, False)],
+)
+def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(routing, seeded, static):
+    cfg = Config()
+    cfg.rollout.routing, cfg.rollout.n, cfg.agent.max_concurrency = routing, 2, 4
+    replicas = [Slow(0.01), Slow(0.2)]
+    group = RolloutGroup(replicas, cfg, seeded)
+    prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(12)]
+    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
+    assert [(s.prompt_id[1], s.index) for s in samples] == [(row, i) for row in range(12) for i in range(2)]
+    if static:
+        assert [r.had for r in replicas] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
+    else:
+        assert len(replicas[0].had) >= 8, "the quick one has most of them"
+        assert max(r.most for r in replicas) <= 4 and sum(r.most for r in replicas) <= 4, "4 trajectories are 2 prompts"
+        assert seconds >= 0.2
+
+
 def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
     cfg = Config()
     prompts = [Prompt((0, r), np.arange(2), "", "") for r in (5, 3, 8, 1, 9)]

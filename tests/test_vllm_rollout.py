@@ -209,3 +209,53 @@ def test_engine_arguments():
     cfg.placement.roles = {"rollout": "all", "actor": "all"}
     assert engine_args(cfg, "cuda")["enable_sleep_mode"]
     assert cpu["logprobs_mode"] == gpu["logprobs_mode"] == "processed_logprobs"
+
+
+def test_slow_rewards_are_scored_side_by_side():
+    async def main():
+        scorers = [FakeScorer(0.05) for _ in range(4)]
+        queue = RewardQueue(scorers)
+        rewards = await asyncio.gather(*(queue.score(item(i)) for i in range(20)))
+        return rewards, [scorer.calls for scorer in scorers]
+
+    rewards, calls = asyncio.run(main())
+    assert rewards == [float(i) for i in range(20)]
+    assert all(calls) and max(sum(own) for own in calls) <= 8
+
+
+def test_a_cancelled_trajectory_takes_no_other_ones_reward():
+    async def main():
+        queue = RewardQueue([FakeScorer(0.05)])
+        tasks = [asyncio.create_task(queue.score(item(i))) for i in range(5)]
+        await asyncio.sleep(0.01)
+        tasks[2].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = asyncio.run(main())
+    assert isinstance(found.pop(2), asyncio.CancelledError) and found == [0.0, 1.0, 3.0, 4.0]
+
+
+def test_trajectories_under_way_are_bounded_and_slots_are_refilled():
+    """A reward that takes long holds no slot; each turn has a seed of its own, the first one that of a single turn."""
+    cfg, most, under_way, seeds = Config(), 0, 0, []
+    cfg.agent.max_concurrency = 3
+
+    async def engine(ids, max_tokens, seed, sampling):
+        nonlocal most, under_way
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        seeds.append(seed)
+        return await generated(ids, max_tokens, seed, sampling)
+
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.3) for _ in range(12)])
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), engine
+    replica.stamp = (0, 0)
+    prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
+    samples, seconds = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, 7)))
+    assert most == 3 and len(samples) == 12
+    assert seconds < 4 * 0.3, "the next ones generate while rewards are worked out"
+    assert sorted(seeds) == sorted(sample_seed(7, p.id, 0) for p in prompts)
+    assert len({sample_seed(7, (0, 0), 0, turn) for turn in range(5)}) == 5
+    assert sample_seed(7, (0, 0), 0, 0) == sample_seed(7, (0, 0), 0)
