@@ -58,7 +58,7 @@ ENDINGS = {"\n#### {n}": 0.3, "": 0.55, "\n{n}": 0.05, "\n# {n}": 0.05, "\nAnswe
 CALL = ' <tool_call>{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}</tool_call>'
 CALLS = 0.25  # the share of tiny:tools' demonstrations that call the calculator; the others guess
 
-STEPS = {"tools": 240}
+STEPS = {"tools": 140}
 """Of the warm start, where they are not `RECIPE.steps`: copying numbers takes longer to learn than adding digits."""
 
 

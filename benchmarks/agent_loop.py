@@ -1,0 +1,157 @@
+"""What the agent loop itself costs: CPU time per turn, idle share with slow rewards, throughput against the bare engine.
+
+    python -m benchmarks.agent_loop --out DIR [--conversations 500] [--reward-s 0.5]
+
+The engine is a stand-in with a fixed number of slots and a fixed time per token, so that nothing but the loop differs
+between the arms. Writes result.json and result.md into DIR.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.base import Generated
+from one_step_off import tiny_qwen
+from one_step_off.config import Config
+from one_step_off.samples import Prompt
+from one_step_off.vllm_rollout import RolloutReplica, Sampling
+
+CALL = tiny_qwen.CALL.format(expression="12 * 13")
+
+
+class FakeEngine:
+    """Calls the calculator as often as a conversation's row says, then answers; `busy` are its slot-seconds."""
+
+    def __init__(self, tokenizer: Any, turns: list[int], slots: int, token_s: float) -> None:
+        eos = [tokenizer.eos_token_id]
+        self.call = np.array(tokenizer.encode(CALL) + eos, np.int32)
+        self.answer = np.array(tokenizer.encode(" #### 156") + eos, np.int32)
+        self.turns, self.token_s, self.busy, self.requests = turns, token_s, 0.0, 0
+        self.slots = asyncio.Semaphore(slots)
+
+    async def generate(self, row: int, turn: int) -> Generated:
+        ids = self.call if turn < self.turns[row] else self.answer
+        async with self.slots:
+            self.busy, self.requests = self.busy + self.token_s * len(ids), self.requests + 1
+            await asyncio.sleep(self.token_s * len(ids))
+        return Generated(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), 0, "stop")
+
+
+class Scorer:
+    """Takes `seconds` for each call, in a process of its own as it were."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds, self.score_batch = seconds, self
+
+    async def remote(self, items: list[Any]) -> list[float]:
+        await asyncio.sleep(self.seconds * len(items))
+        return [1.0] * len(items)
+
+
+def bare(engine: FakeEngine) -> float:
+    """Seconds in which the engine alone serves the same requests."""
+
+    async def one(row: int) -> None:
+        for turn in range(engine.turns[row] + 1):
+            await engine.generate(row, turn)
+
+    async def everyone() -> None:
+        await asyncio.gather(*map(one, range(len(engine.turns))))
+
+    begin = time.perf_counter()
+    asyncio.run(everyone())
+    return time.perf_counter() - begin
+
+
+def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) -> dict[str, float]:
+    """Through a replica's agent loop: seconds until the last turn was generated, until all is scored, and CPU time."""
+    cfg = Config()
+    cfg.agent.loop, cfg.agent.tools, cfg.agent.max_turns = "tool", "calculator", 20
+    replica = RolloutReplica(cfg, 0, "cpu", [Scorer(reward_s) for _ in range(workers)])
+    replica.tokenizer, replica.stamp = tokenizer, (0, 0)
+    last = 0.0
+
+    async def generate(ids: np.ndarray, max_tokens: int, seed: Any, sampling: Any) -> Generated:
+        nonlocal last
+        row = int(ids[0])  # the first token of each prompt names its row
+        out = await engine.generate(row, sum(ids == tokenizer.eos_token_id))
+        last = time.perf_counter()
+        return out
+
+    replica._generate = generate
+    rows = range(len(engine.turns))
+    prompts = [Prompt((0, row), np.array([row, 5], np.int32), "q", "156") for row in rows]
+    _ = replica.loops.get()  # made once for a whole run
+    begin, cpu = time.perf_counter(), time.process_time()
+    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    cpu = time.process_time() - cpu
+    turns = sum(s.extra["agent"]["turns"] for s in samples)
+    return {
+        "generated_s": last - begin,
+        "whole_s": time.perf_counter() - begin,
+        "cpu_ms_per_turn": 1e3 * cpu / turns,
+        "cpu_ms_per_trajectory": 1e3 * cpu / len(samples),
+    }
+
+
+def measure(conversations: int, reward_s: float, slots: int = 64, token_s: float = 0.005) -> dict[str, Any]:
+    """All arms; the stand-in engine's slots are the same in each."""
+    tokenizer, rng = tiny_qwen.build_tokenizer(), random.Random(0)
+    # Row numbers are token ids here, and must not be the end token.
+    turns = [rng.randrange(0, 12) for _ in range(conversations)]
+
+    def engine() -> FakeEngine:
+        return FakeEngine(tokenizer, turns, slots, token_s)
+
+    found = {"bare_s": bare(engine()), "instant_rewards": looped(engine(), tokenizer, 1, 0.0)}
+    workers = 32
+    found["slow_rewards"] = looped(engine(), tokenizer, workers, reward_s)
+    busy = engine()
+    bare(busy)
+    for arm in ("instant_rewards", "slow_rewards"):
+        found[arm]["engine_idle_share"] = 1 - busy.busy / (slots * found[arm]["generated_s"])
+    found["throughput_ratio"] = found["bare_s"] / found["instant_rewards"]["generated_s"]
+    found |= {"conversations": conversations, "turns": sum(turns) + conversations, "slots": slots}
+    return found | {"reward_s": reward_s, "reward_workers": workers}
+
+
+def table(found: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    lines = ["| rewards | generated, s | all scored, s | engine idle | CPU ms/turn | CPU ms/trajectory |"]
+    lines.append("| --- |" + " --- |" * 5)
+    for arm in ("instant_rewards", "slow_rewards"):
+        f = found[arm]
+        figures = f"{f['generated_s']:.2f} | {f['whole_s']:.2f} | {f['engine_idle_share']:.1%}"
+        lines.append(f"| {arm} | {figures} | {f['cpu_ms_per_turn']:.2f} | {f['cpu_ms_per_trajectory']:.2f} |")
+    lines.append(f"\n{found['conversations']} conversations, {found['turns']} turns, a stand-in for the engine with")
+    lines.append(f"{found['slots']} slots; bare it takes {found['bare_s']:.2f} s, so that the agent loop reaches")
+    return (
+        "\n".join(lines)
+        + f"\n{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s.\n"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--conversations", type=int, default=500)
+    parser.add_argument("--reward-s", type=float, default=0.5)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    found = measure(args.conversations, args.reward_s)
+    (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.out / "result.md").write_text(table(found))
+    print(table(found))
+
+
+if __name__ == "__main__":
+    main()
