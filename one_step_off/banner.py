@@ -9,6 +9,7 @@ from typing import Any
 
 from one_step_off.config import Config
 from one_step_off.config_io import placement_text
+from one_step_off.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]
 
@@ -97,8 +98,7 @@ def _places(cfg: Config) -> Facts:
     run, events, offline = (shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb"))
     files = [str(folder / n) for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (folder / n).exists()]
     # An evaluation alone has no steps to look at.
-    newest = max((path.stem.removeprefix("val_v") for path in folder.glob("samples/val_v*.jsonl")), default="0")
-    evaluated = f" --val {int(newest)}" if cfg.trainer.val_only else ""
+    evaluated = f" --val {max(numbered(folder, VAL), default=0)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
         (any(folder.glob("tensorboard/*")), "tensorboard", f"tensorboard --logdir {events}"),

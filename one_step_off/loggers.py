@@ -30,7 +30,7 @@ Find = Callable[[PromptId], Prompt | None]
 """The prompt of an id, where it is known."""
 
 RUN_ID_FILE = "wandb_run_id"
-SAMPLES = "samples"
+SAMPLES, STEP, VAL = "samples", "step_", "val_v"
 _PATIENCE_S = 60.0
 _QUEUE = 32
 
@@ -140,14 +140,10 @@ class SampleDump:
         """Every file is whole already."""
 
 
-def step_file(step: int) -> str:
-    """The file of a step's samples."""
-    return f"step_{step:06d}.jsonl"
-
-
-def val_file(version: int) -> str:
-    """The file of the samples of an evaluation of weight version `version`."""
-    return f"val_v{version:06d}.jsonl"
+def numbered(folder: Path, kind: str) -> dict[int, Path]:
+    """A run's files of samples: of its steps (STEP), or of its evaluations (VAL) by weight version; lowest first."""
+    files = {path.stem.removeprefix(kind): path for path in (folder / SAMPLES).glob(f"{kind}*.jsonl")}
+    return {int(stem): files[stem] for stem in sorted(files) if stem.isdecimal()}
 
 
 class Loggers:
@@ -169,12 +165,12 @@ class Loggers:
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
         advantages = [float(a[0]) if len(a) else None for a in batch.advantages or ()]
-        self._put(own, row["step"], step_file(batch.step), batch.samples, advantages)
+        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
         version = int(figures["val/version"])
-        self._put(figures, version, val_file(version), samples, [])
+        self._put(figures, version, f"{VAL}{version:06d}.jsonl", samples, [])
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
@@ -229,10 +225,10 @@ def open_loggers(
 
 def _clear(folder: Path, first_step: int) -> None:
     """Remove samples from `first_step` on; at step 0 also the event files, for it is another run."""
-    for path in (folder / SAMPLES).glob("*.jsonl"):
-        number = path.stem.removeprefix("step_").removeprefix("val_v")
-        if number.isdecimal() and int(number) >= first_step + (first_step > 0 and path.stem.startswith("val_")):
-            path.unlink()
+    for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
+        for number, path in numbered(folder, kind).items():
+            if number >= keep:
+                path.unlink()
     if first_step == 0:
         for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
             path.unlink()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config import ConfigError
-from one_step_off.loggers import SAMPLES, step_file, val_file
+from one_step_off.loggers import STEP, VAL, numbered
 
 DEFAULT = {"best": 3, "worst": 3, "longest": 1}
 # Ties go to other prompts first, so that one easy prompt does not fill the list. What was not scored comes last.
@@ -34,18 +34,16 @@ def find_file(folder: str, step: int | None, val: int | None) -> Path:
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the trainer.output_dir of a run")
-    prefix, wanted, what = ("step_", step, "samples of that step") if val is None else ("val_v", val, "such evaluation")
-    stems = (path.stem.removeprefix(prefix) for path in (root / SAMPLES).glob(f"{prefix}*.jsonl"))
-    there = sorted(int(stem) for stem in stems if stem.isdecimal())
+    kind, number, what = (STEP, step, "samples of that step") if val is None else (VAL, val, "such evaluation")
+    there = numbered(root, kind)
     if not there and val is None:
         raise ConfigError(f"{folder}: holds no samples of any step; a run writes them with logging.sample_dump=true")
-    if wanted is not None and wanted not in there:
-        few = ", ".join(map(str, there)) if len(there) <= 12 else f"{len(there)} from {there[0]} to {there[-1]}"
-        raise ConfigError(
-            f"--{'step' if val is None else 'val'} {wanted}: {folder} has no {what}; there are {few or 0}"
-        )
-    number = there[-1] if wanted is None else wanted
-    return root / SAMPLES / (step_file(number) if val is None else val_file(number))
+    number = max(there) if number is None else number
+    if number not in there:
+        known = ", ".join(map(str, there)) if len(there) <= 12 else f"{len(there)} from {min(there)} to {max(there)}"
+        option = "step" if val is None else "val"
+        raise ConfigError(f"--{option} {number}: {folder} has no {what}; there are {known or 0}")
+    return there[number]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
