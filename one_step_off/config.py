@@ -282,3 +282,9 @@ def path_of(cfg: Config, role: str) -> str:
 
 class ConfigError(Exception):
     """Bad input from the user. The message is one line: the key or file, the value, and the mend. Exit code 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says in its first line, with the second where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

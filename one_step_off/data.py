@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError, DataConfig
+from one_step_off.config import Config, ConfigError, DataConfig, first_line
 from one_step_off.config_checks import FILE_ENDINGS
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
@@ -137,14 +137,10 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
             rows = enumerate(datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1)
         found = [(f"{where}:{number}", row) for number, row in rows]
     except Exception as e:  # of many libraries
-        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {_first_line(e)}; {mend}") from e
+        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {first_line(e)}; {mend}") from e
     if not found:
         raise ConfigError(f"data source {where}: holds no rows; give another")
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # --- rows -------------------------------------------------------------------------------------------------------
@@ -282,7 +278,7 @@ def _texts(
         try:
             yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template refuses it: {_first_line(e)}", cfg)
+            report.skip(row.where, f"the chat template refuses it: {first_line(e)}", cfg)
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:

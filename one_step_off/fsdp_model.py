@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from one_step_off import core_algos
-from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -104,9 +104,8 @@ def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype)
     try:
         model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
-        reason = (str(e).strip() or type(e).__name__).split("\n")[0]
         what = "model with a scalar head" if scalar else "causal language model"
-        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {reason}") from e
+        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}") from e
     lacking = {str(k) for k in report["missing_keys"]} | {str(k) for k in report["mismatched_keys"]}
     if role == "critic":
         lacking -= {f"{SCALAR_HEAD}.weight"}

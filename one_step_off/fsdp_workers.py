@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -301,8 +301,7 @@ class TrainedWorker(ModelWorker):
         try:
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
         except Exception as e:
-            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            part = f"the part of the {self.role} does not fit its model ({reason})"
+            part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])

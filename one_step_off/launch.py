@@ -26,7 +26,7 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, first_line
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import Wandb, open_loggers
@@ -46,12 +46,8 @@ if TYPE_CHECKING:
 
 CANARY_TOKENS = 64
 VAL_ONLY = "val_only"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
 
 @dataclass
@@ -68,7 +64,9 @@ class Prepared:
     state: dict[str, Any] | None = None  # of that checkpoint
 
 
-def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] | None = None) -> Prepared:
+def prepare(
+    cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] = lambda what, done: None
+) -> Prepared:
     """Find or build the model, read and check the data, find the checkpoint. Raises ConfigError.
 
     Args:
@@ -78,14 +76,11 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, fl
 
     transformers_logging.disable_progress_bar()
     asked_for = cfg.model.path
-    told = progress or (lambda what, done: None)
     for section in (cfg.model, cfg.critic, cfg.ref, cfg.reward_model):
         if section.path.startswith("tiny:"):
             from one_step_off import tiny_qwen
 
-            section.path = tiny_qwen.ensure(
-                section.path, progress=lambda what, done: told(f"{what} (once, then cached)", done)
-            )
+            section.path = tiny_qwen.ensure(section.path, progress=progress)
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -120,12 +115,14 @@ def check_model(cfg: Config) -> None:
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        weights = any(has_file(cfg.model.path, file) for file in WEIGHT_FILES)
+        weights = any(
+            has_file(cfg.model.path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json")
+        )
     except Exception as e:
-        raise ConfigError(f"{name}: its config cannot be loaded ({_first_line(e)}); {_mend(e)}") from e
+        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
     if not weights:
         raise ConfigError(
-            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES[::2])}; GGUF files cannot); give a "
+            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot); give a "
             "model saved by save_pretrained"
         )
     quantised = getattr(found, "quantization_config", None)
@@ -198,12 +195,6 @@ def _require_causal(name: str, found: Any) -> None:
         raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
 
 
-def _first_line(error: BaseException) -> str:
-    """With the second, where the first only announces it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-
-
 def load_tokenizer(cfg: Config) -> Any:
     """The model's tokenizer. Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
@@ -211,13 +202,13 @@ def load_tokenizer(cfg: Config) -> Any:
     mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        # Without files transformers may make up a tokenizer of the right class and no vocabulary.
+        if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
+            raise ValueError("no vocabulary")
     except Exception as e:
         raise ConfigError(
-            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({_first_line(e)}); {mend}"
+            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({first_line(e)}); {mend}"
         ) from e
-    if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
-        # Without files transformers may make up a tokenizer of the right class and no vocabulary.
-        raise ConfigError(f"model.path={cfg.model.path}: its tokenizer cannot be loaded (no vocabulary); {mend}")
     return tokenizer
 
 
@@ -233,10 +224,8 @@ def write_run_folder(prepared: Prepared) -> None:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        revision = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
-        )
-        versions["git"] = revision.stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        versions["git"] = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
@@ -249,7 +238,7 @@ def require_cluster(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as e:
         raise ConfigError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({_first_line(e)}); start one with ray start --head, "
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); start one with ray start --head, "
             "or unset RAY_ADDRESS to use this machine alone"
         ) from e
 
@@ -336,15 +325,14 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
             f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
         )
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
         for limit in limits:
             limit.cancel()  # it bounds the way to the checkpoint, not the writing of the model after a last step
-        for number in signals:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
 
@@ -352,23 +340,12 @@ def _devices(cfg: Config, role: str) -> int:
     return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
-    cfg = prepared.cfg
-    replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
-    ranks = " and ".join(
-        _several(_devices(cfg, role), f"{role.replace('_', ' ')} rank")
-        for role in cfg.placement.roles
-        if role != "rollout"
-    )
     team: Spawned | None = None
     try:
-        with tracker.screen.working(f"starting {replicas}, {ranks}"):
+        with tracker.screen.working("starting engines and trainers"):
             team = spawn_roles(prepared)
             await team.setup()
         await train(prepared, team, tracker)
@@ -493,5 +470,5 @@ def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     path.write_text("".join(traceback.format_exception(error)))
-    said = [f"error: the run ended by {type(error).__name__}: {_first_line(error)}", f"traceback: {path}"]
+    said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
     return "\n  ".join(said + getattr(error, "__notes__", []))

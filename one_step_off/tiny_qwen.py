@@ -245,7 +245,7 @@ def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
     try:
-        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind} (once, then cached)")
     finally:
         torch.set_num_threads(threads)
     _save(model, tokenizer, path)
