@@ -107,8 +107,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     Args:
         num_gpus: GPUs of this machine; None: counted here, where it matters.
 
-    Raises:
-        ConfigError: the first fault found.
+    Raises ConfigError: the first fault found.
     """
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
@@ -299,10 +298,8 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
     """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs.
 
-    Only vLLM knows them, and its import takes long, so this is no part of `validate`.
-
-    Raises:
-        ConfigError: a name that is none of them.
+    Only vLLM knows them, and its import takes long, so this is no part of `validate`. Raises ConfigError: a name that
+    is none of them.
     """
     # Fields with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}

@@ -72,11 +72,7 @@ SECTIONS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
 
 
 def find_key(dotted: str) -> Key:
-    """The key of that name.
-
-    Raises:
-        ConfigError: there is none; names the nearest one.
-    """
+    """The key of that name. Raises ConfigError: there is none; names the nearest one."""
     if dotted in KEYS:
         return KEYS[dotted]
     section, _, name = dotted.partition(".")
@@ -250,10 +246,8 @@ def load(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file.
 
     A mapping in the file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
-
-    Raises:
-        ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
-            What must fit together is checked by `config_checks.validate`.
+    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
+    What must fit together is checked by `config_checks.validate`.
     """
     for argument in argv:
         if not argument.partition("=")[1] or argument[0] == "=":

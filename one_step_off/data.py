@@ -171,8 +171,7 @@ def _text(columns: dict[str, Any], name: str) -> str:
 def final_number(answer: str) -> str:
     """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234".
 
-    Raises:
-        BadRow: no such marker, or no number after it.
+    Raises BadRow: no such marker, or no number after it.
     """
     _, marker, rest = answer.rpartition("####")
     if not marker:
@@ -234,12 +233,10 @@ def load_rows(
 ) -> list[Row]:
     """Read and check the rows of `spec`: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
 
-    `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed`
-    is for generators. Only the first `limit` rows are looked at (-1: all). `report` receives counts and bad rows.
-
-    Raises:
-        ConfigError: a source cannot be read or is empty, lacks columns, has only bad rows, or has one bad row and
-            `data.bad_rows` is "fail".
+    `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
+    for generators. Only the first `limit` rows are looked at (-1: all). `report` receives counts and bad rows. Raises
+    ConfigError: a source cannot be read or is empty, lacks columns, has only bad rows, or has one bad row and
+    `data.bad_rows` is "fail".
     """
     report = report if report is not None else Report(split)
     instruction = cfg.instruction
@@ -300,10 +297,8 @@ def encode(
 
     Prompt ids are (epoch, row.index). With a chat template the prompt ends with its generation prompt; without, it is
     the question with `data.instruction`, or the messages joined by newlines. `report` receives what was left out.
-
-    Raises:
-        ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
-            template and the config says fail; no prompt is left.
+    Raises ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
+    template and the config says fail; no prompt is left.
     """
     report = report if report is not None else Report("data", rows=len(rows))
     report.max_prompt_length = cfg.max_prompt_length
@@ -399,8 +394,7 @@ class PromptStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The batch size may differ from the saved stream's; data, seed and order may not.
 
-        Raises:
-            ConfigError: this stream would not continue the saved one. It stays where it was.
+        Raises ConfigError: this stream would not continue the saved one. It stays where it was.
         """
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
             raise ConfigError(
@@ -461,10 +455,8 @@ def build(cfg: Config, tokenizer: Any) -> Data:
     """Read, check and tokenise both sets of a run.
 
     Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do
-    not depend on `trainer.seed`, so that runs with other seeds are evaluated alike.
-
-    Raises:
-        ConfigError: see `load_rows` and `encode`.
+    not depend on `trainer.seed`, so that runs with other seeds are evaluated alike. Raises ConfigError: see `load_rows`
+    and `encode`.
     """
     report = Report("training data")
     rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)

@@ -55,11 +55,9 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
 
-    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has no
-    scalar head begins with the random one of `trainer.seed`.
-
-    Raises:
-        ConfigError: on every rank, with the reason that rank 0 met.
+    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has
+    no scalar head begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that
+    rank 0 met.
     """
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES

@@ -68,8 +68,7 @@ class ModelWorker(UsageProbe):
     def setup(self, master_addr: str, master_port: int) -> None:
         """Join the process group, which meets at rank 0's address; build, load and shard the model (collective).
 
-        Raises:
-            ConfigError: the model cannot be trained here; the message names the key.
+        Raises ConfigError: the model cannot be trained here; the message names the key.
         """
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
@@ -165,10 +164,8 @@ class TrainedWorker(ModelWorker):
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
 
-        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up.
-
-        Raises:
-            StalenessError: before anything is changed, on every rank.
+        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises
+        StalenessError: before anything is changed, on every rank.
         """
         assert_versions(batch)
         if not learn:
@@ -294,8 +291,7 @@ class TrainedWorker(ModelWorker):
     def load_state(self, folder: str) -> None:
         """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
 
-        Raises:
-            ConfigError: the checkpoint is of another model or cannot be read.
+        Raises ConfigError: the checkpoint is of another model or cannot be read.
         """
         state = self._state()
         try:

@@ -86,8 +86,7 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
     Returns:
         A local directory as `from_pretrained` and vLLM read it.
 
-    Raises:
-        ValueError: there is no such tiny model.
+    Raises ValueError: there is no such tiny model.
     """
     name = kind.removeprefix("tiny:")
     if name not in KINDS:

@@ -28,8 +28,7 @@ _ENDS = {"length": "cut at the limit", "stop": "ended by itself"}
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
     """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step.
 
-    Raises:
-        ConfigError: no such folder or file; says what there is.
+    Raises ConfigError: no such folder or file; says what there is.
     """
     root = Path(folder)
     if not root.is_dir():

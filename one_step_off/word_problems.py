@@ -75,12 +75,9 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
 def make(split: str, size: int, seed: int) -> list[Row]:
     """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`.
 
-    Every (operation, a, b) of the split is used once before any is used again, and then with another wording.
-    A shorter list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer
-    than all of its wordings.
-
-    Raises:
-        ValueError: a test split larger than its different questions.
+    Every (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter
+    list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer than all of its
+    wordings. Raises ValueError: a test split larger than its different questions.
     """
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
@@ -121,10 +118,8 @@ def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
 def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions.
 
-    The split is a hash of the question's text, so train and test are disjoint for any two seeds.
-
-    Raises:
-        ValueError: no new problem comes any more.
+    The split is a hash of the question's text, so train and test are disjoint for any two seeds. Raises ValueError: no
+    new problem comes any more.
     """
     import reasoning_gym
 
