@@ -84,9 +84,6 @@ def find_key(dotted: str) -> Key:
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
 
 
-# --- YAML -------------------------------------------------------------------------------------------------------
-
-
 class _Loader(yaml.SafeLoader):
     """YAML as people mean it: 1e-6 is a number, and a key stands once."""
 
@@ -130,9 +127,6 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
         for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
             lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
     return value, lines
-
-
-# --- into the schema --------------------------------------------------------------------------------------------
 
 
 def _assign(tree: dict, dotted: str, value: Any) -> Key:
@@ -275,9 +269,6 @@ def load(argv: list[str]) -> Config:
     return cfg
 
 
-# --- text -------------------------------------------------------------------------------------------------------
-
-
 class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
@@ -323,9 +314,6 @@ Keys:"""
             lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         lines.append(f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}")
     return "\n".join(lines) + "\n"
-
-
-# --- placement --------------------------------------------------------------------------------------------------
 
 
 def seats_per_node(cfg: Config, pool: str) -> list[int]:

@@ -79,16 +79,11 @@ class Report:
         if self.overlong:
             head += f", {len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
         out = [head]
-        out += _some([f"  skipped {where}: {reason}" for where, reason in self.bad])
-        out += _some([f"  skipped {where}: {tokens} tokens" for where, tokens in self.overlong])
+        for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
+            out += [f"  skipped {where}: {why}" for where, why in rows[:_NAMED]]
+            out += [f"  ... and {len(rows) - _NAMED} more like these"] * (len(rows) > _NAMED)
         return out + [f"  {note}" for note in self.notes]
 
-
-def _some(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"  ... and {len(lines) - _NAMED} more like these"]
-
-
-# --- reading ----------------------------------------------------------------------------------------------------
 
 RawRow = tuple[str, Any]
 """Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
@@ -143,9 +138,6 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
     return found
 
 
-# --- rows -------------------------------------------------------------------------------------------------------
-
-
 def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
     """The format of a source, by the columns that its rows have."""
     found = {name: None for _, columns in rows if isinstance(columns, dict) for name in columns}
@@ -154,10 +146,9 @@ def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
     for name in names:
         if found.keys() >= set(COLUMNS[name]) or not found:  # no row has columns: each is named as a bad one
             return name
-    needed = " or ".join("+".join(COLUMNS[n]) for n in reversed(names))
+    needs = f"data.format={wanted} needs {' or '.join('+'.join(COLUMNS[n]) for n in reversed(names))}"
     raise ConfigError(
-        f"data source {source}: found the columns {', '.join(map(str, found))}; data.format={wanted} needs {needed}; "
-        "rename the columns"
+        f"data source {source}: found the columns {', '.join(map(str, found))}; {needs}; rename the columns"
     )
 
 
@@ -183,11 +174,8 @@ def final_number(answer: str) -> str:
 
 
 def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    question = _text(columns, "question")
-    return {
-        "messages": [{"role": "user", "content": question + instruction}],
-        "ground_truth": final_number(_text(columns, "answer")),
-    }
+    question = [{"role": "user", "content": _text(columns, "question") + instruction}]
+    return {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
 
 
 def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
@@ -202,12 +190,8 @@ def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
         raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
-    return {
-        "messages": [{"role": m["role"], "content": m["content"]} for m in prompt],
-        "ground_truth": str(truth),
-        "chat": True,
-        "extra": extra if isinstance(extra, dict) else {},
-    }
+    messages, extra = [{k: m[k] for k in ("role", "content")} for m in prompt], extra if isinstance(extra, dict) else {}
+    return {"messages": messages, "ground_truth": str(truth), "chat": True, "extra": extra}
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {"gsm8k": _gsm8k_row, "messages": _messages_row}
@@ -239,9 +223,7 @@ def load_rows(
     `data.bad_rows` is "fail".
     """
     report = report if report is not None else Report(split)
-    instruction = cfg.instruction
-    if instruction and not instruction[0].isspace():
-        instruction = " " + instruction
+    instruction = f" {cfg.instruction}" if cfg.instruction[:1].strip() else cfg.instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
         raise ConfigError(f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems")
@@ -261,19 +243,16 @@ def load_rows(
     return rows
 
 
-# --- tokenising -------------------------------------------------------------------------------------------------
-
-
 def _texts(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, templated: bool, report: Report
+    rows: Sequence[Row], template: Callable | None, cfg: DataConfig, report: Report
 ) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
     for row in rows:
-        if not templated:
+        if template is None:
             yield row, "\n".join(m["content"] for m in row.messages)
             continue
         try:
-            yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
+            yield row, template(row.messages, tokenize=False, add_generation_prompt=True)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
             report.skip(row.where, f"the chat template refuses it: {first_line(e)}", cfg)
 
@@ -290,9 +269,7 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
     return [one if one[:1] == [bos] else [bos, *one] for one in ids]
 
 
-def encode(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report | None = None
-) -> list[Prompt]:
+def encode(rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report) -> list[Prompt]:
     """Tokenise all rows at once and keep those of at most `data.max_prompt_length` tokens.
 
     Prompt ids are (epoch, row.index). With a chat template the prompt ends with its generation prompt; without, it is
@@ -300,39 +277,29 @@ def encode(
     Raises ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
     template and the config says fail; no prompt is left.
     """
-    report = report if report is not None else Report("data", rows=len(rows))
     report.max_prompt_length = cfg.max_prompt_length
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if not has_template and (
-        cfg.chat_template == "always" or (cfg.chat_template == "auto" and any(r.chat for r in rows))
-    ):
+    has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
+    if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
+        mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
         raise ConfigError(
-            f"data.chat_template={cfg.chat_template}: the tokenizer has no chat template, and the rows need one; use a "
-            "chat model, or data.chat_template=never to join the messages as plain text"
+            f"data.chat_template={wish}: the tokenizer has no chat template, and the rows need one; {mend}"
         )
-    templated = has_template and cfg.chat_template != "never"
-    pairs = list(_texts(rows, tokenizer, cfg, templated, report))
+    templated = has_template and wish != "never"
+    pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report))
     prompts = []
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
-            array = np.asarray(ids, dtype=np.int32)
-            prompts.append(
-                Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra, row.messages)
-            )
+            id, array = (epoch, row.index), np.asarray(ids, dtype=np.int32)
+            prompts.append(Prompt(id, array, text, row.ground_truth, row.data_source, row.extra, row.messages))
         elif cfg.overlong_prompts == "fail":
-            raise ConfigError(
-                f"data row {row.where}: {len(ids)} tokens, more than data.max_prompt_length={cfg.max_prompt_length}; "
-                "raise that, or set data.overlong_prompts=skip"
-            )
+            more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
+            raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")
         else:
             report.overlong.append((row.where, len(ids)))
     if not prompts:
         shown = report.lines()
         raise ConfigError(f"{shown[0]}: no prompt is left; {shown[1].strip() if len(shown) > 1 else 'check the data'}")
     return prompts
-
-
-# --- the stream -------------------------------------------------------------------------------------------------
 
 
 class PromptStream:
@@ -342,15 +309,12 @@ class PromptStream:
         for step in range(stream.total_steps):
             batch = stream.next_batch()
 
-    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full: one that reaches the end
-    of an epoch goes on in the next, so no prompt is dropped and an epoch needs not be a whole number of batches. A
-    batch may be larger than the data. A prompt's id is (epoch, row), so it is unique in the whole run; `prompts`
+    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full, of any size: one that reaches
+    the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run; `prompts`
     carry their row in `id[1]`, and the epoch in it is replaced.
 
-    Attributes:
-        total_steps: steps of the run: as given, or the fewest that see every prompt `total_epochs` times. The stream
-            itself does not end there.
-        surplus: prompts that the last step takes beyond `total_epochs`; 0 with `total_steps`.
+    `total_steps` is as given, or the fewest that see every prompt `total_epochs` times (the stream itself does not end
+    there); `surplus` counts the prompts that the last of these steps takes beyond them.
     """
 
     def __init__(
@@ -397,10 +361,11 @@ class PromptStream:
         Raises ConfigError: this stream would not continue the saved one. It stays where it was.
         """
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
-            raise ConfigError(
-                "data: the checkpoint was made with other prompts or another order; resume with the same "
+            keys = (
                 "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle and trainer.seed"
             )
+            other = "the checkpoint was made with other prompts or another order"
+            raise ConfigError(f"data: {other}; resume with the same {keys}")
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -422,9 +387,6 @@ class PromptStream:
     def _digest(self, order: np.ndarray) -> str:
         # The order is part of it, because numpy does not promise the same permutations in all its versions.
         return hashlib.sha256(self._data_digest.encode() + order.astype(np.int64).tobytes()).hexdigest()
-
-
-# --- all together -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -458,22 +420,14 @@ def build(cfg: Config, tokenizer: Any) -> Data:
     not depend on `trainer.seed`, so that runs with other seeds are evaluated alike. Raises ConfigError: see `load_rows`
     and `encode`.
     """
-    report = Report("training data")
-    rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
+    report, t = Report("training data"), cfg.trainer
+    rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report)
-    stream = PromptStream(
-        prompts,
-        cfg.data.train_batch_size,
-        cfg.data.shuffle,
-        cfg.trainer.seed,
-        cfg.trainer.total_steps,
-        cfg.trainer.total_epochs,
-    )
+    shape = cfg.data.train_batch_size, cfg.data.shuffle
+    stream = PromptStream(prompts, *shape, t.seed, t.total_steps, t.total_epochs)
     if stream.surplus:
-        report.notes.append(
-            f"trainer.total_epochs={cfg.trainer.total_epochs}: {stream.total_steps} steps; the last one also takes "
-            f"{stream.surplus} prompts of the epoch after, to be full"
-        )
+        last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
+        report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")
     reports = [report]
     val: list[Prompt] = []
     known = {p.text for p in prompts}

@@ -174,9 +174,6 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-# ---- log-probs --------------------------------------------------------------------------------------------------
-
-
 def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor) -> Tensor:
     """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for.
 
@@ -295,9 +292,6 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
             f"model.path: {path!r} ({type(model).__name__}) is stored in another layout than it is trained in "
             f"(as {moved[0]}); the fsdp back end cannot stream its weights"
         )
-
-
-# ---- weights for the stream -------------------------------------------------------------------------------------
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:

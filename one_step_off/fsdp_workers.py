@@ -56,8 +56,6 @@ class ModelWorker(UsageProbe):
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
 
-    # ---- start --------------------------------------------------------------------------------------------------
-
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
         host = host or get_node_ip_address()
@@ -84,8 +82,6 @@ class ModelWorker(UsageProbe):
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
-
-    # ---- forward passes -----------------------------------------------------------------------------------------
 
     def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -158,8 +154,6 @@ class TrainedWorker(ModelWorker):
             # Norms and biases do not decay, as is usual (and as Megatron has it).
             groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
             self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
-
-    # ---- update -------------------------------------------------------------------------------------------------
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
@@ -274,8 +268,6 @@ class TrainedWorker(ModelWorker):
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
-    # ---- checkpoint ---------------------------------------------------------------------------------------------
-
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
@@ -384,8 +376,6 @@ class PolicyWorker(TrainedWorker):
             "logprob_diff/max": maxima["logprob_diff"],
         }
         return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
-
-    # ---- weights ------------------------------------------------------------------------------------------------
 
     def weight_plan(self) -> list[WeightPiece]:
         """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
