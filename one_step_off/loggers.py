@@ -82,10 +82,11 @@ class Wandb:
                 settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
-            raise ConfigError(
-                f"logging.wandb=true: W&B does not start ({' '.join(str(e).split()) or type(e).__name__}); "
-                "run `wandb login`, or set logging.wandb_mode=offline"
-            ) from e
+            why, mend = (
+                " ".join(str(e).split()) or type(e).__name__,
+                "run `wandb login`, or set logging.wandb_mode=offline",
+            )
+            raise ConfigError(f"logging.wandb=true: W&B does not start ({why}); {mend}") from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
         self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
@@ -131,8 +132,8 @@ class SampleDump:
             "length": len(sample.response_ids),
             "finish_reason": sample.finish_reason,
             "versions": sorted(set(sample.versions.tolist())),
-            "ground_truth": prompt.ground_truth if prompt else None,
-            "prompt": prompt.text if prompt else None,
+            "ground_truth": prompt and prompt.ground_truth,
+            "prompt": prompt and prompt.text,
             "response": sample.response,
         }
 
@@ -206,12 +207,17 @@ class Loggers:
 def open_loggers(
     cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
 ) -> Loggers:
-    """The loggers that the section `logging` asks for. A run from step 0 removes what an earlier one left.
+    """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0 also
+    its event files, for it was another run.
 
     `wandb` is made by the caller, before anything of an earlier run is touched: it may refuse.
     """
     folder = Path(cfg.trainer.output_dir)
-    _clear(folder, first_step)
+    gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
+        gone += [path for number, path in numbered(folder, kind).items() if number >= keep]
+    for path in gone:
+        path.unlink()
     loggers = Loggers(say)
     if wandb:
         loggers.link, loggers.live["W&B"] = wandb.link, wandb
@@ -221,14 +227,3 @@ def open_loggers(
         text = resolved_yaml(cfg)
         loggers.add("TensorBoard", lambda: TensorBoard(folder, text, first_step))
     return loggers
-
-
-def _clear(folder: Path, first_step: int) -> None:
-    """Remove samples from `first_step` on; at step 0 also the event files, for it is another run."""
-    for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
-        for number, path in numbered(folder, kind).items():
-            if number >= keep:
-                path.unlink()
-    if first_step == 0:
-        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
-            path.unlink()

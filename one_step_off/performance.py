@@ -72,8 +72,8 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
     """
     text = hf_config.get_text_config()
     experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    hidden, vocabulary = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
+    names = "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
+    layers, heads, hidden, vocabulary = (getattr(text, name, None) for name in names)
     if experts or not all((layers, heads, hidden, vocabulary)):
         return None
     width = heads * (getattr(text, "head_dim", None) or hidden // heads)
