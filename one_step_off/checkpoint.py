@@ -53,10 +53,8 @@ def finished(folder: Path) -> list[Path]:
 
 
 def find(cfg: Config) -> Path | None:
-    """The checkpoint that `trainer.resume` means, or None to start anew.
-
-    Raises ConfigError: a path that is no checkpoint, or one made with other settings.
-    """
+    """The checkpoint that `trainer.resume` means, or None to start anew. Raises ConfigError: a path that is no
+    checkpoint, or one made with other settings."""
     wish = cfg.trainer.resume
     found = {"auto": finished(folder_of(cfg)), "never": []}.get(wish, [Path(wish)])
     if not found:

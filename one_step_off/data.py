@@ -90,10 +90,8 @@ RawRow = tuple[str, Any]
 
 
 def _read_file(path: str) -> Iterator[tuple[int, Any]]:
-    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines.
-
-    JSON is not read by the `datasets` library: it gives up a whole file for one bad line, and does not name it.
-    """
+    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines. JSON is not read
+    by the `datasets` library: it gives up a whole file for one bad line, and does not name it."""
     import pyarrow.parquet as pq
 
     if path.endswith(".parquet"):
@@ -160,10 +158,8 @@ def _text(columns: dict[str, Any], name: str) -> str:
 
 
 def final_number(answer: str) -> str:
-    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234".
-
-    Raises BadRow: no such marker, or no number after it.
-    """
+    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234". Raises BadRow: no
+    such marker, or no number after it."""
     _, marker, rest = answer.rpartition("####")
     if not marker:
         raise BadRow("the answer has no '#### NUMBER'")
@@ -258,10 +254,8 @@ def _texts(
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
-    """Token ids of each text. Templates write their own special tokens; plain text gets BOS where the model has it.
-
-    We add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there.
-    """
+    """Token ids of each text. Templates write their own special tokens; plain text gets BOS where the model has it. We
+    add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there."""
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     bos = getattr(tokenizer, "bos_token_id", None)
     if templated or bos is None or tokenizer("a")["input_ids"][:1] != [bos]:
@@ -357,9 +351,7 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The batch size may differ from the saved stream's; data, seed and order may not.
-
-        Raises ConfigError: this stream would not continue the saved one. It stays where it was.
-        """
+        Raises ConfigError: this stream would not continue the saved one. It stays where it was."""
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
             keys = (
                 "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle and trainer.seed"

@@ -20,10 +20,8 @@ def set_epoch(index: int) -> int:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did.
-
-    Codex (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k).
-    """
+    """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did. Codex
+    (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)."""
     if not 1 <= k <= n or not 0 <= passed <= n:
         raise ValueError(f"pass@{k} of {n} samples, {passed} passed")
     return 1.0 - comb(n - passed, k) / comb(n, k)

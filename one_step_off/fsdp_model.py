@@ -175,10 +175,8 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor) -> Tensor:
-    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for.
-
-    Its gradient is zero but reaches every parameter, so this rank takes part in every reduction.
-    """
+    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for. Its
+    gradient is zero but reaches every parameter, so this rank takes part in every reduction."""
     positions = {} if position_ids is None else {"position_ids": position_ids}
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
@@ -251,10 +249,8 @@ class _Hidden:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does.
-
-    The backbone is replaced for the test, so it costs one small product and knows no architecture.
-    """
+    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does. The
+    backbone is replaced for the test, so it costs one small product and knows no architecture."""
     head, name = model.get_output_embeddings(), type(model).__name__
     if head is None:
         raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
@@ -278,10 +274,8 @@ def check_head(model: PreTrainedModel, path: str) -> None:
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say).
-
-    Its parameters could be trained, but not streamed row by row under their checkpoint names.
-    """
+    """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say). Its
+    parameters could be trained, but not streamed row by row under their checkpoint names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     meta = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}

@@ -64,10 +64,8 @@ class ModelWorker(UsageProbe):
             return host, s.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective).
-
-        Raises ConfigError: the model cannot be trained here; the message names the key.
-        """
+        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
+        ConfigError: the model cannot be trained here; the message names the key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
@@ -134,10 +132,8 @@ class TrainedWorker(ModelWorker):
         raise NotImplementedError
 
     def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
-        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
-
-        `of` holds what `_per_token` finds; `first`: no optimiser step of this update has been made yet.
-        """
+        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`. `of` holds what
+        `_per_token` finds; `first`: no optimiser step of this update has been made yet."""
         raise NotImplementedError
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
@@ -197,10 +193,8 @@ class TrainedWorker(ModelWorker):
             stats.add(tokens_total=sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
-        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
-
-        And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
-        """
+        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
+        "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens."""
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
@@ -281,10 +275,8 @@ class TrainedWorker(ModelWorker):
         torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
 
     def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
-
-        Raises ConfigError: the checkpoint is of another model or cannot be read.
-        """
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective). Raises ConfigError:
+        the checkpoint is of another model or cannot be read."""
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
@@ -316,10 +308,8 @@ class PolicyWorker(TrainedWorker):
         return self._of_responses(batch)
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank).
-
-        Every rank scores everything: the canary's few sequences cost less than gathering would.
-        """
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every
+        rank scores everything: the canary's few sequences cost less than gathering would."""
         scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
         return [scores[i] for i in range(len(sequences))]
 
@@ -383,19 +373,15 @@ class PolicyWorker(TrainedWorker):
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
-        """The data of `weight_plan()`, in its order and dtype (no collective).
-
-        In fp32 these are the live rows themselves: read them before the next optimiser step.
-        """
+        """The data of `weight_plan()`, in its order and dtype (no collective). In fp32 these are the live rows
+        themselves: read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
-
-        Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
-        """
+        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
+        writes beside `path` and renames, so a checkpoint is there whole or not at all."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         problem, error = [None], None

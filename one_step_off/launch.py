@@ -360,11 +360,8 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
 
 
 def run(cfg: Config) -> int:
-    """A whole run. Returns the exit code.
-
-    Raises ConfigError: bad input, before any engine or GPU is taken. Raises KeyboardInterrupt: by Ctrl-C or SIGTERM;
-    all processes are gone by then.
-    """
+    """A whole run. Returns the exit code. Raises ConfigError: bad input, before any engine or GPU is taken. Raises
+    KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then."""
     quiet_libraries()
     begin = time.perf_counter()
     with Screen() as screen:

@@ -41,11 +41,8 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the count needs of a dense decoder.
-
-    `matmul_params` (N): parameters that every token is multiplied with; an input embedding that is not the head as well
-    is only looked up. `attention_width`: heads * head size.
-    """
+    """What the count needs of a dense decoder. `matmul_params` (N): parameters that every token is multiplied with; an
+    input embedding that is not the head as well is only looked up. `attention_width`: heads * head size."""
 
     matmul_params: int
     layers: int
@@ -66,10 +63,8 @@ class ModelShape:
 
 
 def shape_of(hf_config: Any, params: int) -> ModelShape | None:
-    """The shape by a Hugging Face config and the number of parameters (tied ones once).
-
-    None where the count would be wrong or cannot be made: mixtures of experts, and configs without the usual names.
-    """
+    """The shape by a Hugging Face config and the number of parameters (tied ones once). None where the count would be
+    wrong or cannot be made: mixtures of experts, and configs without the usual names."""
     text = hf_config.get_text_config()
     experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
     names = "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
@@ -84,9 +79,7 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
 @dataclass
 class Meter:
     """Tokens/s, FLOP/s and MFU of both groups, step by step. `rollout` and `trainer` count GPUs (CPU runs: processes).
-
-    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None.
-    """
+    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None."""
 
     cfg: Config
     shape: ModelShape | None

@@ -167,9 +167,7 @@ def figures(row: dict[str, Any]) -> str:
 
 def quiet_libraries() -> None:
     """In the driver: no progress bars of Hugging Face's, and not those warnings that are known to mean nothing here.
-
-    Warnings of this program and unknown ones of others stay.
-    """
+    Warnings of this program and unknown ones of others stay."""
     bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
     for name in (*bars, "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")

@@ -26,10 +26,8 @@ _ENDS = {"length": "cut at the limit", "stop": "ended by itself"}
 
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
-    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step.
-
-    Raises ConfigError: no such folder or file; says what there is.
-    """
+    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step. Raises
+    ConfigError: no such folder or file; says what there is."""
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the trainer.output_dir of a run")
