@@ -1,7 +1,5 @@
 """What a run says of itself before it starts and after it has ended, as (name, text) pairs for the screen."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from pathlib import Path

@@ -5,8 +5,6 @@ ranks run the same number of micro-batches: under FSDP each forward pass is a co
 one fewer would leave the others waiting for ever.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -14,8 +14,6 @@ the loop: after the samples of step N have come and before v(N) is sent.
 It is written beside its place and renamed, so it is there whole or not at all.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

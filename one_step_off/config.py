@@ -4,8 +4,6 @@ This module imports neither torch nor Ray nor vLLM, so that a wrong config is an
 before any engine or GPU is taken. Loading, overrides and validation live in `config_io.py`.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional

@@ -4,8 +4,6 @@ Each group of checks yields the faults that it finds, one line each; only the fi
 those before it. Cheap checks come first. What only the contents of files tell, `launch.prepare` checks.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib.util
 import itertools

@@ -4,8 +4,6 @@ Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `
 the key (or file), the value, and the mend.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import operator

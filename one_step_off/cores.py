@@ -1,7 +1,5 @@
 """What this machine has: its GPUs, counted without torch, and its cores, divided among processes."""
 
-from __future__ import annotations
-
 import glob
 import os
 import subprocess

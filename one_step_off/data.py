@@ -3,8 +3,6 @@
 Nothing is dropped in silence: `Report` counts and names every row that was left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

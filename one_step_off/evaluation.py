@@ -1,7 +1,5 @@
 """Figures of an evaluation: avg@n and pass@k of each held-out set. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 

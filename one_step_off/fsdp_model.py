@@ -9,8 +9,6 @@ to its logits after the head (scale, soft cap), because log-probs are computed h
 the model's own forward.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from typing import Any

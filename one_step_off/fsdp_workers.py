@@ -12,8 +12,6 @@ environment and threads before. All ranks are called together, with the same arg
 collectives in the same order on every rank.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """From a config to a finished run: data and model first, then Ray, pools, engines and trainers, then the pipeline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -22,6 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
@@ -39,8 +39,6 @@ from one_step_off.usage import watching
 
 # No torch, Ray or transformers here: a person waits for the first line.
 if TYPE_CHECKING:
-    import numpy as np
-
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
@@ -259,7 +257,7 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
-def spawn_roles(prepared: Prepared) -> Spawned:
+def spawn_roles(prepared: Prepared) -> "Spawned":
     """Create every process of the run. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
@@ -269,7 +267,7 @@ def spawn_roles(prepared: Prepared) -> Spawned:
     )
 
 
-async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
+async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
@@ -291,7 +289,7 @@ async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
             await roles.actor.save_hf(path)
 
 
-async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed | None:
+async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resumed | None":
     """Bring the roles that learn to the checkpoint, if there is one."""
     from one_step_off.ray_trainer import Resumed
 
@@ -306,7 +304,7 @@ async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed
 
 
 @contextlib.contextmanager
-def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Iterator[None]:
+def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     limits: list[asyncio.TimerHandle] = []

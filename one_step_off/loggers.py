@@ -9,8 +9,6 @@ broken dashboard must not end a run of days. A logger has two methods:
     close(failed)
 """
 
-from __future__ import annotations
-
 import json
 import math
 import queue

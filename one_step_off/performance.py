@@ -5,8 +5,6 @@ forward pass, and the attention of a sequence of T tokens on top, 12 * layers * 
 token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Leaving the block takes the live part off the screen, whatever happened in it, s
 everything else and never painted over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -21,10 +19,11 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich import progress
 from rich.console import Console
+from rich.progress import Task
 from rich.text import Text
 
 _NAMES = 13
@@ -69,7 +68,7 @@ class Screen:
             disable=not self.live,
         )
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         # What libraries print meanwhile goes through the console too, and so above the live part.
         self.bars.start()
         return self
@@ -107,18 +106,18 @@ class Screen:
             self.say(f"{what}: {done:.0%} after {task.elapsed:.0f} s, about {task.time_remaining:.0f} s left")
             self.bars.update(task.id, next_s=2 * task.elapsed)
 
-    def _begin(self, what: str, total: float | None) -> progress.Task:
+    def _begin(self, what: str, total: float | None) -> Task:
         if not self.live:
             self.say(f"{what} ...")
         self.bars.add_task(what, total=total, next_s=_FIRST_ESTIMATE_S)
         return self.bars.tasks[-1]
 
-    def _end(self, task: progress.Task) -> None:
+    def _end(self, task: Task) -> None:
         self._remove(task)
         if task.elapsed >= 1:
             self.say(f"{task.description}: {task.elapsed:.0f} s")
 
-    def _remove(self, task: progress.Task) -> None:
+    def _remove(self, task: Task) -> None:
         self.bars.remove_task(task.id)
         self.bars.refresh()  # or what is said next would draw it once more
 

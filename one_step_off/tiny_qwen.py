@@ -7,8 +7,6 @@ train split. Most demonstrations lack or misformat the last line (`#### N`), so 
 sums but seldom says them in the form that earns the reward: that gap is what RL closes.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json

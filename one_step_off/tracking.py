@@ -1,7 +1,5 @@
 """What a run leaves behind in files that other programs rely on; screen and loggers are told of each step too."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

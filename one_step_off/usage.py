@@ -3,8 +3,6 @@
 `UsageProbe` is mixed into the actors and measures; `watching` asks them beside the pipeline, which knows nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -27,7 +25,7 @@ Report = Callable[[dict[str, float], str], None]
 class UsageProbe:
     """A mixin of actors. It needs no constructor, so that it fits any class."""
 
-    _gpus: _Gpus | None = None
+    _gpus: "_Gpus | None" = None
 
     def usage(self, cuda: bool) -> dict[str, Any]:
         """What this process and its children use.

@@ -3,8 +3,6 @@
 Without a choice it shows the 3 best, the 3 worst and the longest sample of the last step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -4,8 +4,6 @@ All generators take (split, size, seed), with a split "train" or "test" and a si
 share a problem, whatever their seeds.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Callable, Mapping, Sequence
