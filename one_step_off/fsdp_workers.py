@@ -6,10 +6,9 @@
         worker.update(batch)             # v(N) -> v(N+1)
         for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
 
-`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref, `CriticWorker` and
-`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets
-environment and threads before. All ranks are called together, with the same arguments; each call runs the same
-collectives in the same order on every rank.
+`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref. They are plain
+classes: the caller wraps them in actors and sets environment and threads before. All ranks are called together, with
+the same arguments; each call runs the same collectives in the same order on every rank.
 """
 
 import datetime
@@ -26,13 +25,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from ray.util import get_node_ip_address
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as sd
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
@@ -117,8 +110,8 @@ class ModelWorker(UsageProbe):
 class TrainedWorker(ModelWorker):
     """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
 
-    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the
-    learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
+    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
+    schedule; a skipped step counts too.
     """
 
     version = 0
@@ -143,10 +136,10 @@ class TrainedWorker(ModelWorker):
         super().setup(master_addr, master_port)
         own, self._host_state = self.own, {}
         if isinstance(own, TrainedConfig):
-            matrices = [p for p in self.model.parameters() if p.ndim > 1]
-            vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+            matrices = {"params": [p for p in self.model.parameters() if p.ndim > 1]}
             # Norms and biases do not decay, as is usual (and as Megatron has it).
-            groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
+            vectors = {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
+            groups = [group for group in (matrices, vectors) if group["params"]]
             self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
@@ -196,10 +189,10 @@ class TrainedWorker(ModelWorker):
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        of = {
-            name: np.concatenate([np.zeros(0), *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
-            for name, arrays in columns.items()
-        }
+        of = {}
+        for name, arrays in columns.items():
+            trained = [x[m] for x, m in zip(arrays, masks, strict=True)]
+            of[name] = np.concatenate([np.zeros(0), *trained]).astype(np.float32)
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -208,10 +201,8 @@ class TrainedWorker(ModelWorker):
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-        steps = self._total_steps and self._total_steps * per_step
-        rate = core_algos.learning_rate(
-            self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
-        )
+        steps, shape = self._total_steps and self._total_steps * per_step, (own.lr_schedule, own.warmup_steps)
+        rate = core_algos.learning_rate(self.optimizer_steps, steps, own.lr, *shape, own.min_lr_ratio)
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -250,19 +241,20 @@ class TrainedWorker(ModelWorker):
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce()
+        norm = float(np.mean(stats.norms)) if stats.norms else float("nan")
         own = {
             "loss": sums["loss"] / minis,
-            "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
+            "grad_norm": norm,
             "lr": rates[-1],
             "skipped_updates": float(stats.skipped),
-            "tokens": sums["tokens"],
-            "tokens_total": sums["tokens_total"],
-        } | {name: value for name, value in maxima.items() if name.endswith("_s")}
+        }
+        own |= {name: sums[name] for name in ("tokens", "tokens_total")}
+        own |= {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
     def _state(self) -> dict[str, Any]:
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
+        optimizer = sd.get_optimizer_state_dict(self.model, self.optimizer)
+        return {"model": sd.get_model_state_dict(self.model), "optimizer": optimizer}
 
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
@@ -281,8 +273,10 @@ class TrainedWorker(ModelWorker):
         except Exception as e:
             part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        sd.set_model_state_dict(
+            self.model, state["model"], options=sd.StateDictOptions(strict=False)
+        )  # tied: named once
+        sd.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
         own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
@@ -326,15 +320,13 @@ class PolicyWorker(TrainedWorker):
         low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
         high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
         old = of.get("proximal", of["mu"])
-        inputs = policy_losses.LossInputs(
-            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, a.clip_ratio_c
-        )
+        given = of["advantage"], of["sequence"], of["weight"]
+        inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
         policy_loss = policy_losses.POLICY_LOSSES.find(a.policy_loss).function
         per_token, clipped = policy_loss(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
-            per_token = per_token * policy_losses.correction_weights(
-                old, of["mu"], of["sequence"], a.rollout_correction, a.rollout_correction_cap
-            )
+            how = a.rollout_correction, a.rollout_correction_cap
+            per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
         if "ref" in of:
@@ -353,17 +345,19 @@ class PolicyWorker(TrainedWorker):
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         tokens = max(sums["tokens"], 1.0)
-        metrics = {
+        means = {
+            "actor/entropy": "entropy",
+            "actor/clip_frac": "clip",
+            "actor/approx_kl": "approx_kl",
+            "ratio/mean": "ratio",
+        }
+        means |= {"actor/kl": "kl"} if "kl" in sums else {}
+        return {name: sums[of] / tokens for name, of in means.items()} | {
             "actor/pg_loss": sums["pg_loss"] / minis,
-            "actor/entropy": sums["entropy"] / tokens,
-            "actor/clip_frac": sums["clip"] / tokens,
-            "actor/approx_kl": sums["approx_kl"] / tokens,
-            "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": maxima["ratio"],
             "logprob_diff/mean": sums["logprob_diff"] / max(sums["first_tokens"], 1.0),
             "logprob_diff/max": maxima["logprob_diff"],
         }
-        return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
     def weight_plan(self) -> list[WeightPiece]:
         """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
@@ -380,8 +374,8 @@ class PolicyWorker(TrainedWorker):
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
+        options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = sd.get_model_state_dict(self.model, options=options)
         problem, error = [None], None
         if self.rank == 0:
             try:
@@ -424,18 +418,14 @@ class CriticWorker(TrainedWorker):
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
-        tokens = max(sums["tokens"], 1.0)
-
-        def variance(name: str) -> float:
-            return max(sums[f"{name}^2"] / tokens - (sums[name] / tokens) ** 2, 0.0)
-
-        spread = variance("return")
+        mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+        spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
         return {
-            "critic/clip_frac": sums["clip"] / tokens,
-            "critic/value_mean": sums["value"] / tokens,
-            "critic/return_mean": sums["return"] / tokens,
+            "critic/clip_frac": mean["clip"],
+            "critic/value_mean": mean["value"],
+            "critic/return_mean": mean["return"],
             # 1: the old values foretold the returns; 0: no better than their mean.
-            "critic/explained_variance": 1 - variance("error") / spread if spread > 0 else float("nan"),
+            "critic/explained_variance": 1 - error / spread if spread > 0 else float("nan"),
         }
 
 
