@@ -10,13 +10,8 @@ from typing import Any, Optional
 
 
 def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
-    """One config key.
-
-    Args:
-        choices: the values it may have, with blanks between.
-        low, high, above, also: inclusive bounds, an exclusive lower one, and a value beside them.
-        path: names files, so a leading ~ is the home directory.
-    """
+    """One config key. `choices`: the values it may have, with blanks between. `low`, `high`, `above`, `also`: inclusive
+    bounds, an exclusive lower one, and a value beside them. `path`: names files, so a leading ~ is the home directory."""
     meta = {"help": help, "choices": tuple(choices.split()), "low": low, "high": high, "above": above, "also": also}
     meta["path"] = path
     if isinstance(default, (dict, list)):

@@ -6,6 +6,7 @@ the key (or file), the value, and the mend.
 
 import contextlib
 import dataclasses
+import itertools
 import operator
 import os
 import re
@@ -127,25 +128,23 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     return value, lines
 
 
-def _assign(tree: dict, dotted: str, value: Any) -> Key:
-    """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns the key."""
+def _assign(tree: dict, dotted: str, value: Any) -> str:
+    """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns `section.key`."""
     section, *path = dotted.split(".")
     key = find_key(".".join([section, *path[:1]]))
     if len(path) > 1 and get_origin(key.type) is not dict:
         find_key(dotted)  # only a mapping has parts
     node = tree[section]
     for part in path[:-1]:
-        if not isinstance(node.get(part), dict):
-            node[part] = {}
+        node[part] = node[part] if isinstance(node.get(part), dict) else {}
         node = node[part]
     node[path[-1]] = value
-    return key
+    return key.dotted
 
 
-def _apply_file(tree: dict, path: str) -> dict[str, str]:
-    """Set what a file sets. Returns where each key stands in it: dotted name -> "file:line: "."""
+def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
+    """The keys that a file sets: dotted name, value, and "file:line: " for messages."""
     content, lines = _read_file(path)
-    places = {}
     for section, body in content.items():
         where = f"{path}:{lines.get(str(section), 1)}: "
         if section not in SECTIONS:
@@ -154,10 +153,7 @@ def _apply_file(tree: dict, path: str) -> dict[str, str]:
         if not isinstance(body, dict | None):
             raise ConfigError(f"{where}{section}={show(body)}: a section must be a mapping of keys, as {{key: value}}")
         for name, value in (body or {}).items():
-            where = f"{path}:{lines.get(f'{section}.{name}', 1)}: "
-            with _placed(where):
-                places[_assign(tree, f"{section}.{name}", value).dotted] = where
-    return places
+            yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
 
 
 @contextlib.contextmanager
@@ -169,7 +165,7 @@ def _placed(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}{e}") from None
 
 
-def _apply_argument(tree: dict, argument: str) -> Key:
+def _from_argument(argument: str) -> tuple[str, Any, str]:
     dotted, _, value = argument.partition("=")
     # Text is taken as it stands: YAML would cut "... end with #### number" at its comment sign.
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
@@ -178,7 +174,7 @@ def _apply_argument(tree: dict, argument: str) -> Key:
             value = yaml.load(value, _Loader)
         except _YAML_FAULTS as e:
             raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
-    return _assign(tree, dotted, value)
+    return dotted, value, ""
 
 
 def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
@@ -248,11 +244,11 @@ def load(argv: list[str]) -> Config:
     files = [argument.removeprefix("config=") for argument in argv if argument.startswith("config=")]
     if len(files) > 1:
         raise ConfigError(f"config={show(files[1])}: config is given {len(files)} times; give one file")
-    tree = dataclasses.asdict(Config())
-    places = _apply_file(tree, files[0]) if files else {}
-    for argument in argv:
-        if not argument.startswith("config="):
-            places.pop(_apply_argument(tree, argument).dotted, None)
+    arguments = (argument for argument in argv if not argument.startswith("config="))
+    tree, places = dataclasses.asdict(Config()), {}
+    for dotted, value, where in itertools.chain(*map(_from_file, files), map(_from_argument, arguments)):
+        with _placed(where):
+            places[_assign(tree, dotted, value)] = where
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
     except (OmegaConfBaseException, ValueError, RecursionError) as e:
@@ -272,12 +268,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_representer(
-    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-)
-_Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
-)
+_Dumper.add_representer(list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True))
+_Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", s)))
 
 
 def resolved_yaml(cfg: Config) -> str:
@@ -305,12 +297,13 @@ Trains a language model with one-step-off-policy PPO.
 Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
 Keys:"""
-    lines, section = [USAGE.splitlines()[0] + about], ""
-    for key in KEYS.values():
-        if key.section != section:
-            section = key.section
-            lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
-        lines.append(f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}")
+    lines = [USAGE.splitlines()[0] + about]
+    for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
+        lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
+        for key in keys:
+            lines.append(
+                f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}"
+            )
     return "\n".join(lines) + "\n"
 
 
