@@ -61,10 +61,8 @@ def find(cfg: Config) -> Path | None:
     made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
         if made_with.get(key) != value:
-            raise ConfigError(
-                f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; resume with that value, "
-                "or start anew with trainer.resume=never or another trainer.output_dir"
-            )
+            mend = "resume with that value, or start anew with trainer.resume=never or another trainer.output_dir"
+            raise ConfigError(f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; {mend}")
     return path
 
 
@@ -73,10 +71,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"checkpoint {path}: state.json cannot be read ({e}); name a folder as OUTPUT_DIR/checkpoints/step_000050 "
-            "in trainer.resume, or use auto or never"
-        ) from e
+        mend = "name a folder as OUTPUT_DIR/checkpoints/step_000050 in trainer.resume, or use auto or never"
+        raise ConfigError(f"checkpoint {path}: state.json cannot be read ({e}); {mend}") from e
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:

@@ -3,10 +3,9 @@
 The policy and its reference are causal language models. Critic and reward model are the same backbones with a scalar
 head, which transformers calls sequence classification with one label.
 
-Three things here are easy to get wrong and silent when wrong, so they are checked at start:
-the tie of embedding and head, the layout of the checkpoint against the model's, and what the model does
-to its logits after the head (scale, soft cap), because log-probs are computed here in chunks and not by
-the model's own forward.
+Three things are easy to get wrong and silent when wrong, so they are checked at start: the tie of embedding and head,
+the layout of the checkpoint against the model's, and what the model does to its logits after the head (scale, soft cap),
+because log-probs are computed here in chunks and not by the model's own forward.
 """
 
 import functools
@@ -139,9 +138,8 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _shard(model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if cfg.model.dtype == "bfloat16" else None, reduce_dtype=torch.float32
-    )
+    compute = torch.bfloat16 if cfg.model.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
     home = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in _decoder_layers(model):
@@ -192,10 +190,9 @@ def _policy_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
 
-    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
-    head) around that method alone. Only wanted positions are projected, `chunk` at a time, and in training
-    each chunk is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a
-    152k vocabulary.
+    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around
+    that method alone. Only wanted positions are projected, `chunk` at a time, and in training each chunk is recomputed
+    in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary.
     """
     hidden = _hidden_at(self, input_ids, position_ids, at)
     targets = tokens if len(tokens) else tokens.new_zeros(1)
@@ -223,12 +220,11 @@ def _scalar_forward(
 
 def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
     """What some families do after the head: Cohere and Granite scale, Falcon-H1 multiplies, Gemma caps softly."""
-    text = hf_config.get_text_config()
-    for factor in (getattr(text, "logit_scale", None), getattr(text, "lm_head_multiplier", None)):
+    names = "logit_scale", "lm_head_multiplier", "logits_scaling", "final_logit_softcapping"
+    scale, multiplier, divisor, cap = (getattr(hf_config.get_text_config(), name, None) for name in names)
+    for factor in (scale, multiplier):
         logits = logits if factor is None else logits * factor
-    if getattr(text, "logits_scaling", None) is not None:
-        logits = logits / text.logits_scaling
-    cap = getattr(text, "final_logit_softcapping", None)
+    logits = logits if divisor is None else logits / divisor
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -265,10 +261,8 @@ def check_head(model: PreTrainedModel, path: str) -> None:
     ours = finish_logits(model.config, head(hidden).float())
     difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
     if not difference < (0.5 if head.weight.dtype == torch.bfloat16 else 1e-2):  # "not <" refuses NaN too
-        raise ConfigError(
-            f"model.path: {path!r} ({name}) treats its logits in a way this trainer does not know "
-            f"(log-probs differ by {difference:.3g})"
-        )
+        way = f"in a way this trainer does not know (log-probs differ by {difference:.3g})"
+        raise ConfigError(f"model.path: {path!r} ({name}) treats its logits {way}")
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:
@@ -280,18 +274,16 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
     stored = revert_weight_conversion(model, dict(meta))
     moved = sorted(set(stored) ^ set(meta)) or sorted(k for k in meta if stored[k].shape != meta[k].shape)
     if moved:
-        raise ConfigError(
-            f"model.path: {path!r} ({type(model).__name__}) is stored in another layout than it is trained in "
-            f"(as {moved[0]}); the fsdp back end cannot stream its weights"
-        )
+        other = f"in another layout than it is trained in (as {moved[0]}); the fsdp back end cannot stream its weights"
+        raise ConfigError(f"model.path: {path!r} ({type(model).__name__}) is stored {other}")
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names.
 
-    References to the sharded parameters are taken once. Between an optimiser step and the next they do not
-    change, so they can be read while a forward or backward pass runs on gathered copies. Tied tensors
-    appear once. Under HSDP the first replica sends and the others hold copies.
+    References to the sharded parameters are taken once. Between an optimiser step and the next they do not change, so
+    they can be read while a forward or backward pass runs on gathered copies. Tied tensors appear once. Under HSDP the
+    first replica sends and the others hold copies.
     """
     held = []
     for name, parameter in model.named_parameters():

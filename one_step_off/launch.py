@@ -119,17 +119,13 @@ def check_model(cfg: Config) -> None:
     except Exception as e:
         raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
     if not weights:
-        raise ConfigError(
-            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot); give a "
-            "model saved by save_pretrained"
-        )
+        none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
+        raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
     quantised = getattr(found, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{name}: its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be "
-            "trained; give the model that it was made from"
-        )
+        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be trained"
+        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
     text = found.get_text_config()
@@ -150,23 +146,20 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the first cause that the hub's client names."""
     from huggingface_hub import errors
 
+    offline = "check the network and HF_HUB_OFFLINE, or give a model directory"
+    mends = {
+        errors.GatedRepoError: "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN",
+        errors.RepositoryNotFoundError: "no such model on the hub, or a private one: check the id, or run `hf auth login`",
+        errors.LocalEntryNotFoundError: offline,
+        errors.OfflineModeIsEnabled: offline,
+    }
     chain: list[BaseException] = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
-
-    def caused_by(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(e, kinds) for e in chain)
-
-    if caused_by(errors.GatedRepoError):
-        return "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
-    if caused_by(errors.RepositoryNotFoundError):
-        return "no such model on the hub, or a private one: check the id, or run `hf auth login`"
-    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        return "check the network and HF_HUB_OFFLINE, or give a model directory"
-    return (
-        "give a model directory saved by save_pretrained or a hub id; a model newer than transformers "
-        f"{metadata.version('transformers')} needs a newer one, a model with code of its own model.trust_remote_code=true"
-    )
+    newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
+    own = f"{newer}, a model with code of its own model.trust_remote_code=true"
+    otherwise = f"give a model directory saved by save_pretrained or a hub id; {own}"
+    return next((mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain)), otherwise)
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -177,10 +170,9 @@ def _require_causal(name: str, found: Any) -> None:
     saved_as = (getattr(found, "architectures", None) or [""])[0]
     causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
-        raise ConfigError(
-            f"{name}: {saved_as or 'its model'} (model type {found.model_type!r}) is no causal language model that "
-            "transformers knows; give one that generates text"
-        )
+        what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
+        none = "is no causal language model that transformers knows; give one that generates text"
+        raise ConfigError(f"{name}: {what} {none}")
     vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
@@ -235,10 +227,8 @@ def require_cluster(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as e:
-        raise ConfigError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); start one with ray start --head, "
-            "or unset RAY_ADDRESS to use this machine alone"
-        ) from e
+        mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
+        raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); {mend}") from e
 
 
 def start_ray(cfg: Config) -> str:
@@ -275,8 +265,8 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
     resumed = await resume(prepared, team, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    named = {"actor": "trainer"}  # its figures have the name of the group that they are compared with
-    groups = {named.get(role, role): group.ranks for role, group in team.groups.items()}
+    # The actor's figures have the name of the group that they are compared with.
+    groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
     groups["rollout"] = roles.rollout.replicas
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
@@ -367,10 +357,8 @@ def run(cfg: Config) -> int:
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
         if state and state["step"] >= total and not cfg.trainer.val_only:
-            screen.say(
-                f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; raise "
-                "trainer.total_steps, or start anew with trainer.resume=never"
-            )
+            mend = "raise trainer.total_steps, or start anew with trainer.resume=never"
+            screen.say(f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}")
             return 0
         if cfg.trainer.val_only:
             state = None
