@@ -35,14 +35,9 @@ _UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
 
 
 def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
-    """The run that is about to start.
-
-    Args:
-        asked_model: `model.path` as the user gave it (a tiny: name has become a folder since).
-        params: the model's parameters, None if they cannot be counted yet.
-        used: prompts in the training set and, if there is one, in the held-out set.
-        links: more places to look at, as the W&B run's.
-    """
+    """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
+    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set and,
+    if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
     each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
@@ -72,12 +67,8 @@ def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     known = {k: v for k, v in summary.items() if v is not None}
     for start, unit in _UNITS.items():
         known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
-    dropped = {
-        "reward/first": known["steps"] == 1,
-        "val/first": len(known.get("val/versions", ())) == 1,
-        "flops_per_s/rollout": "mfu/rollout" in known,
-        "reward/timeouts": not known.get("reward/timeouts"),
-    }
+    dropped = {"reward/first": known["steps"] == 1, "val/first": len(known.get("val/versions", ())) == 1}
+    dropped |= {"flops_per_s/rollout": "mfu/rollout" in known, "reward/timeouts": not known.get("reward/timeouts")}
     known = {k: v for k, v in known.items() if not dropped.get(k)}
     k = known.get("reward/averaged_steps", 0)
     known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"
@@ -111,9 +102,6 @@ def _places(cfg: Config) -> Facts:
 def going_on(cfg: Config) -> str:
     """The command that trains the resulting model further, into a folder beside this one."""
     folder = Path(cfg.trainer.output_dir)
-    parts = [
-        f"config={folder / 'config.yaml'}",
-        f"model.path={folder / 'hf_model'}",
-        f"trainer.output_dir={folder.with_name(folder.name + '_next') if folder.name else 'outputs/next'}",
-    ]
-    return "python -m one_step_off.main_ppo " + " ".join(shlex.quote(part) for part in parts)
+    beside = folder.with_name(folder.name + "_next") if folder.name else "outputs/next"
+    parts = f"config={folder / 'config.yaml'}", f"model.path={folder / 'hf_model'}", f"trainer.output_dir={beside}"
+    return shlex.join(["python", "-m", "one_step_off.main_ppo", *parts])

@@ -28,24 +28,16 @@ class UsageProbe:
     _gpus: "_Gpus | None" = None
 
     def usage(self, cuda: bool) -> dict[str, Any]:
-        """What this process and its children use.
-
-        Returns:
-            `memory_bytes`: the peak; of the GPU where the class has peak_memory_bytes() and runs on one, else resident.
-            `device`: the GPU's name or "". With NVML also `gpu_memory_bytes` (peak of whole GPUs, other processes
-            included) and `gpu_utilisation` (mean since the last call, 0 to 1).
-        """
+        """What this process and its children use. `memory_bytes`: the peak; of the GPU where the class has
+        peak_memory_bytes() and runs on one, else resident. `device`: the GPU's name or "". With NVML also
+        `gpu_memory_bytes` (peak of whole GPUs, other processes included) and `gpu_utilisation` (mean since the last
+        call, 0 to 1)."""
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda:
             with contextlib.suppress(Exception):  # any of NVML's: a run goes on without these figures
                 self._gpus = self._gpus or _Gpus()
                 found |= self._gpus.take()
-            if not found["device"]:
-                import torch
-
-                # Not in processes that have no CUDA context yet: making one takes hundreds of megabytes.
-                found["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
         return found
 
 
@@ -93,8 +85,9 @@ class _Gpus:
     def take(self) -> dict[str, Any]:
         """The figures since the last call."""
         busy, self.busy = self.busy, []
-        found = {"device": self.name, "gpu_memory_bytes": self.memory}
-        return found | ({"gpu_utilisation": fmean(busy)} if busy else {})
+        return {"device": self.name, "gpu_memory_bytes": self.memory} | (
+            {"gpu_utilisation": fmean(busy)} if busy else {}
+        )
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:

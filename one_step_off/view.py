@@ -58,13 +58,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def head(row: dict[str, Any]) -> str:
     """One line about a sample."""
-    truth = row.get("ground_truth")
-    return (
-        f"reward {row['reward']:.3g}  {row['length']} tokens  {_ENDS.get(row.get('finish_reason'), 'end unknown')}  "
-        f"made by {'+'.join(f'v{v}' for v in row.get('versions', ())) or 'v?'}  "
-        f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
-        + (f"  ground truth {truth}" if truth is not None else "")
-    )
+    end, truth = _ENDS.get(row.get("finish_reason"), "end unknown"), row.get("ground_truth")
+    made = "+".join(f"v{v}" for v in row.get("versions", ())) or "v?"
+    text = f"reward {row['reward']:.3g}  {row['length']} tokens  {end}  made by {made}  "
+    text += f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
+    return text if truth is None else f"{text}  ground truth {truth}"
 
 
 def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None:

@@ -95,30 +95,24 @@ def make(split: str, size: int, seed: int) -> list[Row]:
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`.
 
-    For small pretrained models, that know some sums but not what is asked of them: SmolLM2-135M-Instruct hits none
-    when asked in words, and a fifth when shown one. a + b and b + a are of one split. Sums repeat only in a list longer
-    than the split.
+    For small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one. a + b
+    and b + a are of one split. Sums repeat only in a list longer than the split.
     """
     space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
     rng, pairs = random.Random(f"addition {split} {seed}"), []
     while len(pairs) < size:
         pairs += rng.sample(space, len(space))
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
-    return [
-        {
-            "prompt": [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]],
-            "reward_model": {"ground_truth": str(a + b)},
-        }
-        for a, b in pairs[:size]
-    ]
+    rows = []
+    for a, b in pairs[:size]:
+        prompt = [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]]
+        rows.append({"prompt": prompt, "reward_model": {"ground_truth": str(a + b)}})
+    return rows
 
 
 def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
-    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions.
-
-    The split is a hash of the question's text, so train and test are disjoint for any two seeds. Raises ValueError: no
-    new problem comes any more.
-    """
+    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions. The split is a hash of the
+    question's text. Raises ValueError: no new problem comes any more."""
     import reasoning_gym
 
     rows: dict[str, Row] = {}
