@@ -92,8 +92,10 @@ class MicroBatch:
 
 
 def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool) -> MicroBatch:
-    """Lay sequences out for the model. An empty micro-batch becomes two tokens with nothing wanted: it takes part in every
-    collective of the forward and backward pass and adds nothing.
+    """Lay sequences out for the model.
+
+    An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
+    forward and backward pass and adds nothing.
 
     Args:
         sequences: token ids, one array [L_i] each.

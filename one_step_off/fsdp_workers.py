@@ -25,7 +25,13 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from ray.util import get_node_ip_address
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict as sd
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
@@ -136,10 +142,10 @@ class TrainedWorker(ModelWorker):
         super().setup(master_addr, master_port)
         own, self._host_state = self.own, {}
         if isinstance(own, TrainedConfig):
-            matrices = {"params": [p for p in self.model.parameters() if p.ndim > 1]}
+            matrices = [p for p in self.model.parameters() if p.ndim > 1]
+            vectors = [p for p in self.model.parameters() if p.ndim <= 1]
             # Norms and biases do not decay, as is usual (and as Megatron has it).
-            vectors = {"params": [p for p in self.model.parameters() if p.ndim <= 1], "weight_decay": 0.0}
-            groups = [group for group in (matrices, vectors) if group["params"]]
+            groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
             self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
@@ -201,8 +207,10 @@ class TrainedWorker(ModelWorker):
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-        steps, shape = self._total_steps and self._total_steps * per_step, (own.lr_schedule, own.warmup_steps)
-        rate = core_algos.learning_rate(self.optimizer_steps, steps, own.lr, *shape, own.min_lr_ratio)
+        steps = self._total_steps and self._total_steps * per_step
+        rate = core_algos.learning_rate(
+            self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
+        )
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -241,20 +249,19 @@ class TrainedWorker(ModelWorker):
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce()
-        norm = float(np.mean(stats.norms)) if stats.norms else float("nan")
         own = {
             "loss": sums["loss"] / minis,
-            "grad_norm": norm,
+            "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
             "lr": rates[-1],
             "skipped_updates": float(stats.skipped),
-        }
-        own |= {name: sums[name] for name in ("tokens", "tokens_total")}
-        own |= {name: value for name, value in maxima.items() if name.endswith("_s")}
+            "tokens": sums["tokens"],
+            "tokens_total": sums["tokens_total"],
+        } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
     def _state(self) -> dict[str, Any]:
-        optimizer = sd.get_optimizer_state_dict(self.model, self.optimizer)
-        return {"model": sd.get_model_state_dict(self.model), "optimizer": optimizer}
+        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
 
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
@@ -265,18 +272,19 @@ class TrainedWorker(ModelWorker):
         torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
 
     def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective). Raises ConfigError:
-        the checkpoint is of another model or cannot be read."""
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
+
+        Raises:
+            ConfigError: the checkpoint is of another model or cannot be read.
+        """
         state = self._state()
         try:
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
         except Exception as e:
             part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
-        sd.set_model_state_dict(
-            self.model, state["model"], options=sd.StateDictOptions(strict=False)
-        )  # tied: named once
-        sd.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
         own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
@@ -345,19 +353,17 @@ class PolicyWorker(TrainedWorker):
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         tokens = max(sums["tokens"], 1.0)
-        means = {
-            "actor/entropy": "entropy",
-            "actor/clip_frac": "clip",
-            "actor/approx_kl": "approx_kl",
-            "ratio/mean": "ratio",
-        }
-        means |= {"actor/kl": "kl"} if "kl" in sums else {}
-        return {name: sums[of] / tokens for name, of in means.items()} | {
+        metrics = {
             "actor/pg_loss": sums["pg_loss"] / minis,
+            "actor/entropy": sums["entropy"] / tokens,
+            "actor/clip_frac": sums["clip"] / tokens,
+            "actor/approx_kl": sums["approx_kl"] / tokens,
+            "ratio/mean": sums["ratio"] / tokens,
             "ratio/max": maxima["ratio"],
             "logprob_diff/mean": sums["logprob_diff"] / max(sums["first_tokens"], 1.0),
             "logprob_diff/max": maxima["logprob_diff"],
         }
+        return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
     def weight_plan(self) -> list[WeightPiece]:
         """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
@@ -372,10 +378,12 @@ class PolicyWorker(TrainedWorker):
             yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
-        writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        options = sd.StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = sd.get_model_state_dict(self.model, options=options)
+        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
+
+        Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
+        """
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.model, options=options)
         problem, error = [None], None
         if self.rank == 0:
             try:
