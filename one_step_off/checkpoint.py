@@ -1,8 +1,7 @@
 """Save and resume. A checkpoint of step N holds everything from which the run goes on as if it had never stopped.
 
-That is the trainer at v(N) and, one step off, the finished samples of step N (made with v(N-1), which no longer
-exist anywhere), the data position after them, and what the run folder's files held. Both are complete at one moment of
-the loop: after the samples of step N have come and before v(N) is sent.
+That is the trainer at v(N) and, one step off, the finished samples of step N (made with v(N-1), which no longer exist
+anywhere) and the data position after them: both are there after these samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
         state.json        step, version, data position, evaluation not yet in a row; the keys it depends on

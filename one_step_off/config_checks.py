@@ -42,11 +42,8 @@ _TEXTS = (
     lambda value: all(v and isinstance(v, str) for v in (value if isinstance(value, list) else [value])),
 )
 _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens".split()
-SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "stop": _TEXTS,
-    "stop_token_ids": _IDS,
-    **dict.fromkeys(_FLAGS, _FLAG),
-}
+SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXTS, "stop_token_ids": _IDS}
+SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
 OWNED = {
     "model": "model.path",
@@ -100,13 +97,8 @@ def resolved_device(cfg: Config, num_gpus: int | None = None) -> str:
 
 
 def validate(cfg: Config, num_gpus: int | None = None) -> None:
-    """Check what belongs together, what the config names on disk, and what the machine must have.
-
-    Args:
-        num_gpus: GPUs of this machine; None: counted here, where it matters.
-
-    Raises ConfigError: the first fault found.
-    """
+    """Check what belongs together, what the config names on disk, and what the machine must have. `num_gpus`: of this
+    machine; None: counted here, where it matters. Raises ConfigError: the first fault found."""
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
@@ -225,10 +217,8 @@ def _algorithm(cfg: Config) -> Iterator[str]:
         yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
     has = {"values"} if "critic" in cfg.placement.roles else set()
     has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
-    for registry, spec, own in (
-        (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
-        (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
-    ):
+    chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
+    for registry, spec, own in chosen:
         if spec not in registry:
             if not _is_yours(spec):
                 said = nearest(spec, registry, f"known are {', '.join(registry)}")
@@ -294,11 +284,8 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
 
 
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
-    """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs.
-
-    Only vLLM knows them, and its import takes long, so this is no part of `validate`. Raises ConfigError: a name that
-    is none of them.
-    """
+    """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs. Only
+    vLLM knows them, and its import takes long, so this is no part of `validate`. Raises ConfigError."""
     # Fields with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}
     for name, value in cfg.rollout.engine_kwargs.items():

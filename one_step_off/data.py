@@ -429,8 +429,7 @@ def build(cfg: Config, tokenizer: Any) -> Data:
         mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out)
         shared = sum(p.text in known for p in mine)
         if shared:
-            held_out.notes.append(
-                f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"
-            )
+            some = f"{shared} of the {len(mine)} held-out prompts"
+            held_out.notes.append(f"warning: {some} are also in the training data")
         val += mine
     return Data(stream, val or None, reports, list(sets))

@@ -1,12 +1,9 @@
 """What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days. A logger has two methods:
-
-    write(figures, at, name, samples, advantages)
-        the finite figures of step `at`, or of an evaluation ("val/version" among them, which is then `at`); the samples
-        behind them and the name of the file for these, with advantages (none for an evaluation)
-    close(failed)
+broken dashboard must not end a run of days. A logger has the methods close(failed) and
+write(figures, at, name, samples, advantages): the finite figures of step `at`, or of an evaluation (then `at` is its
+"val/version"); the samples behind them and the name of the file for these, with advantages (none for an evaluation).
 """
 
 import json
@@ -80,10 +77,8 @@ class Wandb:
                 settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
-            why, mend = (
-                " ".join(str(e).split()) or type(e).__name__,
-                "run `wandb login`, or set logging.wandb_mode=offline",
-            )
+            why = " ".join(str(e).split()) or type(e).__name__
+            mend = "run `wandb login`, or set logging.wandb_mode=offline"
             raise ConfigError(f"logging.wandb=true: W&B does not start ({why}); {mend}") from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
@@ -206,10 +201,7 @@ def open_loggers(
     cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
 ) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0 also
-    its event files, for it was another run.
-
-    `wandb` is made by the caller, before anything of an earlier run is touched: it may refuse.
-    """
+    its event files, for it was another run. `wandb` is made by the caller, before anything is touched: it may refuse."""
     folder = Path(cfg.trainer.output_dir)
     gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
     for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):

@@ -52,13 +52,10 @@ class Screen:
         dumb = os.environ.get("TERM", "dumb") == "dumb"
         self.live = console is not None or ((out or sys.stdout).isatty() and not dumb)
         self.console = console or Console(file=out, highlight=False)
+        what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
+        times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
         self.bars = _Bars(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=None),
-            progress.TaskProgressColumn(),
-            progress.TimeElapsedColumn(),
-            progress.TextColumn("left"),
-            progress.TimeRemainingColumn(),
+            *(what, bar, progress.TaskProgressColumn(), *times),
             console=self.console,
             get_time=clock,
             speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half

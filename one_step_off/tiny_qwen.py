@@ -140,22 +140,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
-    fields = dict(
-        vocab_size=RECIPE.vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        initializer_range=RECIPE.initializer_range,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    config = AutoConfig.for_model(kind, **fields | overrides)
+    shape = {"vocab_size": RECIPE.vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 2048}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    others = {"tie_word_embeddings": True, "initializer_range": RECIPE.initializer_range}
+    config = AutoConfig.for_model(kind, **shape | tokens | others | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -41,14 +41,9 @@ def staleness(batch: Batch, version: int) -> dict[str, float]:
 
 
 class Tracker:
-    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and the loggers.
-
-    Attributes:
-        loggers: TensorBoard and the like, once they are open.
-        meter: counts tokens and FLOPs, once the model is known.
-        usage: the latest of what `usage.watching` found; `report_usage` keeps it fresh.
-        evaluations: all of the run, those before a resume too; `unwritten` is what the next row has to repeat of them.
-    """
+    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
+    `loggers`. `usage` is the latest of what `usage.watching` found. `evaluations` are all of the run, those before a
+    resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
@@ -99,11 +94,8 @@ class Tracker:
             self.meter.device_name = device_name
 
     def span(self, role: str, what: str, step: int, begin: float, end: float) -> None:
-        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`.
-
-        That file is a Chrome trace (chrome://tracing, Perfetto); its last bracket is left out, as the format allows, so
-        that it is whole at any moment.
-        """
+        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`, a Chrome trace
+        (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is whole at any moment."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
         event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": role}
@@ -134,11 +126,8 @@ class Tracker:
         self.screen.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
-        """Record one evaluation of the held-out set, made by weight version `version`.
-
-        `evaluations.jsonl` has them all. The row of the step that ends next repeats the newest; "val/version" tells its
-        weights, since it ran beside that step.
-        """
+        """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them all;
+        the row of the step that ends next, beside which it ran, repeats the newest."""
         found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
         self.evaluations.append(found)
         self.unwritten = found
@@ -161,7 +150,11 @@ class Tracker:
             found["steps_before"] = self.steps_before
         found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
-            found |= _learning(self.steps) | _speed(self.steps[1:] or self.steps)
+            # The rewards of the first and of the last steps: as many as do not overlap, five at most.
+            k, rewards = max(1, min(5, len(self.steps) // 2)), [r["reward/mean"] for r in self.steps]
+            first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
+            found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
+            found |= _speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
             rewards = [e["val/reward"] for e in self.evaluations]
@@ -189,13 +182,6 @@ class Tracker:
 def _without_nan(row: Row) -> Row:
     """JSON has no NaN."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-
-
-def _learning(steps: list[Row]) -> dict[str, float]:
-    """The rewards of the first and of the last steps: as many as do not overlap, five at most."""
-    k, rewards = max(1, min(5, len(steps) // 2)), [r["reward/mean"] for r in steps]
-    first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
-    return {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
 
 
 def _speed(rows: list[Row]) -> dict[str, float | None]:

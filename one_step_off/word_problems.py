@@ -1,7 +1,6 @@
 """Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
 
-All generators take (split, size, seed), with a split "train" or "test" and a size of 0 or more. Train and test never
-share a problem, whatever their seeds.
+All generators take (split, size, seed). Train and test never share a problem, whatever their seeds.
 """
 
 import hashlib
@@ -13,11 +12,8 @@ from typing import Any
 Row = dict[str, str]
 
 FIRST, SECOND = range(10, 100), range(1, 10)
-"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow).
-
-So a held-out problem is made of parts that the train split teaches (3 + 5 under other tens): a tiny model
-can solve it, and does so only if it learned the rule. With smaller operands it could but memorise the table.
-"""
+"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So a held-out problem is
+made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it if it learned the rule."""
 
 TEST_PERCENT = 15
 
