@@ -31,12 +31,9 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row, not yet tokenised.
-
-    `index` is its place in the data as it was written, bad rows included and all files in a row, from 0: filters do
-    not move it. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of the gsm8k
-    format with `data.instruction`.
-    """
+    """One usable row, not yet tokenised. `index` is its place in the data as it was written, bad rows included and all
+    files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of the
+    gsm8k format with `data.instruction`."""
 
     index: int
     where: str
@@ -404,12 +401,9 @@ class Data:
 
 
 def build(cfg: Config, tokenizer: Any) -> Data:
-    """Read, check and tokenise both sets of a run.
-
-    Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do
-    not depend on `trainer.seed`, so that runs with other seeds are evaluated alike. Raises ConfigError: see `load_rows`
-    and `encode`.
-    """
+    """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2, row),
+    and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are evaluated
+    alike. Raises ConfigError: see `load_rows` and `encode`."""
     report, t = Report("training data"), cfg.trainer
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report)
@@ -418,17 +412,14 @@ def build(cfg: Config, tokenizer: Any) -> Data:
     if stream.surplus:
         last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
         report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")
-    reports = [report]
-    val: list[Prompt] = []
-    known = {p.text for p in prompts}
+    reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
     for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
         held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
         mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out)
-        shared = sum(p.text in known for p in mine)
-        if shared:
+        if shared := sum(p.text in known for p in mine):
             some = f"{shared} of the {len(mine)} held-out prompts"
             held_out.notes.append(f"warning: {some} are also in the training data")
         val += mine

@@ -50,12 +50,9 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
-    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
-
-    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has
-    no scalar head begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that
-    rank 0 met.
-    """
+    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a host
+    holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head begins
+    with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
     trainable = isinstance(own, TrainedConfig)
@@ -101,9 +98,8 @@ def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype)
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
         what = "model with a scalar head" if scalar else "causal language model"
         raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}") from e
-    lacking = {str(k) for k in report["missing_keys"]} | {str(k) for k in report["mismatched_keys"]}
-    if role == "critic":
-        lacking -= {f"{SCALAR_HEAD}.weight"}
+    lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
+    lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
         raise ConfigError(f"{key}: the checkpoint {path!r} lacks {len(lacking)} weights, as {min(lacking)}")
     if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
@@ -279,12 +275,9 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
-    """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names.
-
-    References to the sharded parameters are taken once. Between an optimiser step and the next they do not change, so
-    they can be read while a forward or backward pass runs on gathered copies. Tied tensors appear once. Under HSDP the
-    first replica sends and the others hold copies.
-    """
+    """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
+    optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward pass
+    runs on gathered copies. Tied tensors appear once. Under HSDP the first replica sends and the others hold copies."""
     held = []
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh

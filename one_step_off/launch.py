@@ -37,8 +37,7 @@ from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
 
-# No torch, Ray or transformers here: a person waits for the first line.
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the first line
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
@@ -65,11 +64,8 @@ class Prepared:
 def prepare(
     cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] = lambda what, done: None
 ) -> Prepared:
-    """Find or build the model, read and check the data, find the checkpoint. Raises ConfigError.
-
-    Args:
-        progress: told what is being built and how much of it is done, 0 to 1.
-    """
+    """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
+    how much of it is done, 0 to 1. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -132,9 +128,8 @@ def check_model(cfg: Config) -> None:
     needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and needed > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {needed}: {name} takes {limit} tokens; lower one of them"
-        )
+        keys = "data.max_prompt_length + data.max_response_length"
+        raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
     heads, width = getattr(text, "num_attention_heads", None), cfg.rollout.tensor_parallel_size
     if heads is not None and heads % width:
         raise ConfigError(
@@ -251,10 +246,8 @@ def spawn_roles(prepared: Prepared) -> "Spawned":
     """Create every process of the run. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
-    data = prepared.data
-    return Spawned(
-        prepared.cfg, prepared.device, data.stream.total_steps, prepared.canary, prepared.tokenizer, data.find
-    )
+    p = prepared
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -275,8 +268,7 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
                 await pipeline.fit()
     if cfg.trainer.save_hf_model and not only:
         with screen.working("writing hf_model"):
-            path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
-            await roles.actor.save_hf(path)
+            await roles.actor.save_hf(str(Path(cfg.trainer.output_dir).resolve() / "hf_model"))
 
 
 async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resumed | None":

@@ -96,11 +96,8 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
 
 
 def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second; returns `path`.
-
-    `kind` is the `model_type` of a causal language model whose config has the usual fields: `llama`, `qwen3`, ...; `dtype`
-    (of the saved weights) is `float32` or `bfloat16`; `overrides` are fields of the HF config.
-    """
+    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type` of
+    a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are fields of the HF config."""
     tokenizer = build_tokenizer()
     _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
     return path

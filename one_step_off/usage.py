@@ -92,15 +92,11 @@ class _Gpus:
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics of one group: the largest peaks of its processes, the mean utilisation."""
-    found = {}
-    for key, name, over in (
-        ("memory_bytes", f"memory/{group}_peak_bytes", max),
-        ("gpu_memory_bytes", f"memory/{group}_gpu_peak_bytes", max),
-        ("gpu_utilisation", f"gpu_utilisation/{group}", fmean),
-    ):
-        if values := [a[key] for a in answers if key in a]:
-            found[name] = float(over(values))
-    return found
+    names = {"memory_bytes": f"memory/{group}_peak_bytes", "gpu_memory_bytes": f"memory/{group}_gpu_peak_bytes"}
+    values = {key: [a[key] for a in answers if key in a] for key in (*names, "gpu_utilisation")}
+    found = {name: float(max(values[key])) for key, name in names.items() if values[key]}
+    busy = values["gpu_utilisation"]
+    return found | ({f"gpu_utilisation/{group}": fmean(busy)} if busy else {})
 
 
 async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None:
