@@ -68,12 +68,9 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
-        head = f"{self.name}: {self.rows} rows, {self.used} used"
-        if self.bad:
-            head += f", {len(self.bad)} malformed skipped"
-        if self.overlong:
-            head += f", {len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
-        out = [head]
+        over = f"{len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
+        skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
+        out = [", ".join([f"{self.name}: {self.rows} rows, {self.used} used", *skipped])]
         for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
             out += [f"  skipped {where}: {why}" for where, why in rows[:_NAMED]]
             out += [f"  ... and {len(rows) - _NAMED} more like these"] * (len(rows) > _NAMED)

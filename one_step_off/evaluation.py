@@ -39,11 +39,8 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
         own = [s for group in groups.values() for s in group]
         n = min(len(group) for group in groups.values())
         key = "val" if index == 0 else f"val/{name}"
-        found |= {
-            f"{key}/reward": float(np.mean([s.reward for s in own])),
-            f"{key}/samples": float(len(own)),
-            f"{key}/response_length": float(np.mean([len(s.response_ids) for s in own])),
-        }
+        found |= {f"{key}/reward": float(np.mean([s.reward for s in own])), f"{key}/samples": float(len(own))}
+        found[f"{key}/response_length"] = float(np.mean([len(s.response_ids) for s in own]))
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
             ks = {1 << e for e in range(n.bit_length())} | {n}

@@ -15,26 +15,16 @@ import numpy as np
 from one_step_off.config import Config
 from one_step_off.samples import Batch
 
-# Dense bf16 FLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
-PEAKS: dict[float, tuple[str, ...]] = {
-    2250e12: ("B200",),
-    756e12: ("H100 PCIE",),
-    835e12: ("H100 NVL",),
-    989e12: ("GH200", "H200", "H100", "H800"),
-    312e12: ("A100", "A800"),
-    362e12: ("L40S",),
-    181e12: ("L40",),
-    121e12: ("L4",),
-    149.7e12: ("A40",),
-    165e12: ("A30",),
-    125e12: ("A10",),
-}
+# Dense bf16 TFLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
+PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989, H800 989, A100 312, A800 312,
+    L40S 362, L40 181, L4 121, A40 149.7, A30 165, A10 125"""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    return next((peak for peak, names in PEAKS.items() if any(set(n.split()) <= words for n in names)), None)
+    rows = (row.split() for row in PEAKS.split(","))
+    return next((float(tera) * 1e12 for *name, tera in rows if words.issuperset(name)), None)
 
 
 @dataclass(frozen=True)
@@ -90,10 +80,8 @@ class Meter:
         lengths = np.array([s.length for s in batch.samples])
         made = np.array([len(s.response_ids) for s in batch.samples])
         epochs = self.cfg.actor.ppo_epochs
-        found: dict[str, float | None] = {
-            "tokens_per_s/rollout": _rate(made.sum(), generate_s),
-            "tokens_per_s/trainer": _rate(lengths.sum() * epochs, train_s),
-        }
+        found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
+        found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, train_s)
         if self.shape is None:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
