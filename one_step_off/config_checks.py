@@ -1,7 +1,7 @@
 """What a valid config must hold beyond types and ranges: keys that fit each other, files, and the machine.
 
 Each group of checks yields the faults that it finds, one line each; only the first is told, so that a check may rely on
-those before it. Cheap checks come first. What only the contents of files tell, `launch.prepare` checks.
+those before it. What only the contents of files tell, `launch.prepare` checks.
 """
 
 import difflib

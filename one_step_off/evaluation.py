@@ -8,7 +8,6 @@ import numpy as np
 from one_step_off.samples import PromptId, Sample
 
 MAIN = "val"  # the set of data.val_files; its keys carry no name
-
 PASSES_AT = 1.0  # a sample passes whose reward is at least this
 
 

@@ -122,10 +122,9 @@ def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTra
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks: one FSDP group and one activation checkpoint each."""
-    layers = getattr(model.base_model, "layers", None)
+    layers, names = getattr(model.base_model, "layers", None), set(model._no_split_modules or ())
     if isinstance(layers, nn.ModuleList) and len(layers):
         return list(layers)
-    names = set(model._no_split_modules or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise ConfigError(f"model.path: cannot tell the decoder layers of {type(model).__name__}")

@@ -378,10 +378,8 @@ class PolicyWorker(TrainedWorker):
             yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
-
-        Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
-        """
+        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
+        writes beside `path` and renames, so a checkpoint is there whole or not at all."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         problem, error = [None], None

@@ -42,7 +42,6 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
     from one_step_off.roles import Spawned
 
 CANARY_TOKENS = 64
-VAL_ONLY = "val_only"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
@@ -301,9 +300,8 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
             return
         pipeline.stopping = True
         limits.append(loop.call_later(grace_s, give_up))
-        tracker.say(
-            f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
-        )
+        when = f"when this step ends, within {grace_s:g} s"
+        tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
 
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal)
@@ -356,7 +354,7 @@ def run(cfg: Config) -> int:
             state = None
             screen.say(_evaluated(prepared))
             # A folder of its own: the run's files tell of the run.
-            cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / VAL_ONLY)
+            cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time

@@ -77,9 +77,8 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
         safe = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
         console.print(Text(safe, style), soft_wrap=True)
 
-    rewards = [r["reward"] for r in rows if not math.isnan(r["reward"])]
+    rewards, lengths = [r["reward"] for r in rows if not math.isnan(r["reward"])], [r["length"] for r in rows]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
-    lengths = [r["length"] for r in rows]
     say(f"{path}: {len(rows)} samples, reward {mean:.3f}, length {sum(lengths) / len(rows):.1f} (max {max(lengths)})")
     for name, count in wanted.items():
         chosen = sorted(rows, key=_ORDERS[name])[:count]

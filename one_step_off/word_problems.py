@@ -16,10 +16,8 @@ FIRST, SECOND = range(10, 100), range(1, 10)
 made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it if it learned the rule."""
 
 TEST_PERCENT = 15
-
 NAMES = ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Eva")
 OBJECTS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "balls")
-
 TEMPLATES = {
     "+": (
         "{name} has {ax} and gets {b} more. How many {x} does {name} have now?",
@@ -38,7 +36,6 @@ TEMPLATES = {
         "{name} needs {ax} and has {b}. How many more {x} does {name} need?",
     ),
 }
-
 _SURFACES = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
@@ -70,8 +67,7 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`.
 
     Every (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter
-    list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer than all of its
-    wordings. Raises ValueError: a test split larger than its different questions.
+    list is a prefix of a longer one. Raises ValueError: a test split larger than its different questions.
     """
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
