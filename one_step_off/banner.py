@@ -36,8 +36,8 @@ _UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
 
 def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
     """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
-    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set and,
-    if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
+    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set
+    and, if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
     each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"

@@ -16,7 +16,7 @@ Plan = list[list[list[int]]]
 
 def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> list[list[int]]:
     """Positions of samples, one list per mini-batch of whole prompt groups, prompts in order of first appearance;
-    `prompts` has the prompt of each sample. The last mini-batch may hold fewer than `prompts_per_mini_batch` of them."""
+    `prompts` has the prompt of each sample. The last mini-batch may have fewer prompts."""
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     result: list[list[int]] = [[] for _ in range(-(-len(order) // prompts_per_mini_batch))]
     for position, prompt in enumerate(prompts):
@@ -77,8 +77,8 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [rows, width]; padded on the right with 0, or packed into one row.
-        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch needs neither
-            positions nor a mask: under causal attention no real token sees the padding to its right.
+        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch needs
+            neither positions nor a mask: under causal attention no real token sees the padding to its right.
         at: int64 [n]; flat index into [rows * width] of the position whose logits predict each wanted token.
         tokens: int64 [n]; the wanted tokens.
         counts: wanted tokens of each sequence, in the order of the sequences; sums to n.

@@ -11,7 +11,7 @@ from typing import Any, Optional
 
 def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
     """One config key. `choices`: the values it may have, with blanks between. `low`, `high`, `above`, `also`: inclusive
-    bounds, an exclusive lower one, and a value beside them. `path`: names files, so a leading ~ is the home directory."""
+    bounds, an exclusive lower one, and a value beside them. `path`: names files, so ~ is the home directory."""
     meta = {"help": help, "choices": tuple(choices.split()), "low": low, "high": high, "above": above, "also": also}
     meta["path"] = path
     if isinstance(default, (dict, list)):

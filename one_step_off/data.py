@@ -32,8 +32,8 @@ class BadRow(Exception):
 @dataclass(frozen=True)
 class Row:
     """One usable row, not yet tokenised. `index` is its place in the data as it was written, bad rows included and all
-    files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of the
-    gsm8k format with `data.instruction`."""
+    files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of
+    the gsm8k format with `data.instruction`."""
 
     index: int
     where: str
@@ -295,9 +295,9 @@ class PromptStream:
         for step in range(stream.total_steps):
             batch = stream.next_batch()
 
-    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full, of any size: one that reaches
-    the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run; `prompts`
-    carry their row in `id[1]`, and the epoch in it is replaced.
+    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full, of any size: one that
+    reaches the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run;
+    `prompts` carry their row in `id[1]`, and the epoch in it is replaced.
 
     `total_steps` is as given, or the fewest that see every prompt `total_epochs` times (the stream itself does not end
     there); `surplus` counts the prompts that the last of these steps takes beyond them.
@@ -398,9 +398,9 @@ class Data:
 
 
 def build(cfg: Config, tokenizer: Any) -> Data:
-    """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2, row),
-    and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are evaluated
-    alike. Raises ConfigError: see `load_rows` and `encode`."""
+    """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2,
+    row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are
+    evaluated alike. Raises ConfigError: see `load_rows` and `encode`."""
     report, t = Report("training data"), cfg.trainer
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report)

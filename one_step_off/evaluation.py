@@ -25,8 +25,8 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
 
 
 def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
-    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/pass@k", ... for
-    the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
+    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/pass@k", ...
+    for the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
     found: dict[str, float] = {}
     for index, name in enumerate(names):
         groups: dict[PromptId, list[Sample]] = {}

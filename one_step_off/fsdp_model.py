@@ -4,8 +4,8 @@ The policy and its reference are causal language models. Critic and reward model
 head, which transformers calls sequence classification with one label.
 
 Three things are easy to get wrong and silent when wrong, so they are checked at start: the tie of embedding and head,
-the layout of the checkpoint against the model's, and what the model does to its logits after the head (scale, soft cap),
-because log-probs are computed here in chunks and not by the model's own forward.
+the layout of the checkpoint against the model's, and what the model does to its logits after the head (scale, soft
+cap), because log-probs are computed here in chunks and not by the model's own forward.
 """
 
 import functools
@@ -50,9 +50,9 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
-    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a host
-    holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head begins
-    with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
+    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
+    host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
+    begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
     trainable = isinstance(own, TrainedConfig)
@@ -275,8 +275,8 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
-    optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward pass
-    runs on gathered copies. Tied tensors appear once. Under HSDP the first replica sends and the others hold copies."""
+    optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward
+    pass runs on gathered copies. Tied tensors appear once. Under HSDP the first replica sends."""
     held = []
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh

@@ -140,10 +140,10 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the first cause that the hub's client names."""
     from huggingface_hub import errors
 
-    offline = "check the network and HF_HUB_OFFLINE, or give a model directory"
+    offline, login = "check the network and HF_HUB_OFFLINE, or give a model directory", "run `hf auth login`"
     mends = {
-        errors.GatedRepoError: "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN",
-        errors.RepositoryNotFoundError: "no such model on the hub, or a private one: check the id, or run `hf auth login`",
+        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
         errors.LocalEntryNotFoundError: offline,
         errors.OfflineModeIsEnabled: offline,
     }

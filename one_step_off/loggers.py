@@ -200,8 +200,8 @@ class Loggers:
 def open_loggers(
     cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
 ) -> Loggers:
-    """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0 also
-    its event files, for it was another run. `wandb` is made by the caller, before anything is touched: it may refuse."""
+    """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
+    also its event files, for it was another run. `wandb` is made by the caller, before all this: it may refuse."""
     folder = Path(cfg.trainer.output_dir)
     gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
     for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):

@@ -42,8 +42,8 @@ class ModelShape:
         return float((2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum())
 
     def generate_flops(self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]) -> float:
-        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one: 2N
-        each, and attention to what stands before it."""
+        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one:
+        2N each, and attention to what stands before it."""
         p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
         seen = r * p + r * (r - 1) / 2
         own = 2 * self.matmul_params * r + 4 * self.layers * self.attention_width * seen

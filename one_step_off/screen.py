@@ -42,8 +42,8 @@ class _Bars(progress.Progress):
 
 
 class Screen:
-    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes, CI
-    and terminals that cannot move their cursor get lines instead, one per step."""
+    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes,
+    CI and terminals that cannot move their cursor get lines instead, one per step."""
 
     def __init__(
         self, out: TextIO | None = None, console: Console | None = None, clock: Callable[[], float] = time.monotonic

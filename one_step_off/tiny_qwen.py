@@ -1,9 +1,9 @@
 """`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, made on the spot, that RL visibly improves.
 
 Every part of the program treats it like any Hugging Face model. Nothing is downloaded: the tokenizer is trained on the
-word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their train split. Most
-of these lack or misformat the last line (`#### N`), so that the model knows the sums but seldom says them in the form
-that earns the reward: that gap is what RL closes.
+word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their train split.
+Most of these lack or misformat the last line (`#### N`), so that the model knows the sums but seldom says them in the
+form that earns the reward: that gap is what RL closes.
 """
 
 import fcntl
@@ -96,8 +96,8 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
 
 
 def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type` of
-    a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are fields of the HF config."""
+    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type`
+    of a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
     tokenizer = build_tokenizer()
     _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
     return path

@@ -94,8 +94,8 @@ class Tracker:
             self.meter.device_name = device_name
 
     def span(self, role: str, what: str, step: int, begin: float, end: float) -> None:
-        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`, a Chrome trace
-        (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is whole at any moment."""
+        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`, a Chrome
+        trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
         event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": role}
@@ -126,8 +126,8 @@ class Tracker:
         self.screen.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
-        """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them all;
-        the row of the step that ends next, beside which it ran, repeats the newest."""
+        """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
+        all; the row of the step that ends next, beside which it ran, repeats the newest."""
         found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
         self.evaluations.append(found)
         self.unwritten = found

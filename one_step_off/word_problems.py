@@ -13,7 +13,7 @@ Row = dict[str, str]
 
 FIRST, SECOND = range(10, 100), range(1, 10)
 """Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So a held-out problem is
-made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it if it learned the rule."""
+made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it by the rule."""
 
 TEST_PERCENT = 15
 NAMES = ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Eva")
