@@ -315,8 +315,8 @@ def seats_per_node(cfg: Config, pool: str) -> list[int]:
 
 def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict[str, list[list[int]]]:
     """Pool -> the cores of each of its processes (empty: not pinned, as on GPUs). `cores` None: those that this process
-    may use. Rollout and trainers never share a core where there are two, unless there are fewer cores than processes
-    and the two work in turns anyway (staleness 0)."""
+    may use. Rollout and trainers in pools of their own share no core where there are two, unless there are fewer cores
+    than processes and the two work in turns anyway (staleness 0)."""
     counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
@@ -324,7 +324,7 @@ def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict
     if device == "cpu" and cfg.placement.pin_cores and one_node:
         rollout = counts.pop(cfg.placement.roles["rollout"])
         mine = sorted(os.sched_getaffinity(0)) if cores is None else cores
-        in_turns = cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine)
+        in_turns = not counts or (cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine))
         plan[cfg.placement.roles["rollout"]], trainers = plan_cores(rollout, sum(counts.values()), mine, in_turns)
         for pool, n in counts.items():
             plan[pool], trainers = trainers[:n], trainers[n:]

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
+from one_step_off.advantages import Arrays
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
@@ -78,23 +79,27 @@ class ModelWorker(UsageProbe):
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
 
-    def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
+    def _of_responses(self, batch: Batch, more: str = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
-        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature)
+        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature, more=more)
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
         return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed)
 
     @torch.no_grad()
     def _scores(
-        self, sequences: list[np.ndarray], wanted: list[np.ndarray], temperature: float, shared: bool = True
+        self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
     ) -> dict[int, np.ndarray]:
-        """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective)."""
+        """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
+
+        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2].
+        """
         lengths, result = [len(s) for s in sequences], {}
         for micro in self._plan(lengths, self.world_size)[self.rank] if shared else self._plan(lengths, 1)[0]:
             laid = batching.collate([sequences[i] for i in micro], [wanted[i] for i in micro], self.packed)
-            found = self._forward(laid, temperature, "none")[0].float().cpu().numpy()
+            found, figure = self._forward(laid, temperature, more)
+            found = (found if figure is None else torch.stack([found, figure], -1)).float().cpu().numpy()
             ends = np.cumsum(laid.counts)[:-1]
             result.update(zip(micro, np.split(found, ends), strict=False))  # an empty one has no index
         self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
@@ -306,6 +311,10 @@ class PolicyWorker(TrainedWorker):
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         return self._of_responses(batch)
+
+    def log_prob_and_squares(self, batch: Batch) -> dict[int, np.ndarray]:
+        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's squared probabilities."""
+        return self._of_responses(batch, "squares")
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every

@@ -321,10 +321,13 @@ def _devices(cfg: Config, role: str) -> int:
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
+    from one_step_off.placement import created_text
+
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
             team = spawn_roles(prepared)
+            tracker.say("created " + created_text(prepared.cfg, team.pools))
             await team.setup()
         await train(prepared, team, tracker)
     finally:

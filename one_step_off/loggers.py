@@ -104,11 +104,13 @@ class SampleDump:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[Any]) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
         rows = [self._row(sample) for sample in samples]
-        for row, advantage in zip(rows, advantages, strict=False):
-            row["advantage"] = advantage
+        for row, sample, advantage in zip(rows, samples, advantages, strict=False):
+            own = advantage[sample.loss_mask]  # of the trained tokens: one value, or one for each
+            for figure in ("mean", "min", "max"):
+                row[f"advantage/{figure}"] = float(getattr(own, figure)()) if len(own) else None
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
             text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"
@@ -128,7 +130,7 @@ class SampleDump:
             "ground_truth": prompt and prompt.ground_truth,
             "prompt": prompt and prompt.text,
             "response": sample.response,
-        }
+        } | {name: sample.extra[name] for name in ("reward_parts", "baseline") if name in sample.extra}
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""
@@ -158,7 +160,7 @@ class Loggers:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
-        advantages = [float(a[0]) if len(a) else None for a in batch.advantages or ()]
+        advantages = batch.advantages or []
         self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
