@@ -6,13 +6,10 @@
         worker.update(batch)             # v(N) -> v(N+1)
         for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
 
-`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref, `CriticWorker` and
-`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets
-environment and threads before. All ranks are called together, with the same arguments; each call runs the same
-collectives in the same order on every rank.
+`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref. They are plain
+classes: the caller wraps them in actors and sets environment and threads before. All ranks are called together, with
+the same arguments; each call runs the same collectives in the same order on every rank.
 """
-
-from __future__ import annotations
 
 import datetime
 import os
@@ -39,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.advantages import Arrays
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -57,8 +54,6 @@ class ModelWorker(UsageProbe):
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
 
-    # ---- start --------------------------------------------------------------------------------------------------
-
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
         host = host or get_node_ip_address()
@@ -67,11 +62,8 @@ class ModelWorker(UsageProbe):
             return host, s.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective).
-
-        Raises:
-            ConfigError: the model cannot be trained here; the message names the key.
-        """
+        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
+        ConfigError: the model cannot be trained here; the message names the key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
@@ -86,8 +78,6 @@ class ModelWorker(UsageProbe):
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
-
-    # ---- forward passes -----------------------------------------------------------------------------------------
 
     def _of_responses(self, batch: Batch, more: str = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -131,8 +121,8 @@ class ModelWorker(UsageProbe):
 class TrainedWorker(ModelWorker):
     """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
 
-    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the
-    learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
+    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
+    schedule; a skipped step counts too.
     """
 
     version = 0
@@ -144,10 +134,8 @@ class TrainedWorker(ModelWorker):
         raise NotImplementedError
 
     def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
-        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
-
-        `of` holds what `_per_token` finds; `first`: no optimiser step of this update has been made yet.
-        """
+        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`. `of` holds what
+        `_per_token` finds; `first`: no optimiser step of this update has been made yet."""
         raise NotImplementedError
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
@@ -165,15 +153,11 @@ class TrainedWorker(ModelWorker):
             groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
             self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
-    # ---- update -------------------------------------------------------------------------------------------------
-
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
 
-        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up.
-
-        Raises:
-            StalenessError: before anything is changed, on every rank.
+        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises
+        StalenessError: before anything is changed, on every rank.
         """
         assert_versions(batch)
         if not learn:
@@ -211,17 +195,15 @@ class TrainedWorker(ModelWorker):
             stats.add(tokens_total=sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
-        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
-
-        And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
-        """
+        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
+        "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens."""
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        of = {
-            name: np.concatenate([np.zeros(0), *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
-            for name, arrays in columns.items()
-        }
+        of = {}
+        for name, arrays in columns.items():
+            trained = [x[m] for x, m in zip(arrays, masks, strict=True)]
+            of[name] = np.concatenate([np.zeros(0), *trained]).astype(np.float32)
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -230,7 +212,8 @@ class TrainedWorker(ModelWorker):
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-        steps = self._total_steps and self._total_steps * per_step
+        waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
+        steps = self._total_steps and (self._total_steps - waits) * per_step
         rate = core_algos.learning_rate(
             self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         )
@@ -282,8 +265,6 @@ class TrainedWorker(ModelWorker):
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
-    # ---- checkpoint ---------------------------------------------------------------------------------------------
-
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
@@ -306,8 +287,7 @@ class TrainedWorker(ModelWorker):
         try:
             dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
         except Exception as e:
-            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            part = f"the part of the {self.role} does not fit its model ({reason})"
+            part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
         set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
@@ -338,10 +318,8 @@ class PolicyWorker(TrainedWorker):
         return self._of_responses(batch, "squares")
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank).
-
-        Every rank scores everything: the canary's few sequences cost less than gathering would.
-        """
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every
+        rank scores everything: the canary's few sequences cost less than gathering would."""
         scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
         return [scores[i] for i in range(len(sequences))]
 
@@ -360,15 +338,13 @@ class PolicyWorker(TrainedWorker):
         low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
         high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
         old = of.get("proximal", of["mu"])
-        inputs = policy_losses.LossInputs(
-            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, a.clip_ratio_c
-        )
+        given = of["advantage"], of["sequence"], of["weight"]
+        inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
         policy_loss = policy_losses.POLICY_LOSSES.find(a.policy_loss).function
         per_token, clipped = policy_loss(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
-            per_token = per_token * policy_losses.correction_weights(
-                old, of["mu"], of["sequence"], a.rollout_correction, a.rollout_correction_cap
-            )
+            how = a.rollout_correction, a.rollout_correction_cap
+            per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
         if "ref" in of:
@@ -399,27 +375,21 @@ class PolicyWorker(TrainedWorker):
         }
         return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
-    # ---- weights ------------------------------------------------------------------------------------------------
-
     def weight_plan(self) -> list[WeightPiece]:
         """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
         return [piece for piece, _ in self._weights]
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
-        """The data of `weight_plan()`, in its order and dtype (no collective).
-
-        In fp32 these are the live rows themselves: read them before the next optimiser step.
-        """
+        """The data of `weight_plan()`, in its order and dtype (no collective). In fp32 these are the live rows
+        themselves: read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
-
-        Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
-        """
+        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
+        writes beside `path` and renames, so a checkpoint is there whole or not at all."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.model, options=options)
         problem, error = [None], None
@@ -464,18 +434,14 @@ class CriticWorker(TrainedWorker):
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
-        tokens = max(sums["tokens"], 1.0)
-
-        def variance(name: str) -> float:
-            return max(sums[f"{name}^2"] / tokens - (sums[name] / tokens) ** 2, 0.0)
-
-        spread = variance("return")
+        mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+        spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
         return {
-            "critic/clip_frac": sums["clip"] / tokens,
-            "critic/value_mean": sums["value"] / tokens,
-            "critic/return_mean": sums["return"] / tokens,
+            "critic/clip_frac": mean["clip"],
+            "critic/value_mean": mean["value"],
+            "critic/return_mean": mean["return"],
             # 1: the old values foretold the returns; 0: no better than their mean.
-            "critic/explained_variance": 1 - variance("error") / spread if spread > 0 else float("nan"),
+            "critic/explained_variance": 1 - error / spread if spread > 0 else float("nan"),
         }
 
 
