@@ -1,17 +1,21 @@
 """What the agent loop itself costs: CPU time per turn, idle share with slow rewards, throughput against the bare engine.
 
-    python -m benchmarks.agent_loop --out DIR [--conversations 500] [--reward-s 0.5]
+    python -m benchmarks.agent_loop --out DIR [--conversations 500] [--reward-s 0.5] [--repeats 7]
 
-The engine is a stand-in with a fixed number of slots and a fixed time per token, so that nothing but the loop differs
-between the arms. Writes result.json and result.md into DIR.
+First with a stand-in for the engine that has a fixed number of slots and a fixed time per token, so that nothing but the
+loop differs. Then with vLLM: conversations of tiny:tools with its calculator, and the very same requests, each after the
+one that it builds on, given to the engine alone; arms in turns. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextvars
 import json
+import os
 import random
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +25,7 @@ import numpy as np
 from agent_loop.base import Generated
 from one_step_off import tiny_qwen
 from one_step_off.config import Config
+from one_step_off.config_io import load
 from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import RolloutReplica, Sampling
 
@@ -123,6 +128,69 @@ def measure(conversations: int, reward_s: float, slots: int = 64, token_s: float
     return found | {"reward_s": reward_s, "reward_workers": workers}
 
 
+async def on_vllm(repeats: int, reward_s: float) -> dict[str, list[float]]:
+    """Seconds until the last token was made, of each arm in each repeat; one of each before that warms up."""
+    from one_step_off.launch import prepare
+    from one_step_off.roles import ENGINE_ENV
+
+    os.environ.update(ENGINE_ENV["cpu"])
+    cfg = load(["config=config/tool_agent.yaml", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"])
+    prompts, sampling = prepare(cfg, print).data.stream.next_batch(), Sampling(cfg.rollout.n, 1.0, 0)
+    fast, slow = RolloutReplica(cfg, 0, "cpu", [Scorer(0.0)]), RolloutReplica(cfg, 0, "cpu", [])
+    await fast.start()
+    engine, generate = fast.engine, fast.engine.generate
+    await engine.update_weight_version("0.0")
+    who, last = contextvars.ContextVar("who"), 0.0
+    requests: dict[Any, list[tuple[Any, Any]]] = {}
+
+    def recorded(prompt: Any, params: Any, name: str) -> Any:
+        requests.setdefault(who.get(), []).append((prompt, params))
+        return generate(prompt, params, name)
+
+    def watch(replica: RolloutReplica) -> None:
+        ask, make = replica._generate, replica._trajectory
+
+        async def timed(*request: Any) -> Generated:
+            nonlocal last
+            out, last = await ask(*request), time.perf_counter()
+            return out
+
+        async def named(prompt: Prompt, index: int, how: Sampling) -> Any:
+            who.set((prompt.id, index))
+            return await make(prompt, index, how)
+
+        replica._generate, replica._trajectory = timed, named
+
+    async def alone(key: Any, turns: list[tuple[Any, Any]]) -> None:
+        nonlocal last
+        for turn, (prompt, params) in enumerate(turns):
+            _ = [out async for out in generate(prompt, params, f"{key} {turn}")]
+            last = time.perf_counter()
+
+    async def arm(name: str) -> float:
+        await engine.reset_prefix_cache()
+        begin = time.perf_counter()
+        if name == "bare vLLM":
+            await asyncio.gather(*(alone(*one) for one in requests.items()))
+        else:
+            requests.clear()
+            await {"agent loop": fast, "agent loop, slow rewards": slow}[name].rollout(prompts, sampling)
+        return last - begin
+
+    slow.engine, slow.tokenizer, slow.rewards = engine, fast.tokenizer, type(fast.rewards)([Scorer(reward_s)] * 512)
+    for replica in (fast, slow):
+        replica.stamp = (0, 0)
+        watch(replica)
+    engine.generate = recorded
+    found: dict[str, list[float]] = {name: [] for name in ("agent loop", "bare vLLM", "agent loop, slow rewards")}
+    for repeat in range(repeats + 1):
+        for name in found:
+            seconds = await arm(name)
+            found[name] += [seconds] if repeat else []
+    await fast.stop()
+    return found
+
+
 def table(found: dict[str, Any]) -> str:
     """The result in Markdown."""
     lines = ["| rewards | generated, s | all scored, s | engine idle | CPU ms/turn | CPU ms/trajectory |"]
@@ -133,10 +201,15 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {arm} | {figures} | {f['cpu_ms_per_turn']:.2f} | {f['cpu_ms_per_trajectory']:.2f} |")
     lines.append(f"\n{found['conversations']} conversations, {found['turns']} turns, a stand-in for the engine with")
     lines.append(f"{found['slots']} slots; bare it takes {found['bare_s']:.2f} s, so that the agent loop reaches")
-    return (
-        "\n".join(lines)
-        + f"\n{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s.\n"
-    )
+    lines.append(f"{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s.")
+    lines += ["", "| arm, with vLLM | seconds until the last token, median (range) |", "| --- | --- |"]
+    for arm, seconds in found["vllm"].items():
+        lines.append(f"| {arm} | {statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f}) |")
+    bare = statistics.median(found["vllm"]["bare vLLM"])
+    ratios = {arm: bare / statistics.median(seconds) for arm, seconds in found["vllm"].items()}
+    lines.append(f"\nThe agent loop reaches {ratios['agent loop']:.3f} of bare vLLM's throughput on the same requests;")
+    lines.append(f"with slow rewards {ratios['agent loop, slow rewards']:.3f}.")
+    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -145,9 +218,11 @@ def main() -> None:
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--reward-s", type=float, default=0.5)
+    parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     found = measure(args.conversations, args.reward_s)
+    found["vllm"] = asyncio.run(on_vllm(args.repeats, args.reward_s))
     (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")
     (args.out / "result.md").write_text(table(found))
     print(table(found))
