@@ -1,4 +1,5 @@
-"""Does a config learn? Whole runs with several seeds: reward and held-out reward over the steps.
+"""Does a config learn? Whole runs with several seeds: reward and held-out reward over the steps, and with tools
+the share of samples that call one.
 
     python -m benchmarks.learning --out DIR [--config config/ppo_gae.yaml] [--seeds 0 1 2] [--test-freq 5] [section.key=value ...]
 
@@ -14,6 +15,8 @@ from typing import Any
 
 from benchmarks.throughput import run_arm
 
+CALLS = "agent/used_tools/mean"
+
 
 def summarise(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> dict[str, Any]:
     """One run: its reward in each step, the held-out reward of each version evaluated."""
@@ -21,32 +24,44 @@ def summarise(rows: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> 
         "reward": [row["reward/mean"] for row in rows],
         "versions": [e["val/version"] for e in evaluations],
         "held out": [e["val/reward"] for e in evaluations],
-    }
+    } | ({"tool calls": [row[CALLS] for row in rows]} if CALLS in rows[0] else {})
 
 
 def table(runs: dict[int, dict[str, Any]]) -> str:
-    """First and last figures in Markdown; rewards are means of five steps."""
-    lines = ["| seed | reward, first five steps | last five | held out before | after |", "| --- |" + " --- |" * 4]
+    """First and last figures in Markdown; those of steps are means of five."""
+    names = [name for name in ("reward", "tool calls") if name in next(iter(runs.values()))]
+    heads = [
+        *(f"{name}, {which} five steps" for name in names for which in ("first", "last")),
+        "held out before",
+        "after",
+    ]
+    lines = ["| seed | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
     for seed, run in runs.items():
-        first, last = (sum(part) / len(part) for part in (run["reward"][:5], run["reward"][-5:]))
-        lines.append(f"| {seed} | {first:.3f} | {last:.3f} | {run['held out'][0]:.3f} | {run['held out'][-1]:.3f} |")
+        figures = [sum(part) / len(part) for name in names for part in (run[name][:5], run[name][-5:])]
+        figures += [run["held out"][0], run["held out"][-1]]
+        lines.append(f"| {seed} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
     return "\n".join(lines) + "\n"
 
 
 def plot(runs: dict[int, dict[str, Any]], path: Path) -> None:
-    """Two panels: the reward of each step, the held-out reward of each version evaluated; a line for each seed."""
+    """A panel each for the reward of each step, for tool calls if there are any, and for the held-out reward of each
+    version evaluated; a line for each seed."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(8, 2.8), sharey=True)
+    titles = {"reward": "reward in training, sampled", "tool calls": "share that calls a tool"}
+    names = [name for name in titles if name in next(iter(runs.values()))]
+    figure, panels = pyplot.subplots(1, len(names) + 1, figsize=(4 * len(names) + 4, 2.8), sharey=True)
+    right = panels[-1]
     for seed, run in runs.items():
-        left.plot(range(1, len(run["reward"]) + 1), run["reward"], label=f"seed {seed}")
+        for name, axes in zip(names, panels, strict=False):
+            axes.plot(range(1, len(run[name]) + 1), run[name], label=f"seed {seed}")
+            axes.set(xlabel="step", title=titles[name])
         right.plot(run["versions"], run["held out"], marker="o", markersize=3, label=f"seed {seed}")
-    left.set(xlabel="step", ylabel="mean reward", ylim=(-0.02, 1.02), title="training, sampled")
-    right.set(xlabel="weight version", title="held out, greedy")
-    for axes in (left, right):
+    right.set(xlabel="weight version", title="reward held out, greedy", ylim=(-0.02, 1.02))
+    for axes in panels:
         axes.grid(alpha=0.3)
     right.legend(frameon=False, loc="lower right")
     figure.savefig(path, dpi=130, bbox_inches="tight")
