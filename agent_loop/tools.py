@@ -8,7 +8,7 @@
         \"\"\"
 
 `agent.tools: calculator, python, my_tools:lookup`. A plain function runs in a thread of its own, a coroutine on the
-event loop of the replica, which it must not block.
+event loop of the replica, which it must not block. `mcp:http://HOST:PORT/mcp` stands for all tools of an MCP server.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,50 @@ async def python(code: str) -> str:
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 
 
+async def _list(url: str) -> list[Any]:
+    from mcp import Client
+
+    async with Client(url) as client:
+        page = await client.list_tools()
+        tools = list(page.tools)
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            tools += page.tools
+    return tools
+
+
+def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
+    """JSON schema and function of each tool of an MCP server (streamable HTTP); a call has a session of its own.
+
+    Raises:
+        ConfigError: the server does not list its tools within `seconds`.
+    """
+
+    def tool(name: str) -> Callable[..., Any]:
+        async def call(**arguments: Any) -> str:
+            from mcp import Client
+
+            async with Client(url) as client:
+                answer = await client.call_tool(name, arguments)
+            text = "\n".join(block.text for block in answer.content if block.type == "text")
+            if answer.is_error:
+                raise RuntimeError(text)
+            return text
+
+        return call
+
+    try:
+        with ThreadPoolExecutor(1) as pool:  # the caller may stand in an event loop
+            tools = pool.submit(asyncio.run, asyncio.wait_for(_list(url), seconds)).result()
+    except Exception as e:
+        while isinstance(e, BaseExceptionGroup):
+            e = e.exceptions[0]
+        why = " ".join(str(e).split()) or type(e).__name__
+        raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
+    schemas = ({"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools)
+    return [({"type": "function", "function": schema}, tool(schema["name"])) for schema in schemas]
+
+
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     """Run in a thread of its own: a function that hangs keeps that one, and neither the others nor the run's end."""
     loop = asyncio.get_running_loop()
@@ -139,17 +184,26 @@ class Toolbox:
 
         self.cfg, self.functions, self.schemas = cfg, {}, []
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
-            function = BUILT_IN.get(spec) or load("agent.tools", spec)
-            try:
-                schema = get_json_schema(function)
-            except Exception as e:
-                why = " ".join(str(e).split())
-                raise ConfigError(
-                    f"agent.tools={spec!r}: no JSON schema can be made of it ({why}); give every argument a type and a "
-                    "line under Args: in the docstring"
-                ) from e
-            self.functions[schema["function"]["name"]] = function
-            self.schemas.append(schema)
+            if spec.startswith("mcp:"):
+                found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
+            else:
+                function = BUILT_IN.get(spec) or load("agent.tools", spec)
+                try:
+                    found = [(get_json_schema(function), function)]
+                except Exception as e:
+                    why = " ".join(str(e).split())
+                    raise ConfigError(
+                        f"agent.tools={spec!r}: no JSON schema can be made of it ({why}); give every argument a type "
+                        "and a line under Args: in the docstring"
+                    ) from e
+            for schema, function in found:
+                name = schema["function"]["name"]
+                if name in self.functions:
+                    raise ConfigError(
+                        f"agent.tools={spec!r}: a tool before it is named {name} too; rename or remove one"
+                    )
+                self.functions[name] = function
+                self.schemas.append(schema)
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:
         """What the tool answers, cut to `agent.tool_output_chars`, and whether it did well. Never raises."""

@@ -206,7 +206,9 @@ class AgentConfig:
         "goes first",
     )
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
-    tools: str = key("", "tools of the loop tool, with commas: calculator, python, or your own as module:function")
+    tools: str = key(
+        "", "tools of the loop tool, with commas: calculator, python, your own as module:function, or mcp:URL"
+    )
     max_turns: int = key(8, "turns of the model in one trajectory", low=1)
     max_turn_tokens: Optional[int] = key(None, "longest turn of the model, in tokens", low=1)
     timeout_s: float = key(600.0, "after this time a trajectory begins no new turn", above=0.0)

@@ -370,7 +370,7 @@ def _agent(cfg: Config) -> Iterator[str]:
     named["tools"] = [tool.strip() for tool in cfg.agent.tools.split(",") if tool.strip()], BUILT_IN_TOOLS
     for key, (specs, known) in named.items():
         for spec in specs:
-            if spec not in known and not _is_yours(spec):
+            if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
                 mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {YOURS}")
                 yield f"agent.{key}={show(spec)}: no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():

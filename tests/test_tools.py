@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
+import subprocess
+import sys
 import time
 
 import psutil
 import pytest
 
 from agent_loop.tools import Toolbox
-from one_step_off.config import AgentConfig
+from one_step_off.config import AgentConfig, ConfigError
 
 
 def hangs(seconds: float) -> str:
@@ -38,6 +42,69 @@ BOX = f"calculator, python, {__name__}:hangs, {__name__}:dies"
 def ask(name: str, timeout: float = 5.0, **arguments: object) -> tuple[str, bool]:
     box = Toolbox(AgentConfig(tools=BOX, tool_timeout_s=timeout))
     return asyncio.run(box.call(name, arguments, 600.0))
+
+
+SERVER = """
+import sys
+from mcp.server import MCPServer
+
+server = MCPServer("test")
+
+@server.tool()
+def double(number: int) -> str:
+    "Twice a number."
+    if number < 0:
+        raise ValueError("negative")
+    return str(2 * number)
+
+@server.tool()
+async def slow(seconds: float) -> str:
+    "Waits."
+    import asyncio
+    await asyncio.sleep(seconds)
+    return "awake"
+
+server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+"""
+
+
+@pytest.fixture(scope="module")
+def mcp_url():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    process = subprocess.Popen([sys.executable, "-c", SERVER, str(port)], stderr=subprocess.DEVNULL)
+    for _ in range(300):
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            break
+        time.sleep(0.1)
+    yield f"http://127.0.0.1:{port}/mcp"
+    process.kill()
+    process.wait()
+
+
+def test_tools_of_an_mcp_server(mcp_url):
+    box = Toolbox(AgentConfig(tools=f"calculator, mcp:{mcp_url}", tool_timeout_s=5.0))
+    assert [s["function"]["name"] for s in box.schemas] == ["calculator", "double", "slow"]
+    assert box.schemas[1]["function"]["parameters"]["properties"]["number"]["type"] == "integer"
+
+    async def everyone() -> list[tuple[str, bool]]:
+        calls = [("double", {"number": k}, 9.0) for k in range(8)]
+        calls += [("double", {"number": -1}, 9.0), ("double", {"word": 1}, 9.0), ("slow", {"seconds": 9.0}, 0.5)]
+        return await asyncio.gather(*(box.call(*call) for call in calls))
+
+    *good, negative, unfit, late = asyncio.run(everyone())
+    assert good == [(str(2 * k), True) for k in range(8)]
+    assert not negative[1] and not unfit[1] and late == ("error: slow took longer than 0.5 s", False)
+
+
+def test_faults_of_mcp_servers_are_told_before_engines_start(mcp_url):
+    with pytest.raises(
+        ConfigError, match="agent.tools=mcp:http://127.0.0.1:9/mcp: the server lists no tools .*start it"
+    ):
+        Toolbox(AgentConfig(tools="mcp:http://127.0.0.1:9/mcp"))
+    with pytest.raises(ConfigError, match="a tool before it is named double too"):
+        Toolbox(AgentConfig(tools=f"mcp:{mcp_url}, mcp:{mcp_url}"))
 
 
 @pytest.mark.parametrize(
