@@ -1,22 +1,35 @@
-"""Run as a program of its own: limits itself, then runs the Python code that comes on standard input.
+"""A program that forks a process for every socket that it is sent, and confines it: see processes.py, which starts it.
 
-    python -I sandbox.py CPU_SECONDS MEMORY_MB FILE_MB < code
+    python -I sandbox.py [SPEC CONFINED FOLDER...]
 
-It cannot open sockets, leave its process group (which is killed whole) or signal and trace other processes: a seccomp
-filter, which its children inherit, answers those system calls with "not permitted". Linux on x86-64 and arm64 only.
-It can read, and write up to FILE_MB per file, whatever its user can: run untrusted models in a container.
+Without arguments a process runs the Python code that comes through its socket as {"code": ..., "folder": ...}, and
+writes there what it printed. With SPEC (`module:Class`, looked for in FOLDERs too) it makes an object of that class and
+calls what comes, a line of JSON each: ["method", argument] in, the answer or {"error": ...} out.
+
+What is confined (SPEC: if CONFINED is 1) cannot open sockets, start processes, or reach other processes (a seccomp
+filter answers "not permitted"), has no capabilities, and sees of the files only the interpreter, the system's libraries
+and its folder, in which alone it writes (Landlock). Linux 5.13 on x86-64 or arm64 only.
 """
 
+import atexit
 import ctypes
+import importlib
+import json
+import operator
+import os
 import platform
 import resource
+import signal
+import socket
 import struct
 import sys
 
-# name: (x86-64, arm64)
+# name: (x86-64, arm64). What the capabilities or Landlock refuse already is not named again, but for what reaches
+# other processes: kernels differ in how much of that Landlock covers.
 FORBIDDEN = {
     "socket": (41, 198),
-    "setpgid": (109, 154),
+    "fork": (57, None),
+    "vfork": (58, None),
     "setsid": (112, 157),
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -24,13 +37,52 @@ FORBIDDEN = {
     "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240),
     "pidfd_send_signal": (424, 424),
+    "pidfd_open": (434, 434),
+    "pidfd_getfd": (438, 438),
     "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
     "prlimit64": (302, 261),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+    "shmget": (29, 194),  # this and the next three outlive the process
+    "semget": (64, 190),
+    "msgget": (68, 186),
+    "mq_open": (240, 180),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
     "io_uring_setup": (425, 425),  # can do the work of the others
 }
+CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-NOT_PERMITTED, ALLOW, KILL = 0x00050001, 0x7FFF0000, 0x80000000
+ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+
+# Rights of Landlock; each of its versions brought some, and it refuses those that it does not know.
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version: how many; 16 from version 5 on
+READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64")
+SINGLE_FILES = {
+    "/etc/ld.so.cache": READ_FILE,
+    "/etc/localtime": READ_FILE,
+    "/dev/urandom": READ_FILE,
+    "/dev/null": READ_FILE | WRITE_FILE,
+}
+END = b"\0"
+"""The last byte of a program that came to its end."""
 
 
 class _Program(ctypes.Structure):
@@ -38,18 +90,44 @@ class _Program(ctypes.Structure):
 
 
 def filter_program(machine: str) -> bytes:
-    """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused. Raises KeyError."""
+    """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
+    threads (clone3, whose flags it cannot read, "does not exist": libc then takes clone). Raises KeyError."""
     column, audit = ARCHITECTURES[machine]
-    numbers = [both[column] for both in FORBIDDEN.values()]
-    steps = [(0x20, 0, 0, 4), (0x15, 1, 0, audit), (0x06, 0, 0, KILL), (0x20, 0, 0, 0)]
-    steps.append((0x35, len(numbers) + 1, 0, 0x40000000))  # x32 numbers its calls from there
-    steps += [(0x15, len(numbers) - i, 0, number) for i, number in enumerate(numbers)]
-    steps += [(0x06, 0, 0, ALLOW), (0x06, 0, 0, NOT_PERMITTED)]
+    numbers = [both[column] for both in FORBIDDEN.values() if both[column] is not None]
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    steps.append((AT_LEAST, len(numbers) + 5, 0, 0x40000000))  # x32 numbers its calls from there
+    steps += [(EQUAL, len(numbers) + 4 - i, 0, number) for i, number in enumerate(numbers)]
+    steps += [(EQUAL, 5, 0, CLONE3), (EQUAL, 0, 2, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, THREAD)]
+    steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | EPERM), (RETURN, 0, 0, ERROR | ENOSYS)]
     return b"".join(struct.pack("HBBI", *step) for step in steps)
 
 
-def confine(cpu_s: int, memory_mb: int, file_mb: int) -> None:
-    """Limit this process and its children for good. Raises OSError or KeyError where this machine cannot."""
+def _require(result: int, what: str) -> int:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what} is not to be had")
+    return result
+
+
+def _see_only(libc: ctypes.CDLL, folder: str | None) -> None:
+    """Landlock: what is not named here cannot be opened, and neither can other processes be traced or signalled."""
+    create, add, restrict = 444, 445, 446
+    version = _require(libc.syscall(create, None, 0, 1), "Landlock")
+    all_rights = (1 << RIGHTS.get(version, 16)) - 1
+    # The version decides how much of the struct is known; zeros after that are allowed.
+    attributes = struct.pack("QQQ", all_rights, 0, 3 if version >= 6 else 0)
+    ruleset = _require(libc.syscall(create, attributes, len(attributes), 0), "Landlock")
+    rules = dict.fromkeys(READABLE, EXECUTE | READ_FILE | READ_DIR) | SINGLE_FILES
+    for path, rights in (rules | ({folder: all_rights} if folder else {})).items():
+        if os.path.exists(path):
+            fd = os.open(path, os.O_PATH)
+            _require(libc.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
+            os.close(fd)
+    _require(libc.syscall(restrict, ruleset, 0), "Landlock")
+    os.close(ruleset)
+
+
+def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int = 16) -> None:
+    """Limit this process for good. Raises OSError or KeyError where this machine cannot."""
     for what, limit in (
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_mb << 20),
@@ -61,11 +139,67 @@ def confine(cpu_s: int, memory_mb: int, file_mb: int) -> None:
     libc, program = ctypes.CDLL(None, use_errno=True), filter_program(platform.machine())
     filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
-    if libc.prctl(no_new_privileges, 1, 0, 0, 0) or libc.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0):
-        raise OSError(ctypes.get_errno(), "seccomp is not to be had")
+    _require(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
+    _require(libc.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
+    _see_only(libc, folder)
+    _require(libc.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+
+
+def forked() -> socket.socket:
+    """Returns in every child, with its socket, to which it has said its id. The parent ends with its standard input."""
+    control = socket.socket(fileno=0)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    while fds := socket.recv_fds(control, 1, 1)[1]:
+        if os.fork() == 0:
+            os.setsid()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            control.detach()
+            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+            talk = socket.socket(fileno=fds[0])
+            talk.sendall(f"{os.getpid()}\n".encode())
+            return talk
+        os.close(fds[0])
+    sys.exit()
+
+
+def answer_calls(made: object, lines: "socket.SocketIO") -> None:
+    """Call what comes, until nothing does."""
+    for line in lines:
+        method, argument = json.loads(line)
+        try:
+            answer = getattr(made, method)(argument)
+        except Exception as e:
+            answer = {"error": f"{type(e).__name__}: {e}"}
+        lines.write(json.dumps(answer, default=float) + "\n")  # numpy's numbers
+        lines.flush()
+
+
+def program_end() -> None:
+    """Say that the program ended well."""
+    sys.stdout.flush()
+    os.write(1, END)
 
 
 if __name__ == "__main__":
-    source = sys.stdin.read()
-    confine(*map(int, sys.argv[1:4]))
-    exec(compile(source, "<code>", "exec"), {"__name__": "__main__"})
+    spec, confined, *folders = sys.argv[1:] or ("", "1")
+    if spec:
+        sys.path += folders
+        module, _, name = spec.partition(":")
+        make = operator.attrgetter(name)(importlib.import_module(module))
+    own = forked()
+    stream = own.makefile("rw")
+    if spec:
+        if confined == "1":
+            os.dup2(0, 1)
+            os.dup2(0, 2)
+            confine(None, 60)
+        answer_calls(make(), stream)
+    else:
+        task = json.loads(stream.readline())
+        os.dup2(own.fileno(), 1)
+        os.dup2(own.fileno(), 2)
+        os.chdir(task["folder"])
+        os.environ |= {"HOME": task["folder"], "TMPDIR": task["folder"]}
+        confine(task["folder"], 10)
+        exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__"})
+        atexit.register(program_end)

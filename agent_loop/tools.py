@@ -17,17 +17,18 @@ import ast
 import asyncio
 import contextlib
 import inspect
+import json
 import operator
 import os
-import signal
-import sys
+import shutil
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from agent_loop.processes import Processes
+from agent_loop.sandbox import END
 from one_step_off.config import AgentConfig, ConfigError
 from one_step_off.registry import load
 
@@ -72,40 +73,37 @@ async def calculator(expression: str) -> str:
     return str(int(result) if isinstance(result, float) and result.is_integer() and abs(result) < 1e15 else result)
 
 
+_PROGRAMS = Processes()
+
+
 async def python(code: str) -> str:
     """Run a Python program and return what it printed.
 
     Args:
         code: The program. Use print to see a result.
     """
-    # Not protected from: reading, and changing file by file, what the user of the run may; other processes' CPU time
-    # while it runs; faults of the kernel. See sandbox.py.
-    with tempfile.TemporaryDirectory(prefix="tool_", ignore_cleanup_errors=True) as folder:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", str(Path(__file__).with_name("sandbox.py")), "10", "512", "16"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            cwd=folder,
-            env={"HOME": folder, "TMPDIR": folder, "PATH": os.defpath, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        try:
-            process.stdin.write(code.encode())
-            process.stdin.close()
-            said, flood = b"", 1 << 16
-            while (more := await process.stdout.read(flood)) and len(said) < flood:
+    # What this does not protect from stands in docs/agent_loop.md, section Tools.
+    folder, said, flood = await asyncio.to_thread(tempfile.mkdtemp, prefix="tool_"), b"", 1 << 16
+    try:
+        async with _PROGRAMS.one() as (reader, writer):
+            writer.write(json.dumps({"code": code, "folder": folder}).encode() + b"\n")
+            while len(said) < flood and (more := await reader.read(flood)):
                 said += more
-        finally:  # also where the time limit cancels this
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            ended = await process.wait()
-    text = said.decode(errors="replace")
-    # What ended by itself closed its output first; it is then killed too, at the worst.
-    return text if text or ended in (0, -signal.SIGKILL) else f"error: the program ended by {ended} and said nothing"
+    finally:  # in a thread, because there may be many files
+        _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
+    text, good = said.removesuffix(END).decode(errors="replace"), said.endswith(END) or len(said) >= flood
+    if not good:
+        raise RuntimeError(text or "the program was killed, or ended itself, and said nothing")
+    return text
 
 
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
+
+
+def _now(work: Coroutine[Any, Any, Any]) -> Any:
+    """Its result; the caller may stand in an event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
 
 
 async def _list(url: str) -> list[Any]:
@@ -141,8 +139,7 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
         return call
 
     try:
-        with ThreadPoolExecutor(1) as pool:  # the caller may stand in an event loop
-            tools = pool.submit(asyncio.run, asyncio.wait_for(_list(url), seconds)).result()
+        tools = _now(asyncio.wait_for(_list(url), seconds))
     except Exception as e:
         while isinstance(e, BaseExceptionGroup):
             e = e.exceptions[0]
@@ -150,6 +147,23 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
         raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
     schemas = ({"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools)
     return [({"type": "function", "function": schema}, tool(schema["name"])) for schema in schemas]
+
+
+def _words(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its own __str__
+        return type(error).__name__
+
+
+async def _tame(work: Coroutine[Any, Any, Any]) -> str:
+    """What a coroutine answers; SystemExit and a cancelling of its own making are errors like others."""
+    try:
+        return str(await work)
+    except BaseException as e:
+        if isinstance(e, Exception) or (isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling()):
+            raise
+        raise RuntimeError(_words(e)) from e
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
@@ -167,7 +181,7 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
             result = function()
         except BaseException as e:  # SystemExit too: it is the tool's, not ours; and futures take no StopIteration
             plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
-            error = e if plain else RuntimeError(f"{type(e).__name__}: {e}")
+            error = e if plain else RuntimeError(_words(e))
         with contextlib.suppress(RuntimeError):  # the event loop has ended
             loop.call_soon_threadsafe(tell, result, error)
 
@@ -183,6 +197,7 @@ class Toolbox:
         from transformers.utils import get_json_schema  # takes a second, which runs without tools need not wait for
 
         self.cfg, self.functions, self.schemas = cfg, {}, []
+        self.cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
             if spec.startswith("mcp:"):
                 found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
@@ -204,22 +219,32 @@ class Toolbox:
                     )
                 self.functions[name] = function
                 self.schemas.append(schema)
+        if python in self.functions.values():
+            try:
+                _now(python("print()"))
+            except Exception as e:
+                why = str(e).strip().splitlines()[-1]
+                mend = "needs Linux 5.13 with Landlock and seccomp, on x86-64 or arm64; remove it"
+                raise ConfigError(f"agent.tools=python: programs cannot be confined here ({why}); it {mend}") from e
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:
         """What the tool answers, cut to `agent.tool_output_chars`, and whether it did well. Never raises."""
-        function, limit = self.functions.get(name), min(seconds, self.cfg.tool_timeout_s)
+        function, limit = self.functions.get(name), asyncio.timeout(None)
         if function is None:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
         try:
             inspect.signature(function).bind(**arguments)
-            if inspect.iscoroutinefunction(function):
-                work = function(**arguments)
-            else:
-                work = _in_thread(lambda: function(**arguments))
-            answer, good = str(await asyncio.wait_for(work, limit)), True
-        except TimeoutError:
-            answer, good = f"error: {name} took longer than {limit:g} s", False
+            # Programs take whole cores; the wait for one is not theirs.
+            async with self.cores if function is python else contextlib.nullcontext(), limit:
+                seconds = min(seconds, self.cfg.tool_timeout_s)
+                limit.reschedule(asyncio.get_running_loop().time() + seconds)
+                if inspect.iscoroutinefunction(function):
+                    answer, good = await _tame(function(**arguments)), True
+                else:
+                    answer, good = await _in_thread(lambda: str(function(**arguments))), True
         except Exception as e:  # whatever a tool raises is the model's to read
-            answer, good = f"error: {type(e).__name__}: {e}", False
+            answer, good = f"error: {_words(e)}", False
+            if isinstance(e, TimeoutError) and limit.expired():
+                answer = f"error: {name} took longer than {seconds:g} s"
         most = self.cfg.tool_output_chars
         return (answer if len(answer) <= most else answer[:most] + f" ... ({len(answer)} characters)"), good
