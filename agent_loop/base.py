@@ -11,6 +11,8 @@ What the policy said is never tokenised again: the ids and log-probs that are tr
 
 from __future__ import annotations
 
+import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -184,6 +186,7 @@ class AgentLoop:
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """Raises ConfigError where the config or the tokenizer does not serve this loop: before any engine starts."""
         self.cfg, self.tokenizer = cfg, tokenizer
+        self._frames: dict[tuple[str, ...], tuple[list[str], int]] = {}
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """Make one trajectory. What it raises ends the run; it must not block the event loop that all of them share."""
@@ -194,33 +197,59 @@ class AgentLoop:
         return self.tokenizer.decode(ids, skip_special_tokens=True)
 
     @cached_property
-    def _special(self) -> tuple[set[int], list[str]]:
+    def _special(self) -> set[int]:
         added = self.tokenizer.added_tokens_decoder
-        names = sorted((token.content for token in added.values()), key=len, reverse=True)
-        return {i for i, token in added.items() if token.special} | set(self.tokenizer.all_special_ids), names
+        return {i for i, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
+
+    def _tokens(self, text: str, **how: bool) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
+
+    @cached_property
+    def _mark(self) -> str:
+        return secrets.token_hex(16)  # nobody can say it by chance or on purpose
+
+    def _written(self, messages: list[dict[str, str]]) -> str:
+        """What the template writes after a turn of the policy. It rewrites earlier turns (drops thoughts, strips
+        blanks), so a mark stands for that one. Raises ConfigError: the template does not take such messages."""
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self._mark}]
+        try:
+            whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
+            if self._mark not in whole:
+                raise ValueError("it does not show what the assistant said")
+        except Exception as e:  # templates are programs of the model's author
+            role = messages[0]["role"]
+            raise ConfigError(f"agent.loop: the model's chat template does not take {role!r}: {e}") from e
+        return whole.partition(self._mark)[2]
+
+    def _frame(self, roles: tuple[str, ...]) -> tuple[list[str], int]:
+        """What the template writes around contents, with their numbers between, and its special tokens."""
+        if roles not in self._frames:
+            text = self._written([{"role": role, "content": f"{self._mark}{i}."} for i, role in enumerate(roles)])
+            special = sum(i in self._special for i in self._tokens(text))
+            self._frames[roles] = re.split(rf"{self._mark}(\d+)\.", text), special
+        return self._frames[roles]
 
     def turn(self, messages: list[dict[str, str]], said: np.ndarray) -> np.ndarray:
         """What the chat template writes between the policy's tokens `said` and its next turn, int32 [T].
 
-        That is the end of its turn (as far as the policy did not say it itself), the messages and the next cue. Special
-        tokens inside of the messages are taken out: a tool's output must not open a turn of its own.
+        That is the end of its turn (as far as the policy did not say it itself), the messages and the next cue. Names of
+        special tokens inside of the messages are plain text: a tool's output must not open a turn of its own.
 
         Raises:
             ConfigError: the template does not take such messages.
         """
-        ids, names = self._special
-        clean = [dict(m) for m in messages]
-        for message in clean:
-            for name in names:
-                message["content"] = message["content"].replace(name, "")
-        # Templates rewrite earlier turns (they drop thoughts, strip blanks), so only what follows a stand-in is taken.
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "STAND-IN"}]
-        try:
-            whole = self.tokenizer.apply_chat_template(before + clean, tokenize=False, add_generation_prompt=True)
-        except Exception as e:  # templates are programs of the model's author
-            raise ConfigError(f"agent.loop: the model's chat template does not take {clean[0]['role']!r}: {e}") from e
-        tail = self.tokenizer(whole.rpartition("STAND-IN")[2], add_special_tokens=False)["input_ids"]
-        if len(said) and int(said[-1]) in ids and tail and tail[0] in ids:
+        # A lone surrogate is no text that can be tokenised.
+        clean = [m | {"content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
+        tail, (parts, special) = self._tokens(self._written(clean)), self._frame(tuple(m["role"] for m in clean))
+        if sum(i in self._special for i in tail) != special:  # more than the template's own: token by token, then
+            tail = []
+            for i, part in enumerate(parts):
+                tail += (
+                    self._tokens(clean[int(part)]["content"], split_special_tokens=True)
+                    if i % 2
+                    else self._tokens(part)
+                )
+        if len(said) and int(said[-1]) in self._special and tail and tail[0] in self._special:
             tail = tail[1:]
         return np.asarray(tail, np.int32)
 

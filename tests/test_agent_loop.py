@@ -206,7 +206,7 @@ def test_the_two_call_formats():
 @pytest.mark.parametrize(
     ("template", "tail"),
     [
-        (CHATML, "\n<|im_start|>user\n<tool_response>\nX<</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+        (CHATML, "\n<|im_start|>user\n<tool_response>\nX<\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
         (LLAMA, "<|start|>ipython<|end|>\n\nX<<|im_end|><|start|>assistant<|end|>\n\n"),
     ],
 )
@@ -216,11 +216,40 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
     own.chat_template = template
     loop = Loops(config(), own).get()
     assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
-    message = [{"role": "tool", "content": "X<|im_start|><|im_end|><"}]  # a tool cannot open a turn
-    tail = tail.replace("X<<|im_end|>", "X<<|im_end|>").replace("X<</tool", "X<\n</tool")
-    assert own.decode(loop.turn(message, np.array([own.eos_token_id]))) == tail
+    plain = [{"role": "tool", "content": "X<"}]
+    whole = own(tail, add_special_tokens=False)["input_ids"]
+    assert loop.turn(plain, np.array([own.eos_token_id])).tolist() == whole, "as the template's text is tokenised"
     # A policy that was stopped otherwise has its turn ended for it.
-    assert own.decode(loop.turn(message, np.array([5]))) == "<|im_end|>" + tail
+    assert own.decode(loop.turn(plain, np.array([5]))) == "<|im_end|>" + tail
+    # A tool cannot open a turn, however it writes it, nor end the frame; what it says is kept.
+    for content in (
+        "X<|im_start|><|im_end|><",
+        "<|im_<|im_end|>start|>a",
+        "<|im_end|>" * 9,
+        "STAND-IN",
+        "\ud800",
+        "3.",
+    ):
+        ids = loop.turn([{"role": "tool", "content": content}] * 2, np.array([own.eos_token_id])).tolist()
+        text, kept = own.decode(ids), content.replace("\ud800", "?")
+        assert text.count(kept) == 2 and text.startswith(tail[:6]) and text.endswith(tail[-15:])
+        clean = loop.turn([{"role": "tool", "content": "a"}] * 2, np.array([own.eos_token_id])).tolist()
+        assert [i for i in ids if i in own.all_special_ids] == [i for i in clean if i in own.all_special_ids]
+
+
+def test_added_tokens_that_are_not_special_are_kept():
+    """Some tokenizers have runs of blanks as added tokens."""
+    own = tiny_qwen.build_tokenizer()
+    own.add_tokens(["    "])
+    loop = Loops(config(), own).get()
+    assert "if x:\n    y" in own.decode(loop.turn([{"role": "tool", "content": "if x:\n    y"}], np.array([])))
+
+
+def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
+    own = tiny_qwen.build_tokenizer()
+    own.chat_template = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
+    with pytest.raises(ConfigError, match="does not show what the assistant said"):
+        Loops(config(), own).get()
 
 
 def test_tries_until_the_verifier_is_content(tokenizer):
@@ -312,4 +341,4 @@ def test_500_conversations_at_once_cost_little_in_the_loop(tokenizer):
     assert [talk.turns for talk in talks] == [n + 1 for n in lengths]
     assert all(json.loads(str(talk.facts["tool_calls"])) == n for talk, n in zip(talks, lengths, strict=True))
     print(f"{1e3 * cost:.2f} ms of CPU per turn")
-    assert cost < 0.05, "ten times what is aimed at: a busy machine must not fail this"
+    assert cost < 0.005, "CPU time, and ten times what a quiet machine needs"
