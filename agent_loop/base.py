@@ -178,15 +178,27 @@ class AgentLoop:
     """Base of all loops: override `run`. Keyword-only arguments of `__init__` are settings (`agent.loop_kwargs`).
 
     One object serves all trajectories of a replica at once, so what belongs to one of them lives in `run`.
-    `tools` are the JSON schemas that the chat template writes into the prompts of this loop.
+    `tools` are the JSON schemas that the chat template writes into the prompts of this loop. `hears`: the role of what
+    comes between turns, "" where nothing does; a chat template that cannot write it is found out at the start.
     """
 
     tools: list[dict[str, Any]] | None = None
+    hears = ""
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """Raises ConfigError where the config or the tokenizer does not serve this loop: before any engine starts."""
         self.cfg, self.tokenizer = cfg, tokenizer
         self._frames: dict[tuple[str, ...], tuple[list[str], int]] = {}
+        if self.hears and (not tokenizer.chat_template or cfg.data.chat_template == "never"):
+            raise ConfigError(
+                f"agent.loop: {type(self).__name__} has turns, which a chat template writes; use a model that has one, "
+                "and not data.chat_template=never"
+            )
+        if self.hears:
+            self._frame((self.hears,))
+
+    async def check(self, prompt: Prompt) -> None:
+        """Told the first row of this loop before any engine starts. Raises ConfigError where it cannot be used."""
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """Make one trajectory. What it raises ends the run; it must not block the event loop that all of them share."""
@@ -205,28 +217,29 @@ class AgentLoop:
         return self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
 
     @cached_property
-    def _mark(self) -> str:
-        return secrets.token_hex(16)  # nobody can say it by chance or on purpose
+    def _marks(self) -> tuple[str, str]:
+        return secrets.token_hex(16), secrets.token_hex(16)  # nobody can say them by chance or on purpose
 
     def _written(self, messages: list[dict[str, str]]) -> str:
         """What the template writes after a turn of the policy. It rewrites earlier turns (drops thoughts, strips
         blanks), so a mark stands for that one. Raises ConfigError: the template does not take such messages."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self._mark}]
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self._marks[0]}]
         try:
             whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
-            if self._mark not in whole:
+            if self._marks[0] not in whole:
                 raise ValueError("it does not show what the assistant said")
         except Exception as e:  # templates are programs of the model's author
             role = messages[0]["role"]
             raise ConfigError(f"agent.loop: the model's chat template does not take {role!r}: {e}") from e
-        return whole.partition(self._mark)[2]
+        return whole.partition(self._marks[0])[2]
 
     def _frame(self, roles: tuple[str, ...]) -> tuple[list[str], int]:
         """What the template writes around contents, with their numbers between, and its special tokens."""
         if roles not in self._frames:
-            text = self._written([{"role": role, "content": f"{self._mark}{i}."} for i, role in enumerate(roles)])
+            mark = self._marks[1]
+            text = self._written([{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)])
             special = sum(i in self._special for i in self._tokens(text))
-            self._frames[roles] = re.split(rf"{self._mark}(\d+)\.", text), special
+            self._frames[roles] = re.split(rf"{mark}(\d+)\.", text), special
         return self._frames[roles]
 
     def turn(self, messages: list[dict[str, str]], said: np.ndarray) -> np.ndarray:
@@ -241,14 +254,11 @@ class AgentLoop:
         # A lone surrogate is no text that can be tokenised.
         clean = [m | {"content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
         tail, (parts, special) = self._tokens(self._written(clean)), self._frame(tuple(m["role"] for m in clean))
-        if sum(i in self._special for i in tail) != special:  # more than the template's own: token by token, then
+        if sum(i in self._special for i in tail) != special:  # more than the template's own: then part by part
             tail = []
             for i, part in enumerate(parts):
-                tail += (
-                    self._tokens(clean[int(part)]["content"], split_special_tokens=True)
-                    if i % 2
-                    else self._tokens(part)
-                )
+                theirs = bool(i % 2)
+                tail += self._tokens(clean[int(part)]["content"] if theirs else part, split_special_tokens=theirs)
         if len(said) and int(said[-1]) in self._special and tail and tail[0] in self._special:
             tail = tail[1:]
         return np.asarray(tail, np.int32)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from typing import Any, Protocol
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
+from agent_loop.processes import Processes, Streams
 from one_step_off import registry
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError, first_line
 from one_step_off.samples import Prompt
 
 
 class Environment(Protocol):
-    """One episode. Its methods run in a thread, so they may block; what `reset` says is the row's prompt already."""
+    """One episode, in a process of its own, so it may block. What `reset` says is the row's prompt already.
+
+    Two attributes of the class may be set: `imports`, names of modules to be imported once and not in every episode, and
+    `confined = True` where the model's text might be run as code: the process is then limited as the python tool's.
+    """
 
     def reset(self, ground_truth: str) -> str:
         """Begin the episode that a data row names; returns the first observation."""
@@ -28,6 +34,9 @@ class Puzzle:
     The ground truth is `{"dataset": "countdown", "seed": 7, "guesses": 3}`, as `generator:puzzles` writes it.
     """
 
+    imports = ("reasoning_gym",)
+    confined = True  # countdown, for one, is scored by eval of the guess
+
     def reset(self, ground_truth: str) -> str:
         """The question."""
         import reasoning_gym
@@ -40,7 +49,10 @@ class Puzzle:
 
     def step(self, action: str) -> tuple[str, float, bool]:
         """The reward is what a guess gains over the best before it, so that they sum to the score of the best."""
-        score = float(self.data.score_answer(action.strip(), self.entry))
+        try:
+            score = float(self.data.score_answer(action.strip(), self.entry))
+        except Exception:  # a guess that it cannot read
+            score = 0.0
         gain, self.left = max(0.0, score - self.best), self.left - 1
         self.best += gain
         return f"That is not right (score {score:.2f}). Guess again.", gain, score >= 1.0 or self.left == 0
@@ -48,21 +60,55 @@ class Puzzle:
 
 @LOOPS.register("environment")
 class EnvironmentLoop(AgentLoop):
-    """The model acts, the environment answers, until the episode or a limit ends; the reward sums those of all steps."""
+    """The model acts, the environment answers, until the episode or a limit ends; the reward sums those of all steps.
+
+    A step that takes longer than `agent.tool_timeout_s`, or of which the process dies, ends the episode with the reward
+    so far and is counted as `lost_steps`. An exception in the environment ends the run.
+    """
+
+    hears = "user"
 
     def __init__(self, cfg: Config, tokenizer: Any, *, env: str = "agent_loop.environment:Puzzle") -> None:
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
-        self.env = registry.load("agent.loop_kwargs.environment.env", env)
+        made = registry.load("agent.loop_kwargs.environment.env", env)
+        self.env, self.processes = env, Processes(env, getattr(made, "confined", False))
+
+    async def check(self, prompt: Prompt) -> None:
+        """See `AgentLoop.check`."""
+        try:
+            async with self.processes.one() as streams:
+                await self._ask(streams, "reset", prompt.ground_truth)
+        except Exception as e:
+            what = (
+                f"agent.loop=environment: {self.env} does not begin with the ground truth {prompt.ground_truth!r:.80}"
+            )
+            raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}; give it rows of its own") from e
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""
-        talk, env = Trajectory(prompt.ids, limits, reward=0.0), self.env()
-        await asyncio.to_thread(env.reset, prompt.ground_truth)
-        while said := await talk.say(generate):
-            observation, reward, done = await asyncio.to_thread(env.step, self.text(said.ids))
-            talk.reward += reward
-            talk.count("steps")
-            if done or not talk.hear("user", self.turn([{"role": "user", "content": observation}], said.ids)):
-                break
+        talk = Trajectory(prompt.ids, limits, reward=0.0)
+        async with self.processes.one() as streams:
+            await self._ask(streams, "reset", prompt.ground_truth)
+            while said := await talk.say(generate):
+                talk.count("steps")
+                try:
+                    observation, reward, done = await self._ask(streams, "step", self.text(said.ids))
+                except (TimeoutError, EOFError, ConnectionError):  # the model's doing, and no reason to end the run
+                    talk.count("lost_steps")
+                    break
+                if not math.isfinite(reward):
+                    raise RuntimeError(f"{self.env}.step: the reward is {reward}")
+                talk.reward += reward
+                if done or not talk.hear("user", self.turn([{"role": "user", "content": observation}], said.ids)):
+                    break
         return talk
+
+    async def _ask(self, streams: Streams, method: str, argument: str) -> Any:
+        reader, writer = streams
+        writer.write(json.dumps([method, argument]).encode() + b"\n")
+        async with asyncio.timeout(self.cfg.agent.tool_timeout_s):
+            answer = json.loads(await reader.readuntil(b"\n"))
+        if isinstance(answer, dict):
+            raise RuntimeError(f"{self.env}.{method}: {answer['error']}")
+        return answer

@@ -9,9 +9,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 LONGEST_LINE = 1 << 20  # bytes
 
 
@@ -35,7 +38,7 @@ class Processes:
             )
 
     @contextlib.asynccontextmanager
-    async def one(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async def one(self) -> AsyncIterator[Streams]:
         """The streams to a new process, which is killed at the end. Raises RuntimeError: none begins."""
         async with self.beginning:
             if self.parent is None or self.parent.poll() is not None:
@@ -61,3 +64,9 @@ class Processes:
                 while self.confined and await reader.read(1 << 16):  # ends when the process has ended
                     pass
             writer.close()
+
+
+def completed(work: Coroutine[Any, Any, Any]) -> Any:
+    """Its result; the caller may stand in an event loop."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()

@@ -13,6 +13,8 @@ from one_step_off.samples import Prompt
 class RetryWithFeedback(AgentLoop):
     """Up to `agent.max_turns` tries; the reward is that of the last one, times `discount` for each try before it."""
 
+    hears = "user"
+
     def __init__(
         self,
         cfg: Config,

@@ -186,6 +186,8 @@ if __name__ == "__main__":
         sys.path += folders
         module, _, name = spec.partition(":")
         make = operator.attrgetter(name)(importlib.import_module(module))
+        for needed in getattr(make, "imports", ()):
+            importlib.import_module(needed)
     own = forked()
     stream = own.makefile("rw")
     if spec:

@@ -64,20 +64,19 @@ class ToolLoop(AgentLoop):
     The calls of a turn run at once. What goes wrong in one is told to the model, which may mend it.
     """
 
+    hears = "tool"
+
     def __init__(self, cfg: Config, tokenizer: Any, *, format: str = "auto", max_calls: int = 8) -> None:
         """`format`: hermes, llama, or auto: what the chat template speaks of. `max_calls`: in one turn."""
         super().__init__(cfg, tokenizer)
-        self.box, self.max_calls, template = Toolbox(cfg.agent), max_calls, str(tokenizer.chat_template or "")
+        self.box, self.max_calls, template = Toolbox(cfg.agent), max_calls, str(tokenizer.chat_template)
         if not self.box.schemas:
             raise ConfigError("agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator")
-        if not template or cfg.data.chat_template == "never":
-            raise ConfigError("agent.loop=tool: tools are called through a chat template; use a model that has one")
         if format not in (*FORMATS, "auto"):
             raise ValueError(f"format={format!r}: must be auto, {' or '.join(FORMATS)}")
         llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
         self.tools = self.box.schemas
-        self.turn([{"role": "tool", "content": "1"}], [])  # a template that refuses tools is found out now
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""

@@ -24,10 +24,9 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from agent_loop.processes import Processes
+from agent_loop.processes import Processes, completed
 from agent_loop.sandbox import END
 from one_step_off.config import AgentConfig, ConfigError
 from one_step_off.registry import load
@@ -100,12 +99,6 @@ async def python(code: str) -> str:
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 
 
-def _now(work: Coroutine[Any, Any, Any]) -> Any:
-    """Its result; the caller may stand in an event loop."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(asyncio.run, work).result()
-
-
 async def _list(url: str) -> list[Any]:
     from mcp import Client
 
@@ -139,7 +132,7 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
         return call
 
     try:
-        tools = _now(asyncio.wait_for(_list(url), seconds))
+        tools = completed(asyncio.wait_for(_list(url), seconds))
     except Exception as e:
         while isinstance(e, BaseExceptionGroup):
             e = e.exceptions[0]
@@ -221,7 +214,7 @@ class Toolbox:
                 self.schemas.append(schema)
         if python in self.functions.values():
             try:
-                _now(python("print()"))
+                completed(python("print()"))
             except Exception as e:
                 why = str(e).strip().splitlines()[-1]
                 mend = "needs Linux 5.13 with Landlock and seccomp, on x86-64 or arm64; remove it"

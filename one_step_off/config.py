@@ -212,7 +212,7 @@ class AgentConfig:
     max_turns: int = key(8, "turns of the model in one trajectory", low=1)
     max_turn_tokens: Optional[int] = key(None, "longest turn of the model, in tokens", low=1)
     timeout_s: float = key(600.0, "after this time a trajectory begins no new turn", above=0.0)
-    tool_timeout_s: float = key(10.0, "limit for one call of a tool", above=0.0)
+    tool_timeout_s: float = key(10.0, "limit for one call of a tool, or one step of an environment", above=0.0)
     tool_output_chars: int = key(2000, "longest answer of a tool; the rest is cut off", low=1)
     max_concurrency: int = key(1024, "trajectories under way at once in each replica", low=1)
 

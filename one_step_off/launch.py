@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from agent_loop.base import Loops
+from agent_loop.processes import completed
 from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
@@ -34,6 +35,7 @@ from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
+from one_step_off.samples import Prompt
 from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
@@ -88,6 +90,7 @@ def prepare(
     data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
     for line in data.lines():
         say(line)
+    check_rows(loops, data)
     resolve_reward(cfg.reward)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
@@ -101,6 +104,15 @@ def prepare(
     if state:
         data.stream.load_state_dict(state["stream"])
     return Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state)
+
+
+def check_rows(loops: Loops, data: data_room.Data) -> None:
+    """Shows each loop the first of its rows. Raises ConfigError."""
+    first: dict[str | None, Prompt] = {}
+    for prompt in [*data.stream.first_rows(len(data.stream)), *(data.val or ())]:
+        first.setdefault(prompt.extra.get("agent_loop"), prompt)
+    for name, prompt in first.items():
+        completed(loops.get(name).check(prompt))
 
 
 def check_model(cfg: Config) -> None:

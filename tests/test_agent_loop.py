@@ -267,9 +267,9 @@ def test_a_puzzle_of_reasoning_gym(tokenizer):
     from agent_loop.environment import Puzzle
     from one_step_off.word_problems import make_puzzles
 
-    rows, test = make_puzzles("train", 4, 0), make_puzzles("test", 4, 0)
+    rows, test = make_puzzles("train", 40, 0), make_puzzles("test", 40, 0)
     truth = rows[3]["reward_model"]["ground_truth"]
-    assert not {r["reward_model"]["ground_truth"] for r in rows} & {r["reward_model"]["ground_truth"] for r in test}
+    assert not {r["prompt"][0]["content"] for r in rows} & {r["prompt"][0]["content"] for r in test}
     puzzle = Puzzle()
     assert puzzle.reset(truth) == rows[3]["prompt"][0]["content"]
     answer, engine = puzzle.entry["answer"], Script(tokenizer, " 0", " nothing", " 1", " 2")
@@ -277,6 +277,75 @@ def test_a_puzzle_of_reasoning_gym(tokenizer):
     assert talk.turns == talk.facts["steps"] == 3 and 0 <= talk.reward < 1
     talk = run(config(loop="environment"), tokenizer, Script(tokenizer, " 0", f" {answer}", " 1"), truth=truth)
     assert talk.turns == 2 and talk.reward == pytest.approx(1.0), "the best guess counts, and ends it"
+
+
+def moody(tokenizer, *turns: str, truth: str = "good") -> Trajectory:
+    name = "tests.environments:Moody"
+    cfg = config(loop="environment", tool_timeout_s=1.0, loop_kwargs={"environment": {"env": name}})
+    return run(cfg, tokenizer, Script(tokenizer, *turns), truth=truth)
+
+
+@pytest.mark.parametrize("how", ["sleep", "spin", "die"])
+def test_a_step_that_never_ends_is_killed_and_ends_its_episode_alone(tokenizer, how):
+    begin = time.perf_counter()
+    talk = moody(tokenizer, " x", f" {how}", " x")
+    assert talk.reward == 0.5 and talk.facts == {"steps": 2, "lost_steps": 1}
+    assert time.perf_counter() - begin < 30
+
+
+def test_an_environment_of_ones_own(tokenizer):
+    talk = moody(tokenizer, " x", " end", " x")
+    assert talk.reward == 1.0 and talk.facts == {"steps": 2} and heard(talk, tokenizer) == ["\nQuestion: x\nAnswer:"]
+    for how, words in (("raise", "Moody.step: KeyError: 'mood'"), ("nan", "the reward is nan")):
+        with pytest.raises(RuntimeError, match=words):
+            moody(tokenizer, f" {how}")
+
+
+@pytest.mark.parametrize(
+    "guess", ["9**9**9**9", "__import__('os').system('touch /tmp/one_step_off_escaped')", "exit()"]
+)
+def test_a_guess_that_is_code_harms_nobody(tokenizer, guess):
+    from one_step_off.word_problems import make_puzzles
+
+    truth = make_puzzles("train", 1, 0)[0]["reward_model"]["ground_truth"]
+    assert "countdown" in truth
+    cfg = config(loop="environment", tool_timeout_s=3.0)
+
+    async def main() -> tuple[Trajectory, float]:
+        engine, late = Script(tokenizer, f" {guess}", " 1", " 2"), 0.0
+        talk = asyncio.create_task(Loops(cfg, tokenizer).get().run(prompt(tokenizer, truth=truth), engine, None, USUAL))
+        while not talk.done():
+            begin = time.perf_counter()
+            await asyncio.sleep(0.01)
+            late = max(late, time.perf_counter() - begin)
+        return await talk, late
+
+    talk, late = asyncio.run(main())
+    assert talk.reward < 0.1 and late < 2 and not Path("/tmp/one_step_off_escaped").exists()
+    assert talk.facts.get("lost_steps", 0) == (guess[0] == "9")
+
+
+def test_rows_that_an_environment_does_not_take_are_told_before_engines_start(tokenizer):
+    loop = Loops(config(loop="environment"), tokenizer).get()
+    asyncio.run(loop.check(prompt(tokenizer, truth='{"dataset": "countdown", "seed": 2}')))
+    with pytest.raises(ConfigError, match="Puzzle does not begin with the ground truth '156'.*AttributeError"):
+        asyncio.run(loop.check(prompt(tokenizer)))
+
+
+@pytest.mark.parametrize("loop", ["tool", "retry_with_feedback", "environment"])
+def test_loops_with_turns_need_a_chat_template(tokenizer, loop):
+    bare, refusing, cfg = tiny_qwen.build_tokenizer(), tiny_qwen.build_tokenizer(), config(loop=loop)
+    bare.chat_template = None
+    refusing.chat_template = "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"
+    for own, words in (
+        (bare, "has turns, which a chat template writes"),
+        (refusing, "does not take '(tool|user)': no"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            Loops(cfg, own).get()
+    cfg.data.chat_template = "never"
+    with pytest.raises(ConfigError, match="data.chat_template=never"):
+        Loops(cfg, tokenizer).get()
 
 
 @pytest.mark.parametrize(

@@ -227,3 +227,8 @@ def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
     launch.write_run_folder(prepared)
     written = (tmp_path / "config.yaml").read_text()
     assert "path: tiny:qwen2" in written and "path: tiny:qwen3" in written and models() not in written
+
+
+def test_rows_that_their_agent_loop_cannot_use_are_refused_before_engines_start(models, tmp_path):
+    cfg = tiny_config(models(), str(tmp_path), **{"agent.loop": "environment"})
+    refused(cfg, "agent_loop.environment:Puzzle does not begin with the ground truth")
