@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
 from dataclasses import astuple
@@ -154,8 +155,8 @@ def _put(batch: Batch) -> Any:
 class RolloutGroup:
     """The vLLM replicas. A prompt's trajectories stay on one of them: its cache knows the prompt and the turns so far.
 
-    Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one with the
-    fewest under way (`rollout.routing`).
+    Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one that first has
+    room for it (`rollout.routing`).
     """
 
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None) -> None:
@@ -180,9 +181,8 @@ class RolloutGroup:
         if self.static or n == 1:
             calls = [self._call(i, prompts[i::n], what, sampling) for i in range(min(n, len(prompts)))]
         else:
-            each = sampling.n + sampling.greedy
-            loads, room = [0] * n, asyncio.Semaphore(n * -(-self.cfg.agent.max_concurrency // each))
-            calls = [self._least_loaded(loads, room, prompt, what, sampling) for prompt in prompts]
+            waiting = deque(prompts)
+            calls = [self._fetch(i, waiting, what, sampling) for i in range(n)]
         async with self.turn:
             parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
         position = {p.id: i for i, p in enumerate(prompts)}
@@ -192,17 +192,16 @@ class RolloutGroup:
     async def _call(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         return await named(f"{what}, rollout {i}", self.replicas[i].rollout.remote(prompts, sampling))
 
-    async def _least_loaded(
-        self, loads: list[int], room: asyncio.Semaphore, prompt: Prompt, what: str, sampling: Sampling
-    ) -> tuple[list[Sample], float]:
-        """One prompt's trajectories, on the replica that has the fewest prompts when there is room for one more."""
-        waited = time.perf_counter()
-        async with room:
-            i, waited = loads.index(min(loads)), time.perf_counter() - waited
-            loads[i] += 1
-            samples, seconds = await self._call(i, [prompt], what, sampling)
-            loads[i] -= 1
-        return samples, waited + seconds
+    async def _fetch(self, i: int, waiting: deque[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
+        """Trajectories of the prompts that replica `i` takes: one whenever a trajectory of its own could begin at once,
+        whatever is still being scored."""
+        begin, calls = time.perf_counter(), []
+        while waiting:
+            await named(f"{what}, rollout {i}", self.replicas[i].vacancy.remote())
+            if waiting:
+                calls.append(asyncio.create_task(self._call(i, [waiting.popleft()], what, sampling)))
+        parts = await asyncio.gather(*calls)
+        return [sample for part, _ in parts for sample in part], time.perf_counter() - begin
 
     async def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Each replica's half of the canary."""

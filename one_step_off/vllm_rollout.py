@@ -183,6 +183,11 @@ class RolloutReplica(UsageProbe):
                 task.cancel()
         return list(samples), time.perf_counter() - begin
 
+    async def vacancy(self) -> None:
+        """Returns once a trajectory that came now would begin at once."""
+        async with self.room:
+            pass
+
     @functools.cached_property
     def loops(self) -> Loops:
         """The agent loops, by name."""
@@ -197,10 +202,16 @@ class RolloutReplica(UsageProbe):
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
             return await self._generate(ids, max_tokens, seed, how)
 
-        async def score(response: str) -> Score:
+        async def judge(response: str) -> Score:
             return await self.rewards.score(
                 RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
             )
+
+        async def score(response: str) -> Score:
+            self.room.release()  # another trajectory generates meanwhile
+            found = await judge(response)
+            await self.room.acquire()  # not after an error, which ends the run and need not wait for a place
+            return found
 
         async with self.room:
             loop = self.loops.get(prompt.extra.get("agent_loop"))
@@ -213,7 +224,7 @@ class RolloutReplica(UsageProbe):
         last = [s for s in talk.segments if s.role == "assistant"][-1]
         reward = talk.reward
         if reward is None:  # the slot is free for another trajectory by now
-            reward = await score(self.tokenizer.decode(last.ids, skip_special_tokens=True))
+            reward = await judge(self.tokenizer.decode(last.ids, skip_special_tokens=True))
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from agent_loop.base import Generated
+from one_step_off import tiny_qwen
 from one_step_off.config import Config
 from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
@@ -259,3 +261,38 @@ def test_trajectories_under_way_are_bounded_and_slots_are_refilled():
     assert sorted(seeds) == sorted(sample_seed(7, p.id, 0) for p in prompts)
     assert len({sample_seed(7, (0, 0), 0, turn) for turn in range(5)}) == 5
     assert sample_seed(7, (0, 0), 0, 0) == sample_seed(7, (0, 0), 0)
+
+
+def test_a_try_that_is_being_judged_keeps_no_other_one_waiting():
+    """One place, and rewards of 0.3 s: all first tries are over before the first one is judged."""
+    cfg, began = Config(), []
+    cfg.agent.loop, cfg.agent.max_concurrency, cfg.agent.max_turns = "retry_with_feedback", 1, 2
+    tokenizer = tiny_qwen.build_tokenizer()
+
+    async def engine(ids, max_tokens, seed, sampling):
+        began.append((time.perf_counter(), len(ids)))
+        return await generated(ids, max_tokens, seed, sampling)
+
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.3, "boom") for _ in range(8)])
+    replica.tokenizer, replica._generate, replica.stamp = tokenizer, engine, (0, 0)
+    prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(8)]
+    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    assert len(samples) == 8 and all(s.extra["agent"]["tries"] == 2 for s in samples)
+    first, second = ([at for at, n in began if (n == 2) == first] for first in (True, False))
+    assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(first)
+    assert replica.room._value == 1
+
+
+def test_a_replica_says_when_it_has_room():
+    cfg = Config()
+    cfg.agent.max_concurrency = 1
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
+
+    async def main():
+        await asyncio.wait_for(replica.vacancy(), 5)
+        async with replica.room:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(replica.vacancy(), 0.05)
+        await asyncio.wait_for(replica.vacancy(), 5)
+
+    asyncio.run(main())
