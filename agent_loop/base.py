@@ -270,8 +270,8 @@ class Loops:
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         self.cfg, self.tokenizer, self.made = cfg, tokenizer, {}
 
-    def get(self, name: str | None = None) -> AgentLoop:
-        """The loop of that name, or `module:Class`; None: `agent.loop`.
+    def get(self, name: str = "") -> AgentLoop:
+        """The loop of that name, or `module:Class`; "": `agent.loop`.
 
         Raises:
             ConfigError: no such loop, or its settings or its tools do not fit.

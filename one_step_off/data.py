@@ -41,6 +41,7 @@ class Row:
     ground_truth: str
     data_source: str
     chat: bool = False
+    agent_loop: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,8 +78,8 @@ class Report:
         return out + [f"  {note}" for note in self.notes]
 
 
-ToolsOf = Callable[[str | None], list[dict[str, Any]] | None]
-"""The JSON schemas of the tools of an agent loop (None: of `agent.loop`), for the chat template; None: it has none."""
+ToolsOf = Callable[[str], list[dict[str, Any]] | None]
+"""The JSON schemas of the tools of an agent loop ("": of `agent.loop`), for the chat template; None: it has none."""
 
 RawRow = tuple[str, Any]
 """Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
@@ -200,9 +201,13 @@ def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
     except UnicodeEncodeError:
         raise BadRow("its text is not valid Unicode") from None
     named, loop = columns.get("data_source"), columns.get("agent_loop")
-    if isinstance(loop, str) and loop:
-        fields["extra"] = fields.get("extra", {}) | {"agent_loop": loop}
-    return fields | ({"data_source": named} if isinstance(named, str) and named else {})
+    if not isinstance(loop, str | None):
+        raise BadRow(f"column 'agent_loop' holds {loop!r:.40}, not a text")
+    return (
+        fields
+        | {"agent_loop": (loop or "").strip()}
+        | ({"data_source": named} if isinstance(named, str) and named else {})
+    )
 
 
 def load_rows(
@@ -241,7 +246,10 @@ def _texts(
 ) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
     for row in rows:
-        tools = tools_of(row.extra.get("agent_loop"))
+        try:
+            tools = tools_of(row.agent_loop)
+        except ConfigError as e:
+            raise ConfigError(f"data row {row.where}, column agent_loop={row.agent_loop!r}: {e}") from e
         if template is None:
             yield row, "\n".join(m["content"] for m in row.messages)
             continue
@@ -285,7 +293,8 @@ def encode(
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
             id, array = (epoch, row.index), np.asarray(ids, dtype=np.int32)
-            prompts.append(Prompt(id, array, text, row.ground_truth, row.data_source, row.extra, row.messages))
+            fields = row.ground_truth, row.data_source, row.extra, row.messages, row.agent_loop
+            prompts.append(Prompt(id, array, text, *fields))
         elif cfg.overlong_prompts == "fail":
             more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
             raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")
@@ -374,7 +383,8 @@ class PromptStream:
     def _data_digest(self) -> str:
         data = hashlib.sha256()
         for p in self._prompts:
-            data.update(f"{p.id[1]} {len(p.ids)} {p.ground_truth}\n".encode() + p.ids.tobytes())
+            row = f"{p.id[1]} {len(p.ids)} {p.ground_truth}{p.agent_loop and f' {p.agent_loop}'}\n"
+            data.update(row.encode() + p.ids.tobytes())
         return data.hexdigest()
 
     def _digest(self, order: np.ndarray) -> str:

@@ -93,6 +93,8 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
+    if hasattr(cls, "calls_at_once"):
+        options["max_concurrency"] = cls.calls_at_once
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)

@@ -50,7 +50,14 @@ class Spawned:
     """
 
     def __init__(
-        self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
+        self,
+        cfg: Config,
+        device: str,
+        total_steps: int,
+        canary: list[np.ndarray],
+        tokenizer: Any,
+        find: Find,
+        loops: list[str],
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -69,7 +76,7 @@ class Spawned:
         replicas = [
             spawn(
                 RolloutReplica,
-                (cfg, i, device, scorers),
+                (cfg, i, device, scorers, loops),
                 seat,
                 device,
                 self._share(where["rollout"]),

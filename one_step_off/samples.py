@@ -22,7 +22,7 @@ class Prompt:
     """One row of data, tokenised.
 
     `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from, `messages` the chat;
-    `ground_truth` and `data_source` go to the reward function.
+    `ground_truth` and `data_source` go to the reward function. `agent_loop` "": the one of the config.
     """
 
     id: PromptId
@@ -32,6 +32,7 @@ class Prompt:
     data_source: str = ""
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
+    agent_loop: str = ""
 
 
 @dataclass

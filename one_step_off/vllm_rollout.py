@@ -11,6 +11,8 @@ import functools
 import hashlib
 import itertools
 import time
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -69,8 +71,10 @@ def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
 class RewardQueue:
     """Spreads finished trajectories over the scorers: while all of them are at work, the next calls fill up."""
 
-    def __init__(self, scorers: list[Any]) -> None:
-        self.idle, self.workers = list(scorers), len(scorers)
+    def __init__(self, scorers: list[Any], first: int = 0) -> None:
+        """`first`: which to begin with, another one for each replica."""
+        self.idle, self.workers = deque(enumerate(scorers)), len(scorers)
+        self.idle.rotate(-first)
         self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
         self.calls: set[asyncio.Task] = set()
 
@@ -85,29 +89,35 @@ class RewardQueue:
         while self.idle and self.waiting:
             share = -(-len(self.waiting) // self.workers)  # the others come back soon and want their part
             batch, self.waiting = self.waiting[:share], self.waiting[share:]
-            task = asyncio.create_task(self._call(self.idle.pop(), batch))
+            task = asyncio.create_task(self._call(*self.idle.popleft(), batch))
             self.calls.add(task)  # asyncio itself keeps no task alive
             task.add_done_callback(self.calls.discard)
 
-    async def _call(self, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
+    async def _call(self, number: int, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
         scores, error = [None] * len(batch), None
         try:
             scores = await scorer.score_batch.remote([item for item, _ in batch])
         except Exception as e:
-            error = e
+            died = type(e).__name__ == "ActorDiedError"
+            error = RuntimeError(f"reward worker {number}: its process died") if died else e
         for score, (_, future) in zip(scores, batch, strict=True):
             if not future.done():  # its trajectory was cancelled
                 future.set_exception(error) if error else future.set_result(score)
-        self.idle.append(scorer)
+        self.idle.append((number, scorer))
         self._send()
 
 
 class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
-    def __init__(self, cfg: Config, index: int, device: str, scorers: list[Any]) -> None:
-        self.cfg, self.index, self.device = cfg, index, device
-        self.rewards = RewardQueue(scorers)
+    calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
+
+    def __init__(
+        self, cfg: Config, index: int, device: str, scorers: list[Any], loop_names: Sequence[str] = ()
+    ) -> None:
+        """`loop_names`: the agent loops to be made at the start."""
+        self.cfg, self.index, self.device, self.loop_names = cfg, index, device, loop_names
+        self.rewards = RewardQueue(scorers, index)
         self.room = asyncio.Semaphore(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
@@ -122,7 +132,13 @@ class RolloutReplica(UsageProbe):
 
         model = self.cfg.model
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        await self.make_loops()
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
+
+    async def make_loops(self) -> None:
+        """Before the first trajectory, because a loop may ask servers for their tools. Raises ConfigError."""
+        for name in self.loop_names:
+            await asyncio.to_thread(self.loops.get, name)
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""
@@ -214,7 +230,7 @@ class RolloutReplica(UsageProbe):
             return found
 
         async with self.room:
-            loop = self.loops.get(prompt.extra.get("agent_loop"))
+            loop = self.loops.get(prompt.agent_loop)
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
             talk = await loop.run(prompt, generate, score, limits)
         sample = talk.sample(prompt, index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import time
@@ -130,6 +131,8 @@ BAD_CHAT = [
     ({"reward_model": {"ground_truth": ""}}, "'ground_truth'"),
     ({"reward_model": {"ground_truth": [1]}}, "'ground_truth'"),
     ({"reward_model": {"ground_truth": True}}, "'ground_truth'"),
+    ({"agent_loop": 5}, "column 'agent_loop' holds 5, not a text"),
+    ({"agent_loop": ["tool"]}, "column 'agent_loop' holds ['tool']"),
 ]
 
 
@@ -139,6 +142,25 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
     report = Report("data")
     assert len(load_rows(path, "train", DataConfig(), 0, report)) == 1
     assert report.bad[0][0] == f"{path}:2" and reason in report.bad[0][1]
+
+
+def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
+    """Whatever else stands in extra_info; a name that is no loop's is told with its row."""
+    rows = [chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}), chat_row(agent_loop=None)]
+    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0)
+    assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {"agent_loop": {"a": 1}}
+
+    def tools_of(name: str) -> None:
+        if name:
+            raise ConfigError("agent.loop='tool': unknown")
+
+    with pytest.raises(ConfigError, match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn"):
+        encode(found, PLAIN, DataConfig(chat_template="never"), 0, Report("data"), tools_of)
+    plain, own = (encode([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data")) for row in found[::-1])
+    assert own[0].agent_loop == "tool"
+    own[0] = dataclasses.replace(own[0], id=plain[0].id)
+    digests = {PromptStream(p, 1, False, 0, 1).state_dict()["digest"] for p in (own, plain)}
+    assert len(digests) == 2, "a run is not gone on from with other loops"
 
 
 def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:

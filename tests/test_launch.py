@@ -232,3 +232,16 @@ def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
 def test_rows_that_their_agent_loop_cannot_use_are_refused_before_engines_start(models, tmp_path):
     cfg = tiny_config(models(), str(tmp_path), **{"agent.loop": "environment"})
     refused(cfg, "agent_loop.environment:Puzzle does not begin with the ground truth")
+
+
+def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
+    unused = {"agent.tools": "calculator", "agent.loop_kwargs": {"tool": {"max_calls": 1}}}
+    said = []
+    launch.prepare(tiny_config(models(), str(tmp_path), **unused), said.append)
+    assert [line.split(":")[1] for line in said if "warning" in line] == [
+        " agent.loop_kwargs.tool",
+        " agent.tools=calculator",
+    ]
+    said.clear()
+    prepared = launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
+    assert prepared.loops == ["tool"] and not any("warning" in line for line in said)

@@ -12,7 +12,7 @@ import pytest
 
 from agent_loop.base import Generated
 from one_step_off import tiny_qwen
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt
@@ -296,3 +296,36 @@ def test_a_replica_says_when_it_has_room():
         await asyncio.wait_for(replica.vacancy(), 5)
 
     asyncio.run(main())
+
+
+def test_loops_are_made_at_the_start_and_not_in_the_first_trajectory():
+    cfg = Config()
+    cfg.agent.tools = "calculator"
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool", "single_turn"])
+    replica.tokenizer = tiny_qwen.build_tokenizer()
+    asyncio.run(replica.make_loops())
+    assert set(replica.loops.made) == {"tool", "single_turn"}
+    cfg.agent.tools = "mcp:http://127.0.0.1:9/mcp"
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool"])
+    replica.tokenizer = tiny_qwen.build_tokenizer()
+    with pytest.raises(ConfigError, match="the server lists no tools"):
+        asyncio.run(replica.make_loops())
+
+
+def test_replicas_begin_with_different_scorers_and_a_dead_one_is_named():
+    class Dead:
+        async def remote(self, items):
+            raise ActorDiedError
+
+    class ActorDiedError(Exception):
+        """As Ray's."""
+
+    async def main():
+        scorers = [FakeScorer() for _ in range(3)]
+        for replica in range(4):
+            await RewardQueue(scorers, replica).score(item(0))
+        with pytest.raises(RuntimeError, match="reward worker 0: its process died"):
+            await RewardQueue([SimpleNamespace(score_batch=Dead())]).score(item(0))
+        return [len(scorer.calls) for scorer in scorers]
+
+    assert asyncio.run(main()) == [2, 1, 1]
