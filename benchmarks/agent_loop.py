@@ -50,6 +50,10 @@ class FakeEngine:
         return Generated(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), 0, "stop")
 
 
+FIRST = 1000
+"""The first token of each prompt is this plus its row: no id of the vocabulary, so that none is taken for the end."""
+
+
 class Scorer:
     """Takes `seconds` for each call, in a process of its own as it were."""
 
@@ -86,14 +90,14 @@ def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) ->
 
     async def generate(ids: np.ndarray, max_tokens: int, seed: Any, sampling: Any) -> Generated:
         nonlocal last
-        row = int(ids[0])  # the first token of each prompt names its row
+        row = int(ids[0]) - FIRST
         out = await engine.generate(row, sum(ids == tokenizer.eos_token_id))
         last = time.perf_counter()
         return out
 
     replica._generate = generate
     rows = range(len(engine.turns))
-    prompts = [Prompt((0, row), np.array([row, 5], np.int32), "q", "156") for row in rows]
+    prompts = [Prompt((0, row), np.array([FIRST + row, 5], np.int32), "q", "156") for row in rows]
     _ = replica.loops.get()  # made once for a whole run
     begin, cpu = time.perf_counter(), time.process_time()
     samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
@@ -110,7 +114,6 @@ def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) ->
 def measure(conversations: int, reward_s: float, slots: int = 64, token_s: float = 0.005) -> dict[str, Any]:
     """All arms; the stand-in engine's slots are the same in each."""
     tokenizer, rng = tiny_qwen.build_tokenizer(), random.Random(0)
-    # Row numbers are token ids here, and must not be the end token.
     turns = [rng.randrange(0, 12) for _ in range(conversations)]
 
     def engine() -> FakeEngine:
