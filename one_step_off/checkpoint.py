@@ -30,7 +30,7 @@ ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mas
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
-FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype")
+FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype", "agent.loop")
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def find(cfg: Config) -> Path | None:
     path = found[-1]
     made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
-        if made_with.get(key) != value:
+        if made_with.get(key, value) != value:
             mend = "resume with that value, or start anew with trainer.resume=never or another trainer.output_dir"
-            raise ConfigError(f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; {mend}")
+            raise ConfigError(f"{key}={value}: the checkpoint {path} was made with {made_with[key]}; {mend}")
     return path
 
 
