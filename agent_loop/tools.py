@@ -82,7 +82,7 @@ async def python(code: str) -> str:
         code: The program. Use print to see a result.
     """
     # What this does not protect from stands in docs/agent_loop.md, section Tools.
-    folder, said, flood = await asyncio.to_thread(tempfile.mkdtemp, prefix="tool_"), b"", 1 << 16
+    folder, said, flood = tempfile.mkdtemp(prefix="tool_"), b"", 1 << 16
     try:
         async with _PROGRAMS.one() as (reader, writer):
             writer.write(json.dumps({"code": code, "folder": folder}).encode() + b"\n")
