@@ -78,7 +78,8 @@ class Trajectory:
     Attributes:
         prompt_ids: int32 [P].
         segments: what came after the prompt; "assistant" is the policy.
-        finish_reason: the last turn's, as vLLM says it, or "turns", "length", "time": the limit that ended it.
+        finish_reason: the last turn's, as vLLM says it ("length": it was cut at the most tokens after the prompt), or the
+            limit that ended it: "turn_length" (that turn was cut by it), "turns", "time", "room" (no more would fit).
         reward: set by a loop that knows it; None: the run's reward function is asked about the policy's last turn.
         facts: numbers to report, as {"tool_calls": 2}.
     """
@@ -99,6 +100,11 @@ class Trajectory:
         return sum(s.role == "assistant" for s in self.segments)
 
     @property
+    def cut(self) -> bool:
+        """Whether the last turn did not come to its end."""
+        return self.finish_reason in ("length", "turn_length")
+
+    @property
     def seconds_left(self) -> float:
         """Until the time limit; not below 0."""
         return max(0.0, self.begin + self.limits.seconds - time.monotonic())
@@ -115,8 +121,10 @@ class Trajectory:
             RuntimeError: weights of another incarnation made this turn than the turns before.
         """
         room = self.limits.tokens - self.length
-        spent = {"turns": self.turns >= self.limits.turns, "length": room < 1 or self.finish_reason == "length"}
-        for limit, reached in (spent | {"time": self.seconds_left == 0}).items():
+        spent = {"turns": self.turns >= self.limits.turns, "room": room < 1, "time": self.seconds_left == 0}
+        if self.cut:
+            return None
+        for limit, reached in spent.items():
             if reached:
                 self.finish_reason = limit
                 return None
@@ -124,6 +132,8 @@ class Trajectory:
         if self.turns and out.incarnation != self.incarnation:
             raise RuntimeError(f"turn {self.turns}: weights of incarnation {out.incarnation}, not {self.incarnation}")
         self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
+        if self.cut and len(out.ids) < room:
+            self.finish_reason = "turn_length"
         mask = np.full(len(out.ids), train)
         self._add(Segment("assistant", out.ids, out.log_probs, out.versions, mask))
         return out
@@ -132,7 +142,7 @@ class Trajectory:
         """Append tokens that the policy did not make. False, and nothing is appended, where no answer would fit."""
         n = len(ids)
         if self.length + n >= self.limits.tokens:
-            self.finish_reason = "length"
+            self.finish_reason = self.finish_reason if self.cut else "room"
             return False
         versions = np.full(n, OTHERS, np.int32)
         self._add(Segment(role, np.asarray(ids, np.int32), np.zeros(n, np.float32), versions, np.zeros(n, bool)))

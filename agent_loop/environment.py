@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import os
 from typing import Any, Protocol
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -72,7 +74,10 @@ class EnvironmentLoop(AgentLoop):
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
         made = registry.load("agent.loop_kwargs.environment.env", env)
-        self.env, self.processes = env, Processes(env, getattr(made, "confined", False))
+        confined = getattr(made, "confined", False)
+        self.env, self.processes = env, Processes(env, confined)
+        # What only computes waits for a core, so that its time limit is about its own work; others may wait for servers.
+        self.cores = asyncio.Semaphore(len(os.sched_getaffinity(0))) if confined else contextlib.nullcontext()
 
     async def check(self, prompt: Prompt) -> None:
         """See `AgentLoop.check`."""
@@ -105,10 +110,13 @@ class EnvironmentLoop(AgentLoop):
         return talk
 
     async def _ask(self, streams: Streams, method: str, argument: str) -> Any:
-        reader, writer = streams
-        writer.write(json.dumps([method, argument]).encode() + b"\n")
-        async with asyncio.timeout(self.cfg.agent.tool_timeout_s):
-            answer = json.loads(await reader.readuntil(b"\n"))
+        (reader, writer), seconds = streams, self.cfg.agent.tool_timeout_s
+        async with self.cores:
+            writer.write(json.dumps([method, argument]).encode() + b"\n")
+            try:
+                answer = json.loads(await asyncio.wait_for(reader.readuntil(b"\n"), seconds))
+            except TimeoutError as e:
+                raise TimeoutError(f"{self.env}.{method} took longer than agent.tool_timeout_s={seconds:g}") from e
         if isinstance(answer, dict):
             raise RuntimeError(f"{self.env}.{method}: {answer['error']}")
         return answer

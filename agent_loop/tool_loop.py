@@ -76,6 +76,10 @@ class ToolLoop(AgentLoop):
             raise ValueError(f"format={format!r}: must be auto, {' or '.join(FORMATS)}")
         llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
+        if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
+            raise ConfigError(
+                "agent.loop=tool: <tool_call> is a special token, which text never shows; take another model"
+            )
         self.tools = self.box.schemas
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:

@@ -49,7 +49,7 @@ class Sample:
         versions: int32 [R]; the weight version that made each token, stamped by the engine; OTHERS for others' tokens.
         incarnation: which life of the trainer made those weights.
         reward: score of the whole trajectory; NaN until scored.
-        finish_reason: "stop" or "length", as vLLM says it; "turns" or "time": that limit of the conversation.
+        finish_reason: "stop" or "length", as vLLM says it; else a limit of the conversation: agent_loop.base.Trajectory.
         response: the decoded response, of all turns, without special tokens.
         extra: what only some have: reward_parts (name -> float), baseline (reward of the prompt's greedy response),
             greedy (this is that response: scored, never trained on), reward_timeout, replaces,

@@ -20,7 +20,8 @@ _ORDERS = {
     "worst": lambda r: (math.isnan(r["reward"]), r["reward"], r.get("index", 0)),
     "longest": lambda r: (-r["length"], r.get("index", 0)),
 }
-_ENDS = {"length": "cut at the limit", "stop": "ended by itself"}
+_ENDS = {"length": "cut at the limit", "stop": "ended by itself", "turn_length": "cut at agent.max_turn_tokens"}
+_ENDS |= {"turns": "ended by agent.max_turns", "time": "ended by agent.timeout_s", "room": "no more would fit"}
 
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:

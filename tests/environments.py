@@ -26,3 +26,18 @@ class Moody:
         if how == "raise":
             raise KeyError("mood")
         return how, np.float32("nan" if how == "nan" else 0.5), how == "end"
+
+
+class Busy(Moody):
+    """Works a while before it begins."""
+
+    confined = True
+
+    def reset(self, ground_truth: str) -> str:
+        end = time.process_time() + 0.25
+        while time.process_time() < end:
+            pass
+        return "?"
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        return "", 1.0, True

@@ -18,7 +18,9 @@ from one_step_off import tiny_qwen
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
+from one_step_off.config_io import load
 from one_step_off.samples import OTHERS, Batch, Prompt, StalenessError, assert_versions
+from one_step_off.word_problems import make_products, make_puzzles
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
@@ -167,12 +169,16 @@ def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
     assert not found[~mask].any()
 
 
+TURN = tiny_qwen.build_tokenizer().encode(FOUR[0]) + [1]
+
+
 @pytest.mark.parametrize(
     ("limits", "reason", "turns"),
     [
         (Limits(400, 2), "turns", 2),
         (Limits(30, 8), "length", 1),
-        (Limits(400, 8, turn_tokens=10), "length", 1),
+        (Limits(len(TURN) + 2, 8), "room", 1),  # the answer is whole; what the tool says does not fit
+        (Limits(400, 8, turn_tokens=10), "turn_length", 1),
         (Limits(400, 8, seconds=0.0), "time", 0),
     ],
 )
@@ -245,6 +251,13 @@ def test_added_tokens_that_are_not_special_are_kept():
     assert "if x:\n    y" in own.decode(loop.turn([{"role": "tool", "content": "if x:\n    y"}], np.array([])))
 
 
+def test_a_model_whose_calls_no_text_shows_is_refused():
+    own = tiny_qwen.build_tokenizer()
+    own.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
+    with pytest.raises(ConfigError, match="<tool_call> is a special token"):
+        Loops(config(), own).get()
+
+
 def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
     own = tiny_qwen.build_tokenizer()
     own.chat_template = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
@@ -265,7 +278,6 @@ def test_tries_until_the_verifier_is_content(tokenizer):
 
 def test_a_puzzle_of_reasoning_gym(tokenizer):
     from agent_loop.environment import Puzzle
-    from one_step_off.word_problems import make_puzzles
 
     rows, test = make_puzzles("train", 40, 0), make_puzzles("test", 40, 0)
     truth = rows[3]["reward_model"]["ground_truth"]
@@ -305,8 +317,6 @@ def test_an_environment_of_ones_own(tokenizer):
     "guess", ["9**9**9**9", "__import__('os').system('touch /tmp/one_step_off_escaped')", "exit()"]
 )
 def test_a_guess_that_is_code_harms_nobody(tokenizer, guess):
-    from one_step_off.word_problems import make_puzzles
-
     truth = make_puzzles("train", 1, 0)[0]["reward_model"]["ground_truth"]
     assert "countdown" in truth
     cfg = config(loop="environment", tool_timeout_s=3.0)
@@ -323,6 +333,19 @@ def test_a_guess_that_is_code_harms_nobody(tokenizer, guess):
     talk, late = asyncio.run(main())
     assert talk.reward < 0.1 and late < 2 and not Path("/tmp/one_step_off_escaped").exists()
     assert talk.facts.get("lost_steps", 0) == (guess[0] == "9")
+
+
+def test_many_confined_episodes_at_once_are_in_time(tokenizer):
+    """Resets that take a quarter of a second of a core each: one after the other, each within its second."""
+    name = "tests.environments:Busy"
+    cfg = config(loop="environment", tool_timeout_s=2.0, loop_kwargs={"environment": {"env": name}})
+    loop = Loops(cfg, tokenizer).get()
+
+    async def everyone() -> list[Trajectory]:
+        ask = prompt(tokenizer)
+        return await asyncio.gather(*(loop.run(ask, Script(tokenizer, " end"), None, USUAL) for _ in range(24)))
+
+    assert [talk.reward for talk in asyncio.run(everyone())] == [1.0] * 24
 
 
 def test_rows_that_an_environment_does_not_take_are_told_before_engines_start(tokenizer):
@@ -363,6 +386,20 @@ def test_loops_with_turns_need_a_chat_template(tokenizer, loop):
 def test_a_loop_that_does_not_fit_is_told_before_engines_start(tokenizer, changes, words):
     with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
         Loops(config(**changes), tokenizer).get()
+
+
+def test_the_config_of_the_example_answers_by_tool_within_its_limits():
+    tokenizer = tiny_qwen.build_tokenizer("tools")
+    cfg = load([f"config={Path(__file__).parent.parent / 'config' / 'tool_agent.yaml'}"])
+    assert cfg.agent.tools == "calculator" and cfg.reward.function == "gsm8k"
+    loops = Loops(cfg, tokenizer)
+    row = make_products("train", 1, 0)[0]
+    limits = loops.limits(cfg.data.max_response_length)
+    engine = Script(tokenizer, call("99 * 99"), " 99 * 99 = 9801\n#### 9801")
+    asked = prompt(tokenizer, row["question"])
+    talk = asyncio.run(loops.get().run(asked, engine, None, limits))
+    assert (talk.turns, talk.finish_reason, talk.facts["tool_errors"]) == (2, "stop", 0)
+    assert heard(talk, tokenizer) == ["\n9801\nAnswer:"] and len(asked.ids) <= cfg.data.max_prompt_length
 
 
 def test_the_names_in_the_config_checks_are_those_that_exist():
