@@ -101,7 +101,7 @@ def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(ro
 
 def test_slow_rewards_keep_no_replica_from_its_next_prompts():
     cfg = Config()
-    cfg.rollout.routing, cfg.rollout.n = "least_loaded", 2
+    cfg.rollout.routing, cfg.rollout.n, cfg.agent.max_concurrency = "least_loaded", 2, 4
     replicas = [Slow(0.02, score_s=1.0), Slow(0.02, score_s=1.0)]
     group, begin = RolloutGroup(replicas, cfg, False), time.perf_counter()
     prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(32)]
