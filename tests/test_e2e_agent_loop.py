@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
+from agent_loop.tool_loop import ToolLoop
+from one_step_off import tiny_qwen
+from one_step_off.config import Config
+from one_step_off.word_problems import make
 from tests.conftest import tiny_config
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 
-def test_three_tries_train_on_what_was_said_and_nothing_else(models, tmp_path):
-    """In the first step theta is mu: over all turns the trainer's log-probs must be the engine's."""
+class Caller(ToolLoop):
+    """Takes every turn for a call of `python`: a random model makes none by itself."""
+
+    def __init__(self, cfg: Config, tokenizer: Any) -> None:
+        super().__init__(cfg, tokenizer)
+        self.calls = lambda text: [("python", {"code": "print('x ' * 20)"})]
+
+
+def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tmp_path):
+    """Two loops in each batch. In the first step theta is mu: over all turns the trainer's log-probs must be the engine's."""
     from one_step_off import launch
     from one_step_off.checkpoint import finished, read_samples
 
+    rows = make("train", 64, 0)
+    for i, row in enumerate(rows):  # every second one with tools
+        row["agent_loop"] = f"{__name__}:Caller" if i % 2 else ""
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
     cfg = tiny_config(
         models("qwen3"),
         str(tmp_path),
         **{
+            "data.train_files": str(tmp_path / "data.jsonl"),
+            "data.shuffle": False,
+            "agent.tools": "python",
+            "agent.tool_timeout_s": 60.0,
             "reward.function": "tests.test_e2e_pipeline:half_letters",
             "reward.workers": 2,
             "agent.loop": "retry_with_feedback",
@@ -36,17 +57,20 @@ def test_three_tries_train_on_what_was_said_and_nothing_else(models, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 3
     for row in rows:
-        # Three tries, but for those of which one was cut at 12 tokens.
-        assert 1.5 < row["agent/turns/mean"] <= 3.0 and row["agent/tries/mean"] == row["agent/turns/mean"]
+        # Three turns, but for those of which one was cut at 12 tokens.
+        assert 1.5 < row["agent/turns/mean"] <= 3.0 and row["agent/tries/mean"] < row["agent/turns/mean"]
+        assert row["agent/tool_calls/mean"] > 0 and row["agent/tool_errors/mean"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["staleness/max"] == min(1, row["step"])
     assert rows[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert rows[0]["ratio/max"] == pytest.approx(1.0, abs=3e-4)
-    samples = read_samples(finished(tmp_path / "checkpoints")[0])
+    samples, tokenizer = read_samples(finished(tmp_path / "checkpoints")[0]), tiny_qwen.build_tokenizer()
     assert len(samples) == rows[-1]["samples"]
     for sample in samples:
         assert len(sample.response_ids) == len(sample.loss_mask) and sample.loss_mask[-1]
         assert (sample.versions[~sample.loss_mask] == -1).all() and (sample.versions[sample.loss_mask] >= 0).all()
         assert not sample.log_probs[~sample.loss_mask].any() and sample.extra["agent"]["turns"] <= 3
-        if sample.extra["agent"]["turns"] > 1:
-            assert (~sample.loss_mask).sum() > 5
+        heard = tokenizer.decode(sample.response_ids[~sample.loss_mask])
+        facts, words = sample.extra["agent"], {"tool_calls": "x " * 20, "tries": "That is wrong."}
+        for name in words:
+            assert heard.count(words[name]) == (name in facts) * (facts["turns"] - 1)
