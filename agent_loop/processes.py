@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import weakref
 from collections.abc import AsyncIterator, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -28,6 +29,8 @@ class Processes:
         self.beginning = asyncio.Semaphore(8)  # a socket holds only so many others that nobody has fetched
 
     def _start(self) -> None:
+        if self.parent:
+            self.end()
         self.control, theirs = socket.socketpair()
         command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
         command += [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()] if self.spec else []
@@ -36,6 +39,7 @@ class Processes:
             self.parent = subprocess.Popen(
                 command, stdin=theirs, env=env | {"OMP_NUM_THREADS": "1"}, start_new_session=True
             )
+        self.end = weakref.finalize(self, _end, self.parent, self.control)
 
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[Streams]:
@@ -64,6 +68,12 @@ class Processes:
                 while self.confined and await reader.read(1 << 16):  # ends when the process has ended
                     pass
             writer.close()
+
+
+def _end(parent: subprocess.Popen, control: socket.socket) -> None:
+    parent.kill()
+    parent.wait()
+    control.close()
 
 
 def completed(work: Coroutine[Any, Any, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import os
 import platform
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from agent_loop import tools
+from agent_loop.processes import Processes
 from agent_loop.tools import Toolbox
 from one_step_off.config import AgentConfig, ConfigError
 
@@ -291,6 +293,24 @@ def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
     refused.__doc__ = "Run.\n\nArgs:\n    code: It."
     with pytest.raises(ConfigError, match="agent.tools=python: programs cannot be confined here .*Landlock is not"):
         Toolbox(AgentConfig(tools="python"))
+
+
+def test_programs_go_on_after_their_parent_died_and_it_ends_with_its_object():
+    async def one(processes: Processes) -> None:
+        async with processes.one():
+            pass
+
+    processes = Processes()
+    asyncio.run(one(processes))
+    first = processes.parent
+    first.kill()
+    first.wait()
+    asyncio.run(one(processes))
+    second = processes.parent
+    assert second is not first and second.poll() is None
+    del processes
+    gc.collect()
+    assert second.returncode is not None
 
 
 def children() -> set[int]:
