@@ -24,8 +24,8 @@ import socket
 import struct
 import sys
 
-# name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys), and
-# no io_uring, which can do the work of the others.
+# name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys) or
+# is memory that its limit does not count, and no io_uring, which can do the work of the others.
 FORBIDDEN = {
     "socket": (41, 198), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "kill": (62, 129),
     "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
@@ -33,12 +33,17 @@ FORBIDDEN = {
     "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
     "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261), "setpriority": (141, 140),
     "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "shmget": (29, 194), "semget": (64, 190),
-    "msgget": (68, 186), "mq_open": (240, 180), "add_key": (248, 217), "request_key": (249, 218),
+    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "shmget": (29, 194), "shmat": (30, 196),
+    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
+    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
+    "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
     "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
 }  # fmt: skip
+# Commands of fcntl (F_SETOWN, F_SETSIG, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) that have the kernel send signals.
+SIGNALLING = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
 CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
+X32 = 0x40000000  # that architecture's calls are numbered from here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
@@ -65,13 +70,22 @@ def filter_program(machine: str) -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
     threads (clone3, whose flags it cannot read, "does not exist": libc then takes clone). Raises KeyError."""
     column, audit = ARCHITECTURES[machine]
-    numbers = [both[column] for both in FORBIDDEN.values() if both[column] is not None]
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, audit), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
-    steps.append((AT_LEAST, len(numbers) + 5, 0, 0x40000000))  # x32 numbers its calls from there
-    steps += [(EQUAL, len(numbers) + 4 - i, 0, number) for i, number in enumerate(numbers)]
-    steps += [(EQUAL, 5, 0, CLONE3), (EQUAL, 0, 2, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, 0, 1, THREAD)]
-    steps += [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERROR | EPERM), (RETURN, 0, 0, ERROR | ENOSYS)]
-    return b"".join(struct.pack("HBBI", *step) for step in steps)
+    ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", audit), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
+    steps += [(EQUAL, "refuse", 0, both[column]) for both in FORBIDDEN.values() if both[column] is not None]
+    steps += [(EQUAL, "unknown", 0, CLONE3)]
+    steps += [(EQUAL, 0, 2, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, "allow", "refuse", THREAD)]
+    for both, commands in SIGNALLING.items():
+        tests = [(EQUAL, "refuse", 0, command) for command in commands] + [(RETURN, 0, 0, ALLOW)]
+        steps += [(EQUAL, 0, len(tests) + 1, both[column]), (LOAD, 0, 0, 24), *tests]
+    place = {name: len(steps) + i for i, name in enumerate(ends)}
+    steps += [(RETURN, 0, 0, value) for value in ends.values()]
+
+    def jump(at: int, to: "int | str") -> int:
+        return place[to] - at - 1 if isinstance(to, str) else to
+
+    packed = (struct.pack("HBBI", op, jump(i, yes), jump(i, no), value) for i, (op, yes, no, value) in enumerate(steps))
+    return b"".join(packed)
 
 
 def _require(result: int, what: str) -> int:

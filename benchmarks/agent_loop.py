@@ -3,8 +3,8 @@
     python -m benchmarks.agent_loop --out DIR [--conversations 500] [--reward-s 0.5] [--repeats 7]
 
 First with a stand-in for the engine that has a fixed number of slots and a fixed time per token, so that nothing but the
-loop differs. Then with vLLM: conversations of tiny:tools with its calculator, and the very same requests, each after the
-one that it builds on, given to the engine alone; arms in turns. Writes result.json and result.md into DIR.
+loop differs. Then with vLLM: conversations of tiny:tools with its calculator, and single turns of a more usual length;
+beside them the very same requests, each after the one that it builds on, given to the engine alone; all in turns. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextvars
+import copy
 import json
 import os
 import random
 import statistics
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from one_step_off.config_io import load
 from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import RolloutReplica, Sampling
 
+LONG = 128
 CALL = tiny_qwen.CALL.format(expression="12 * 13")
 
 
@@ -131,67 +134,93 @@ def measure(conversations: int, reward_s: float, slots: int = 64, token_s: float
     return found | {"reward_s": reward_s, "reward_workers": workers}
 
 
-async def on_vllm(repeats: int, reward_s: float) -> dict[str, list[float]]:
-    """Seconds until the last token was made, of each arm in each repeat; one of each before that warms up."""
+class Workload:
+    """Trajectories through the agent loop, and the very requests that they made, given to the engine alone.
+
+    `arms`: what each takes to its last token, in seconds; "bare vLLM" repeats what the arm before it asked for.
+    """
+
+    def __init__(self, cfg: Config, started: RolloutReplica, prompts: list[Prompt], how: Sampling) -> None:
+        self.cfg, self.started, self.prompts, self.how = cfg, started, prompts, how
+        self.who, self.last = contextvars.ContextVar("who"), 0.0
+        self.requests: dict[Any, list[tuple[Any, Any]]] = {}
+        self.arms = {"agent loop": self.replica([Scorer(0.0)]).rollout, "bare vLLM": self.bare}
+
+    def replica(self, scorers: list[Scorer]) -> RolloutReplica:
+        """Another one on the started engine, which notes what it asks for, and when the last answer came."""
+        new = RolloutReplica(self.cfg, 0, "cpu", scorers)
+        new.tokenizer, new.stamp, new.engine = self.started.tokenizer, (0, 0), SimpleNamespace(generate=self.recorded)
+        ask, make = new._generate, new._trajectory
+
+        async def timed(*request: Any) -> Generated:
+            out, self.last = await ask(*request), time.perf_counter()
+            return out
+
+        async def named(prompt: Prompt, index: int, how: Sampling) -> Any:
+            self.who.set((prompt.id, index))
+            return await make(prompt, index, how)
+
+        new._generate, new._trajectory = timed, named
+        return new
+
+    def recorded(self, prompt: Any, params: Any, name: str) -> Any:
+        """The engine's `generate`."""
+        self.requests.setdefault(self.who.get(), []).append((prompt, params))
+        return self.started.engine.generate(prompt, params, name)
+
+    async def bare(self, *_: Any) -> None:
+        """Each request after the one that it builds on."""
+
+        async def alone(key: Any, turns: list[tuple[Any, Any]]) -> None:
+            for turn, (prompt, params) in enumerate(turns):
+                _ = [out async for out in self.started.engine.generate(prompt, params, f"{key} {turn}")]
+                self.last = time.perf_counter()
+
+        await asyncio.gather(*(alone(*one) for one in self.requests.items()))
+
+    async def seconds(self, arm: str) -> float:
+        """One run of an arm."""
+        await self.started.engine.reset_prefix_cache()
+        if arm != "bare vLLM":
+            self.requests.clear()
+        begin = time.perf_counter()
+        await self.arms[arm](self.prompts, self.how)
+        return self.last - begin
+
+
+async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[float]]]:
+    """Seconds until the last token was made, by workload and arm, of each repeat; one of each before that warms up."""
     from one_step_off.launch import prepare
     from one_step_off.roles import ENGINE_ENV
 
     os.environ.update(ENGINE_ENV["cpu"])
     cfg = load(["config=config/tool_agent.yaml", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"])
-    prompts, sampling = prepare(cfg, print).data.stream.next_batch(), Sampling(cfg.rollout.n, 1.0, 0)
-    fast, slow = RolloutReplica(cfg, 0, "cpu", [Scorer(0.0)]), RolloutReplica(cfg, 0, "cpu", [])
-    await fast.start()
-    engine, generate = fast.engine, fast.engine.generate
-    await engine.update_weight_version("0.0")
-    who, last = contextvars.ContextVar("who"), 0.0
-    requests: dict[Any, list[tuple[Any, Any]]] = {}
-
-    def recorded(prompt: Any, params: Any, name: str) -> Any:
-        requests.setdefault(who.get(), []).append((prompt, params))
-        return generate(prompt, params, name)
-
-    def watch(replica: RolloutReplica) -> None:
-        ask, make = replica._generate, replica._trajectory
-
-        async def timed(*request: Any) -> Generated:
-            nonlocal last
-            out, last = await ask(*request), time.perf_counter()
-            return out
-
-        async def named(prompt: Prompt, index: int, how: Sampling) -> Any:
-            who.set((prompt.id, index))
-            return await make(prompt, index, how)
-
-        replica._generate, replica._trajectory = timed, named
-
-    async def alone(key: Any, turns: list[tuple[Any, Any]]) -> None:
-        nonlocal last
-        for turn, (prompt, params) in enumerate(turns):
-            _ = [out async for out in generate(prompt, params, f"{key} {turn}")]
-            last = time.perf_counter()
-
-    async def arm(name: str) -> float:
-        await engine.reset_prefix_cache()
-        begin = time.perf_counter()
-        if name == "bare vLLM":
-            await asyncio.gather(*(alone(*one) for one in requests.items()))
-        else:
-            requests.clear()
-            await {"agent loop": fast, "agent loop, slow rewards": slow}[name].rollout(prompts, sampling)
-        return last - begin
-
-    slow.engine, slow.tokenizer, slow.rewards = engine, fast.tokenizer, type(fast.rewards)([Scorer(reward_s)] * 512)
-    for replica in (fast, slow):
-        replica.stamp = (0, 0)
-        watch(replica)
-    engine.generate = recorded
-    found: dict[str, list[float]] = {name: [] for name in ("agent loop", "bare vLLM", "agent loop, slow rewards")}
+    prompts, most = prepare(cfg, print).data.stream.next_batch(), cfg.data.max_response_length
+    cfg.data.max_response_length = LONG
+    started = RolloutReplica(cfg, 0, "cpu", [])
+    await started.start()
+    await started.engine.update_weight_version("0.0")
+    long = copy.deepcopy(cfg)
+    long.agent.loop, long.rollout.sampling_kwargs = "single_turn", {"ignore_eos": True}
+    short = Workload(cfg, started, prompts, Sampling(cfg.rollout.n, 1.0, 0, max_tokens=most))
+    short.arms["agent loop, slow rewards"] = short.replica([Scorer(reward_s) for _ in range(512)]).rollout
+    loads = {
+        "conversations with a calculator": short,
+        f"single turns of {LONG} tokens": Workload(long, started, prompts, Sampling(4, 1.0, 0)),
+    }
+    found = {name: {arm: [] for arm in one.arms} for name, one in loads.items()}
     for repeat in range(repeats + 1):
-        for name in found:
-            seconds = await arm(name)
-            found[name] += [seconds] if repeat else []
-    await fast.stop()
+        for name, one in loads.items():
+            for arm in one.arms:
+                seconds = await one.seconds(arm)
+                found[name][arm] += [seconds] if repeat else []
+    await started.stop()
     return found
+
+
+def spread(values: list[float]) -> str:
+    """Median and range."""
+    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def table(found: dict[str, Any]) -> str:
@@ -205,13 +234,12 @@ def table(found: dict[str, Any]) -> str:
     lines.append(f"\n{found['conversations']} conversations, {found['turns']} turns, a stand-in for the engine with")
     lines.append(f"{found['slots']} slots; bare it takes {found['bare_s']:.2f} s, so that the agent loop reaches")
     lines.append(f"{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s.")
-    lines += ["", "| arm, with vLLM | seconds until the last token, median (range) |", "| --- | --- |"]
-    for arm, seconds in found["vllm"].items():
-        lines.append(f"| {arm} | {statistics.median(seconds):.3f} ({min(seconds):.3f} to {max(seconds):.3f}) |")
-    bare = statistics.median(found["vllm"]["bare vLLM"])
-    ratios = {arm: bare / statistics.median(seconds) for arm, seconds in found["vllm"].items()}
-    lines.append(f"\nThe agent loop reaches {ratios['agent loop']:.3f} of bare vLLM's throughput on the same requests;")
-    lines.append(f"with slow rewards {ratios['agent loop, slow rewards']:.3f}.")
+    lines += ["", "Median (range); the throughput is that of the bare engine in the same repeat, as 1.", ""]
+    lines += ["| with vLLM | arm | seconds until the last token | throughput |", "| --- |" + " --- |" * 3]
+    for name, arms in found["vllm"].items():
+        for arm, seconds in arms.items():
+            ratios = [bare / own for bare, own in zip(arms["bare vLLM"], seconds, strict=True)]
+            lines.append(f"| {name} | {arm} | {spread(seconds)} | {spread(ratios)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -243,6 +243,11 @@ ME = os.getpid()
         *((CALL.format(f"({number}, {arguments})"), "refused Operation not permitted")
           for number, arguments in [(310, f"{ME}, 0, 0, 0, 0, 0"), (438, "3, 0, 0"), (29, "0, 4096, 0o1600"),
                                     (272, "0x10000000"), (240, "b'/q', 0o102, 0o600, 0"), (434, f"{ME}, 0")]),
+        *((f"import fcntl; fcntl.{call}", "PermissionError")
+          for call in (f"fcntl(1, 8, {ME})", "fcntl(1, 10, 9)", "fcntl(1, 15, bytes(8))", f"ioctl(1, 0x8901, b'{ME:04}')")),
+        ("import fcntl; print(fcntl.fcntl(1, fcntl.F_GETFL))", "2"),
+        ("import os; os.memfd_create('a')", "PermissionError"),
+        ("import ctypes; b = (ctypes.c_long * 2)(); ctypes.CDLL(None).syscall(97, 0, b); print(*b)", "10 10"),
         ("open('/etc/passwd')", "PermissionError"),
         (f"import os; os.listdir({str(Path(__file__).parent)!r})", "PermissionError"),
         ("open('/tmp/one_step_off_escaped', 'w')", "PermissionError"),
