@@ -99,7 +99,11 @@ async def python(code: str) -> str:
 BUILT_IN: dict[str, Callable[..., Any]] = {"calculator": calculator, "python": python}
 
 
-async def _list(url: str) -> list[Any]:
+LISTED: dict[str, list[dict[str, Any]]] = {}
+"""JSON schemas of each MCP server's tools. The driver asks for them; replicas are told what it found."""
+
+
+async def _list(url: str) -> list[dict[str, Any]]:
     from mcp import Client
 
     async with Client(url) as client:
@@ -108,7 +112,7 @@ async def _list(url: str) -> list[Any]:
         while page.next_cursor:
             page = await client.list_tools(cursor=page.next_cursor)
             tools += page.tools
-    return tools
+    return [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
 
 
 def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
@@ -132,14 +136,14 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
         return call
 
     try:
-        tools = completed(asyncio.wait_for(_list(url), seconds))
+        found = LISTED.get(url) or completed(asyncio.wait_for(_list(url), seconds))
     except Exception as e:
         while isinstance(e, BaseExceptionGroup):
             e = e.exceptions[0]
         why = " ".join(str(e).split()) or type(e).__name__
         raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
-    schemas = ({"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools)
-    return [({"type": "function", "function": schema}, tool(schema["name"])) for schema in schemas]
+    LISTED[url] = found
+    return [({"type": "function", "function": schema}, tool(schema["name"])) for schema in found]
 
 
 def _words(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from agent_loop.tools import LISTED
 from one_step_off.config import Config
 from one_step_off.distributed_util import SendingEnd
 from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
@@ -76,7 +77,7 @@ class Spawned:
         replicas = [
             spawn(
                 RolloutReplica,
-                (cfg, i, device, scorers, loops),
+                (cfg, i, device, scorers, loops, LISTED),
                 seat,
                 device,
                 self._share(where["rollout"]),

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Generated, Loops
+from agent_loop.tools import LISTED
 from one_step_off.config import Config
 from one_step_off.distributed_util import SyncError, own_host
 from one_step_off.rewards import RewardItem, Score
@@ -113,10 +114,17 @@ class RolloutReplica(UsageProbe):
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
 
     def __init__(
-        self, cfg: Config, index: int, device: str, scorers: list[Any], loop_names: Sequence[str] = ()
+        self,
+        cfg: Config,
+        index: int,
+        device: str,
+        scorers: list[Any],
+        loop_names: Sequence[str] = (),
+        listed: dict[str, list[Any]] | None = None,
     ) -> None:
-        """`loop_names`: the agent loops to be made at the start."""
+        """`loop_names`: the agent loops to be made at the start. `listed`: the driver's `agent_loop.tools.LISTED`."""
         self.cfg, self.index, self.device, self.loop_names = cfg, index, device, loop_names
+        LISTED.update(listed or {})
         self.rewards = RewardQueue(scorers, index)
         self.room = asyncio.Semaphore(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
@@ -132,13 +140,9 @@ class RolloutReplica(UsageProbe):
 
         model = self.cfg.model
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        await self.make_loops()
+        for name in self.loop_names:  # now, because all trajectories would wait for it later
+            self.loops.get(name)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
-
-    async def make_loops(self) -> None:
-        """Before the first trajectory, because a loop may ask servers for their tools. Raises ConfigError."""
-        for name in self.loop_names:
-            await asyncio.to_thread(self.loops.get, name)
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""

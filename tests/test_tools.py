@@ -112,6 +112,7 @@ def mcp_url():
 
 def test_tools_of_an_mcp_server(mcp_url):
     box = Toolbox(AgentConfig(tools=f"calculator, mcp:{mcp_url}", tool_timeout_s=5.0))
+    assert [schema["name"] for schema in tools.LISTED[mcp_url]] == ["double", "slow"]
     assert [s["function"]["name"] for s in box.schemas] == ["calculator", "double", "slow"]
     assert box.schemas[1]["function"]["parameters"]["properties"]["number"]["type"] == "integer"
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from agent_loop.base import Generated
+from agent_loop import tools
+from agent_loop.base import Generated, Loops
 from one_step_off import tiny_qwen
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RolloutGroup
@@ -298,18 +299,17 @@ def test_a_replica_says_when_it_has_room():
     asyncio.run(main())
 
 
-def test_loops_are_made_at_the_start_and_not_in_the_first_trajectory():
+def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch):
+    url, schema = "http://127.0.0.1:9/mcp", {"name": "f", "description": "", "parameters": {"type": "object"}}
+    monkeypatch.setattr("agent_loop.tools.LISTED", {})
+    monkeypatch.setattr("one_step_off.vllm_rollout.LISTED", tools.LISTED)
     cfg = Config()
-    cfg.agent.tools = "calculator"
-    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool", "single_turn"])
-    replica.tokenizer = tiny_qwen.build_tokenizer()
-    asyncio.run(replica.make_loops())
-    assert set(replica.loops.made) == {"tool", "single_turn"}
-    cfg.agent.tools = "mcp:http://127.0.0.1:9/mcp"
-    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool"])
-    replica.tokenizer = tiny_qwen.build_tokenizer()
+    cfg.agent.tools, cfg.agent.loop = f"mcp:{url}", "tool"
     with pytest.raises(ConfigError, match="the server lists no tools"):
-        asyncio.run(replica.make_loops())
+        Loops(cfg, tiny_qwen.build_tokenizer()).get()
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool"], {url: [schema]})
+    replica.tokenizer = tiny_qwen.build_tokenizer()
+    assert replica.loops.get().tools == [{"type": "function", "function": schema}]
 
 
 def test_replicas_begin_with_different_scorers_and_a_dead_one_is_named():
