@@ -274,6 +274,17 @@ class AgentLoop:
         return np.asarray(tail, np.int32)
 
 
+@LOOPS.register("single_turn")
+class SingleTurn(AgentLoop):
+    """One prompt, one answer."""
+
+    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+        """See `AgentLoop.run`."""
+        talk = Trajectory(prompt.ids, limits)
+        await talk.say(generate)
+        return talk
+
+
 class Loops:
     """The loops of a run by name, each made once."""
 

@@ -203,11 +203,8 @@ def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
     named, loop = columns.get("data_source"), columns.get("agent_loop")
     if not isinstance(loop, str | None):
         raise BadRow(f"column 'agent_loop' holds {loop!r:.40}, not a text")
-    return (
-        fields
-        | {"agent_loop": (loop or "").strip()}
-        | ({"data_source": named} if isinstance(named, str) and named else {})
-    )
+    fields["agent_loop"] = (loop or "").strip()
+    return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
 def load_rows(

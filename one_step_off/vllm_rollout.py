@@ -237,14 +237,14 @@ class RolloutReplica(UsageProbe):
             loop = self.loops.get(prompt.agent_loop)
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
             talk = await loop.run(prompt, generate, score, limits)
-        sample = talk.sample(prompt, index)
+        sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
         if greedy:
             sample.extra["greedy"] = True
-        sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
-        last = [s for s in talk.segments if s.role == "assistant"][-1]
+        text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        sample.response = text(sample.response_ids)
         reward = talk.reward
         if reward is None:  # the slot is free for another trajectory by now
-            reward = await judge(self.tokenizer.decode(last.ids, skip_special_tokens=True))
+            reward = await judge(text(last.ids) if len(talk.segments) > 1 else sample.response)
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0

@@ -130,14 +130,14 @@ PUZZLES = ("countdown", "number_sorting", "word_sorting", "simple_equations")
 
 def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     """Puzzles of reasoning-gym for the agent loop `environment`, which scores them itself. Train has even seeds."""
-    from agent_loop.environment import Puzzle
+    import reasoning_gym
 
     rows = []
     for i in range(size):
-        own = {"dataset": PUZZLES[i % len(PUZZLES)], "seed": 2 * (seed * 1_000_003 + i) + (split == "test")}
-        truth = json.dumps(own)
-        message = {"role": "user", "content": Puzzle().reset(truth)}
-        rows.append({"prompt": [message], "reward_model": {"ground_truth": truth}, "agent_loop": "environment"})
+        name, own = PUZZLES[i % len(PUZZLES)], 2 * (seed * 1_000_003 + i) + (split == "test")
+        prompt = [{"role": "user", "content": reasoning_gym.create_dataset(name, size=1, seed=own)[0]["question"]}]
+        truth = {"ground_truth": json.dumps({"dataset": name, "seed": own})}
+        rows.append({"prompt": prompt, "reward_model": truth, "agent_loop": "environment"})
     return rows
 
 

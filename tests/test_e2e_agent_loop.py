@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -74,3 +76,17 @@ def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tm
         facts, words = sample.extra["agent"], {"tool_calls": "x " * 20, "tries": "That is wrong."}
         for name in words:
             assert heard.count(words[name]) == (name in facts) * (facts["turns"] - 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_example_learns_to_call_its_tool(tmp_path):
+    """Products that only the calculator knows: both the rate of calls and what is right held out must rise."""
+    command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/tool_agent.yaml"]
+    done = subprocess.run([*command, f"trainer.output_dir={tmp_path}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    calls = [row["agent/used_tools/mean"] for row in rows]
+    assert sum(calls[:5]) / 5 < 0.4 and sum(calls[-5:]) / 5 > 0.8
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["val/first"] < 0.2 and summary["val/last"] > 0.8

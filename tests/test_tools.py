@@ -160,6 +160,15 @@ def test_schemas_come_from_types_and_docstrings():
     assert schema["parameters"]["properties"]["seconds"] == {"type": "number", "description": "How long."}
 
 
+def test_the_tool_of_the_page_works(tmp_path, monkeypatch):
+    page = (Path(__file__).parent.parent / "docs" / "agent_loop.md").read_text()
+    (tmp_path / "my_tools.py").write_text(page.partition("```python\n# my_tools.py\n")[2].partition("```")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    box = Toolbox(AgentConfig(tools="my_tools:shout"))
+    assert asyncio.run(box.call("shout", {"text": "a", "times": 2}, 5.0)) == ("AA", True)
+    assert box.schemas[0]["function"]["parameters"]["required"] == ["text"]
+
+
 def test_a_tool_that_hangs_delays_nobody_else():
     async def main():
         box = Toolbox(AgentConfig(tools=BOX, tool_timeout_s=0.3))
