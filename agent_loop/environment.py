@@ -85,10 +85,9 @@ class EnvironmentLoop(AgentLoop):
             async with self.processes.one() as streams:
                 await self._ask(streams, "reset", prompt.ground_truth)
         except Exception as e:
-            what = (
-                f"agent.loop=environment: {self.env} does not begin with the ground truth {prompt.ground_truth!r:.80}"
-            )
-            raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}; give it rows of its own") from e
+            what = f"{self.env} does not begin with the ground truth {prompt.ground_truth!r:.80}"
+            why = f"{type(e).__name__}: {first_line(e)}"
+            raise ConfigError(f"agent.loop=environment: {what}: {why}; give it rows of its own") from e
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""

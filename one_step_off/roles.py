@@ -51,14 +51,7 @@ class Spawned:
     """
 
     def __init__(
-        self,
-        cfg: Config,
-        device: str,
-        total_steps: int,
-        canary: list[np.ndarray],
-        tokenizer: Any,
-        find: Find,
-        loops: list[str],
+        self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
     ) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet.
 
@@ -77,7 +70,7 @@ class Spawned:
         replicas = [
             spawn(
                 RolloutReplica,
-                (cfg, i, device, scorers, loops, LISTED),
+                (cfg, i, device, scorers, LISTED),
                 seat,
                 device,
                 self._share(where["rollout"]),

@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -114,16 +113,10 @@ class RolloutReplica(UsageProbe):
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
 
     def __init__(
-        self,
-        cfg: Config,
-        index: int,
-        device: str,
-        scorers: list[Any],
-        loop_names: Sequence[str] = (),
-        listed: dict[str, list[Any]] | None = None,
+        self, cfg: Config, index: int, device: str, scorers: list[Any], listed: dict[str, list[Any]] | None = None
     ) -> None:
-        """`loop_names`: the agent loops to be made at the start. `listed`: the driver's `agent_loop.tools.LISTED`."""
-        self.cfg, self.index, self.device, self.loop_names = cfg, index, device, loop_names
+        """`listed`: the driver's `agent_loop.tools.LISTED`."""
+        self.cfg, self.index, self.device = cfg, index, device
         LISTED.update(listed or {})
         self.rewards = RewardQueue(scorers, index)
         self.room = asyncio.Semaphore(cfg.agent.max_concurrency)
@@ -140,8 +133,7 @@ class RolloutReplica(UsageProbe):
 
         model = self.cfg.model
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        for name in self.loop_names:  # now, because all trajectories would wait for it later
-            self.loops.get(name)
+        self.loops.get()  # now, because all trajectories would wait for it later
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
 
     async def connect_sync(self, info: dict[str, Any]) -> None:

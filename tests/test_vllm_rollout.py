@@ -307,7 +307,7 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
     cfg.agent.tools, cfg.agent.loop = f"mcp:{url}", "tool"
     with pytest.raises(ConfigError, match="the server lists no tools"):
         Loops(cfg, tiny_qwen.build_tokenizer()).get()
-    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], ["tool"], {url: [schema]})
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], {url: [schema]})
     replica.tokenizer = tiny_qwen.build_tokenizer()
     assert replica.loops.get().tools == [{"type": "function", "function": schema}]
 
