@@ -99,7 +99,7 @@ class MicroBatch:
     counts: list[int]
 
 
-def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool) -> MicroBatch:
+def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool, multiple: int = 1) -> MicroBatch:
     """Lay sequences out for the model.
 
     An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
@@ -109,6 +109,7 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
         sequences: token ids, one array [L_i] each.
         wanted: for each sequence the places (1 .. L_i - 1) of the tokens whose log-prob is asked for.
         packed: one row without padding, else one row per sequence.
+        multiple: the width of padded rows is rounded up to a multiple of it.
     """
     sequences = list(sequences) or [np.zeros(2, dtype=np.int64)]
     wanted = list(wanted) or [np.zeros(0, dtype=np.int64)]
@@ -120,7 +121,7 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
         input_ids = np.concatenate(sequences).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
     else:
-        width = max(lengths)
+        width = -(-max(lengths) // multiple) * multiple
         starts = np.arange(len(sequences)) * width
         input_ids = np.zeros((len(sequences), width), dtype=np.int64)
         for row, s in zip(input_ids, sequences, strict=True):

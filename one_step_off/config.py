@@ -92,7 +92,13 @@ class RolloutConfig:
 class BackendConfig:
     """What the training back end needs to know of any role. null: as the actor has it."""
 
+    backend: Optional[str] = key(None, "training back end; null: as the actor", choices="fsdp megatron")
     micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
+    tensor_parallel_size: Optional[int] = key(None, "megatron: ranks that share each layer; null: as the actor", low=1)
+    pipeline_parallel_size: Optional[int] = key(None, "megatron: stages of layers; null: as the actor", low=1)
+    virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
+    expert_parallel_size: Optional[int] = key(None, "megatron: ranks that share the experts; null: as the actor", low=1)
+    sequence_parallel: Optional[bool] = key(None, "megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
@@ -119,7 +125,11 @@ class TrainedConfig(BackendConfig):
 class ActorConfig(TrainedConfig):
     """Training of the policy."""
 
-    backend: str = key("fsdp", "training back end", choices="fsdp")
+    backend: str = key("fsdp", "training back end", choices="fsdp megatron")
+    tensor_parallel_size: int = key(1, "megatron: ranks that share each layer", low=1)
+    pipeline_parallel_size: int = key(1, "megatron: stages of layers", low=1)
+    expert_parallel_size: int = key(1, "megatron: ranks that share the experts", low=1)
+    sequence_parallel: bool = key(False, "megatron: split norms over the tensor-parallel ranks too")
     micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
     ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
     ppo_epochs: int = key(1, "passes over each batch", low=1)
@@ -273,6 +283,13 @@ def settings_of(cfg: Config, role: str) -> Any:
     """The section of a role, with what it leaves open (null) as the actor has it."""
     own = getattr(cfg, role)
     return replace(own, **{f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+
+
+def shares_of(cfg: Config, role: str) -> int:
+    """Into how many shares a role's ranks split a batch: all of them, or under Megatron those that hold one model."""
+    own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
+    whole = own.tensor_parallel_size * own.pipeline_parallel_size if own.backend == "megatron" else 1
+    return ranks // whole
 
 
 def path_of(cfg: Config, role: str) -> str:

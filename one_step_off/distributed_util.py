@@ -1,6 +1,6 @@
 """The weight stream: dedicated process groups, the bucket plan, packing, sending, receiving, checksums.
 
-Trainer ranks send the rows they own; every vLLM worker receives all of them and assembles whole tensors:
+Trainer ranks send the pieces they own; every vLLM worker receives all of them and assembles whole tensors:
 
     plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
     Sender(plan, rank, ...).connect(n_receivers);               .send(tensors, version)
@@ -46,9 +46,8 @@ class Slot:
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
-        p = self.piece
-        shape = (p.stop - p.start, *p.shape[1:]) if p.shape else ()
-        return part[self.offset : self.offset + self.nbytes].view(getattr(torch, p.dtype)).view(shape)
+        flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
+        return flat.view(self.piece.block)
 
 
 @dataclass
@@ -107,7 +106,7 @@ class BucketPlan:
 
 
 def _bytes(piece: WeightPiece) -> int:
-    return (piece.stop - piece.start) * math.prod(piece.shape[1:]) * getattr(torch, piece.dtype).itemsize
+    return math.prod(piece.block) * getattr(torch, piece.dtype).itemsize
 
 
 def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
@@ -120,12 +119,12 @@ def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiec
         parts.sort(key=lambda part: part[1].start)
         first, at = parts[0][1], 0
         for _, p in parts:
-            if (p.dtype, p.shape) != (first.dtype, first.shape):
-                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}")
+            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
+                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
             if p.start != at or p.stop <= p.start:
                 raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
             at = p.stop
-        rows = first.shape[0] if first.shape else 1
+        rows = first.shape[first.dim] if first.shape else 1
         if at != rows:
             raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
     return list(by_name.values())
@@ -352,9 +351,10 @@ class Receiver(_End):
             )
 
     def _assemble(self, slots: Iterable[Slot]) -> torch.Tensor:
-        """A whole tensor: a view where one sender owns all rows, else rows joined in order."""
-        rows = [slot.view(self.buffers[slot.sender]) for slot in slots]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        """A whole tensor: a view where one sender owns all of it, else pieces joined in order."""
+        slots = list(slots)
+        pieces = [slot.view(self.buffers[slot.sender]) for slot in slots]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, slots[0].piece.dim)
 
 
 def own_host(host: str) -> str:

@@ -45,6 +45,10 @@ from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
 
+Work = tuple[batching.MicroBatch, dict[str, Tensor]]
+"""A micro-batch of training: as the model takes it, and what `TrainedWorker._per_token` finds of its tokens."""
+
+
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
@@ -55,6 +59,8 @@ class ModelWorker(UsageProbe):
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
+        # The part of a batch that is this rank's, of how many; and of what a micro-batch's width must be a multiple.
+        self.share, self.shares, self.multiple = rank, world_size, 1
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -82,6 +88,10 @@ class ModelWorker(UsageProbe):
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
         )
+        self._build()
+
+    def _build(self) -> None:
+        """The model and what goes with it; the process group exists."""
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
@@ -102,13 +112,21 @@ class ModelWorker(UsageProbe):
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective)."""
         lengths, result = [len(s) for s in sequences], {}
-        for micro in self._plan(lengths, self.world_size)[self.rank] if shared else self._plan(lengths, 1)[0]:
-            laid = batching.collate([sequences[i] for i in micro], [wanted[i] for i in micro], self.packed)
-            found = self._forward(laid, temperature, "none")[0].float().cpu().numpy()
+        micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
+        work = [self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]) for micro in micros]
+        for micro, laid, found in zip(micros, work, self._run_forward(work, temperature, shared), strict=False):
             ends = np.cumsum(laid.counts)[:-1]
-            result.update(zip(micro, np.split(found, ends), strict=False))  # an empty one has no index
-        self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
+            result.update(zip(micro, np.split(found.float().cpu().numpy(), ends), strict=False))  # empty: no index
         return result
+
+    def _lay(self, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> batching.MicroBatch:
+        return batching.collate(sequences, wanted, self.packed, self.multiple)
+
+    def _run_forward(self, work: list[batching.MicroBatch], temperature: float, shared: bool) -> list[Tensor]:
+        """The model's output at the wanted tokens of each micro-batch; where not `shared`, the same on every rank."""
+        found = [self._forward(laid, temperature, "none")[0] for laid in work]
+        self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
+        return found
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
         arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
@@ -152,13 +170,17 @@ class TrainedWorker(ModelWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`, with an optimiser for a role that learns."""
         super().setup(master_addr, master_port)
-        own, self._host_state = self.own, {}
-        if isinstance(own, TrainedConfig):
-            matrices = [p for p in self.model.parameters() if p.ndim > 1]
-            vectors = [p for p in self.model.parameters() if p.ndim <= 1]
-            # Norms and biases do not decay, as is usual (and as Megatron has it).
-            groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
-            self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
+        self._host_state: dict[DTensor, Tensor] = {}
+        if isinstance(self.own, TrainedConfig):
+            self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        own = self.own
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+        # Norms and biases do not decay, as is usual (and as Megatron has it).
+        groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
+        self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     # ---- update -------------------------------------------------------------------------------------------------
 
@@ -194,16 +216,25 @@ class TrainedWorker(ModelWorker):
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
         how, longest = self.cfg.algorithm.loss_agg, self.cfg.data.max_response_length
         weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
-        for micro in self._plan([s.length for s in samples], self.world_size)[self.rank]:
-            wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
-            laid = batching.collate([_sequence(samples[k]) for k in micro], wanted, self.packed)
-            of = self._per_token(batch, [mini[k] for k in micro], weights[micro])
+        micros = self._plan([s.length for s in samples], self.shares)[self.share]
+
+        def work() -> Iterator[Work]:
+            for micro in micros:
+                wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
+                laid = self._lay([_sequence(samples[k]) for k in micro], wanted)
+                yield laid, self._per_token(batch, [mini[k] for k in micro], weights[micro])
+
+        self._run_training(work(), stats, clock, first)
+        stats.add(tokens_total=sum(samples[k].length for micro in micros for k in micro))
+
+    def _run_training(self, work: Iterator[Work], stats: Stats, clock: Clock, first: bool) -> None:
+        """`_micro_loss` and its backward pass for each micro-batch, the gradients summed over all and all ranks."""
+        for laid, of in work:
             with clock("forward"):
                 loss = self._micro_loss(laid, of, stats, first)
             with clock("backward"):
                 # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
                 (loss * self.world_size).backward()
-            stats.add(tokens_total=sum(samples[k].length for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
         """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
@@ -229,22 +260,28 @@ class TrainedWorker(ModelWorker):
         rate = core_algos.learning_rate(
             self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         )
+        norm = self._clip_and_step(rate)
+        if np.isfinite(norm):
+            stats.norms.append(norm)
+        else:
+            stats.skipped += 1
+        self.optimizer_steps += 1
+        return rate
+
+    def _clip_and_step(self, rate: float) -> float:
+        """One optimiser step, unless the global norm of the gradients, which it returns, is not finite."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, own.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self._move_optimizer(to_host=False)
             self.optimizer.step()
             self._move_optimizer(to_host=True)
-            stats.norms.append(float(norm))
-        else:
-            stats.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_steps += 1
-        return rate
+        return float(norm)
 
     def _move_optimizer(self, to_host: bool) -> None:
         """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
@@ -266,7 +303,7 @@ class TrainedWorker(ModelWorker):
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
-        sums, maxima = stats.reduce()
+        sums, maxima = self._reduced(stats)
         own = {
             "loss": sums["loss"] / minis,
             "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
@@ -277,15 +314,28 @@ class TrainedWorker(ModelWorker):
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
+    def _reduced(self, stats: Stats) -> tuple[dict[str, float], dict[str, float]]:
+        """Sums and maxima over the whole batch, the same on every rank."""
+        return tuple(stats.reduce())
+
     # ---- checkpoint ---------------------------------------------------------------------------------------------
 
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
 
+    def _write_state(self, folder: str) -> None:
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def _read_state(self, folder: str) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
-        dcp.save(self._state(), checkpoint_id=os.path.join(folder, self.role))
+        self._write_state(os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
@@ -297,15 +347,12 @@ class TrainedWorker(ModelWorker):
         Raises:
             ConfigError: the checkpoint is of another model or cannot be read.
         """
-        state = self._state()
         try:
-            dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
+            self._read_state(os.path.join(folder, self.role))
         except Exception as e:
             reason = (str(e).strip() or type(e).__name__).split("\n")[0]
             part = f"the part of the {self.role} does not fit its model ({reason})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
         own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
@@ -322,7 +369,11 @@ class PolicyWorker(TrainedWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
-        self._weights = fsdp_model.sharded_weights(self.model, getattr(torch, self.cfg.model.dtype))
+        self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
+
+    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+        """What this rank sends: each piece, and the live tensor that has its data."""
+        return fsdp_model.sharded_weights(self.model, dtype)
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -393,7 +444,7 @@ class PolicyWorker(TrainedWorker):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def weight_plan(self) -> list[WeightPiece]:
-        """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
+        """The pieces this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
         return [piece for piece, _ in self._weights]
 
     @torch.no_grad()
@@ -404,28 +455,36 @@ class PolicyWorker(TrainedWorker):
         """
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
+            yield local.detach().to(self.device, getattr(torch, piece.dtype)).reshape(piece.block).contiguous()
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
 
         Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
         """
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
-        problem, error = [None], None
+        whole, problem, error = self._whole_tensors(), [None], None
         if self.rank == 0:
             try:
-                self._write(state, path)
+                self._write(whole, path)
             except Exception as e:  # a full disk, say; the other ranks must not wait for a rank that has left
                 problem, error = [f"{type(e).__name__}: {e}"], e
+                for _ in whole:
+                    pass
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
 
-    def _write(self, state: dict[str, Tensor], path: str) -> None:
+    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """On rank 0 every tensor by its name, on the CPU (collective)."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        return iter(get_model_state_dict(self.model, options=options).items())
+
+    def _write_model(self, whole: Iterator[tuple[str, Tensor]], folder: str) -> None:
+        fsdp_model.write_checkpoint(self.model, dict(whole), self.cfg, folder)
+
+    def _write(self, whole: Iterator[tuple[str, Tensor]], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
-        fsdp_model.write_checkpoint(self.model, state, self.cfg, temporary)
+        self._write_model(whole, temporary)
         model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
         transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
         if os.path.exists(path):

@@ -34,11 +34,11 @@ class Stats:
             value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
             table[name] = how(table[name], value) if name in table else value
 
-    def reduce(self) -> Iterator[dict[str, float]]:
-        """Sums, then maxima over all ranks, reduced on the CPU (every rank has the same names in the same order)."""
+    def reduce(self, group: dist.ProcessGroup | None = None) -> Iterator[dict[str, float]]:
+        """Sums, then maxima over a group's ranks (None: all), reduced on the CPU; all have the same names in order."""
         for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
             packed = torch.stack(list(table.values())).cpu()
-            dist.all_reduce(packed, op=op)
+            dist.all_reduce(packed, op=op, group=group)
             yield dict(zip(table, packed.tolist(), strict=True))
 
 

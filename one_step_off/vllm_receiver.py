@@ -57,7 +57,7 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Build the plan and join the senders' groups."""
-        pieces = [[WeightPiece(n, d, tuple(s), a, b) for n, d, s, a, b in sent] for sent in init_info.pieces]
+        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in init_info.pieces]
         plan = BucketPlan.build(pieces, init_info.bucket_bytes)
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
