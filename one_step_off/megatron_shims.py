@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.fusions import fused_softmax
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -69,6 +70,8 @@ PATCHES = [
     (torch.cuda, "manual_seed", lambda seed: None),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (megatron_random, "_set_cuda_rng_state", _set_state),
+    # Recomputed in the backward pass, where no function mode acts.
+    (fused_softmax, "get_default_causal_mask", lambda n: torch.ones(n, n, dtype=torch.bool).triu(1)),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_lists),
 ]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import transformers
@@ -29,6 +30,7 @@ from one_step_off import batching, megatron_model, megatron_weights
 from one_step_off.config import TrainedConfig, path_of
 from one_step_off.fsdp_workers import CriticWorker, ModelWorker, PolicyWorker, RewardModelWorker, Work
 from one_step_off.megatron_shims import cuda_is_cpu
+from one_step_off.samples import Batch
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.workers import WeightPiece
 
@@ -60,12 +62,12 @@ class MegatronWorker(ModelWorker):
         self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.packed = False  # packed sequences need Transformer Engine, and have not been built
         self.multiple = own.tensor_parallel_size if own.sequence_parallel else 1
-        self.parts = megatron_weights.parts(self.models, self.hf_config)
         path = path_of(cfg, self.role)
         reader = megatron_weights.CheckpointReader(
             "model.path" if path == cfg.model.path else f"{self.role}.path", path
         )
-        megatron_weights.load(self.parts, reader, cfg.trainer.seed, self.hf_config.initializer_range)
+        found = megatron_weights.parts(self.models, self.hf_config)
+        megatron_weights.load(found, reader, cfg.trainer.seed, self.hf_config.initializer_range)
         for model in self.models if not isinstance(own, TrainedConfig) else ():
             model.requires_grad_(False)
 
@@ -145,6 +147,10 @@ class MegatronWorker(ModelWorker):
             return answers[0]
         return found
 
+    def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
+        found = super()._of_responses(batch)
+        return found if mpu.get_tensor_model_parallel_rank() == 0 else {}  # the others have the same
+
     def _stages(self) -> dist.ProcessGroup:
         return mpu.get_pipeline_model_parallel_group()
 
@@ -210,7 +216,8 @@ class MegatronWorker(ModelWorker):
     # ---- weights ------------------------------------------------------------------------------------------------
 
     def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
-        return megatron_weights.share_of(self.parts, dtype)
+        # Only now: the optimiser has moved the parameters into its buffers.
+        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config), dtype)
 
     def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
         plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]

@@ -1,0 +1,250 @@
+"""The Megatron back end against plain Hugging Face models on one process: log-probs, gradients, weights, in any layout."""
+
+import dataclasses
+import importlib.util
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import transformers
+from transformers.core_model_loading import revert_weight_conversion
+
+if importlib.util.find_spec("megatron") is None:
+    pytest.skip("megatron-core is not installed (the extra megatron)", allow_module_level=True)
+
+from megatron.core import parallel_state as mpu
+from megatron.core.distributed import finalize_model_grads
+
+from one_step_off import megatron_weights
+from one_step_off.distributed_util import BucketPlan
+from one_step_off.megatron_workers import MegatronPolicyWorker
+from one_step_off.workers import WeightPiece
+from tests.test_fsdp_workers import OBJECTIVES, by_hand, config, free_port, hf_log_probs, hf_model, make_batch
+
+STEPS = 3
+SIZES = {
+    "vocab_size": 67,  # odd, so the vocabulary is padded
+    "hidden_size": 64,
+    "intermediate_size": 40,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+MODELS = {
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=5e3),
+    "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
+}
+EVERYTHING = {**OBJECTIVES["everything"], "actor__lr": 1e-3, "actor__micro_batch_tokens": 60, "actor__grad_clip": 1.0}
+
+
+def case(name, model, world, **layout):
+    changes = {**EVERYTHING, **{f"actor__{k}": v for k, v in layout.items()}, "actor__backend": "megatron"}
+    return name, model, world, changes
+
+
+TP, PP, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
+SP, VPP = {"sequence_parallel": True}, {"virtual_pipeline_parallel_size": 2}
+CASES = [
+    case("one", "llama", 1),
+    case("one_moe", "moe", 1),
+    case("tp2_qwen2", "qwen2", 2, **TP),
+    case("tp2_qwen3", "qwen3", 2, **TP),
+    case("tp2_sp", "qwen3", 2, **TP, **SP, log_prob_chunk=5),
+    case("pp2_qwen2", "qwen2", 2, **PP),
+    case("pp2_qwen3", "qwen3", 2, **PP, activation_checkpointing=True),
+    case("vpp2", "qwen2", 2, **PP, **VPP),
+    case("dp2", "qwen2", 2),
+    case("ep2", "moe", 2, **EP),
+    case("tp2_dp2", "qwen2", 4, **TP),
+    case("tp2_pp2", "qwen3", 4, **TP, **PP),
+    case("tp2_ep2", "moe", 4, **TP, **SP, **EP),
+    case("pp2_ep2", "moe", 4, **PP, **EP),
+]
+
+
+class Recorder(MegatronPolicyWorker):
+    """Keeps the whole gradient's parts as they are before each optimiser step."""
+
+    def _build_optimizer(self):
+        super()._build_optimizer()
+        for chunk in self.models:
+            # All ranks are to hold whole sums; the distributed optimiser needs only its part of them.
+            chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(c, force_all_reduce=True)
+
+    def _clip_and_step(self, rate):
+        kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
+        for p, _ in kept:
+            p.data = p.main_grad
+        parts = megatron_weights.parts(self.models, self.hf_config)
+        sent = megatron_weights.share_of(parts, torch.float32)
+        self.gradients = [(dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent]
+        for p, data in kept:
+            p.data = data
+        return super()._clip_and_step(rate)
+
+
+def sent_by(worker):
+    return [
+        (dataclasses.astuple(p), t.clone().numpy())
+        for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
+    ]
+
+
+def end():
+    mpu.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def run_rank(rank, cases, out):
+    torch.set_num_threads(1)
+    for name, cfg, world, port in cases:
+        worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
+        worker.setup("127.0.0.1", port)
+        batch = make_batch(cfg.model.path)
+        result = {"pieces": sent_by(worker), "log_probs": worker.log_prob(batch)}
+        result["scores"] = worker.score([s.response_ids for s in batch.samples])
+        result["metrics"] = worker.update(batch)
+        result["gradients"] = worker.gradients
+        for _ in range(STEPS - 1):
+            worker.update(batch)
+        result["weights"] = sent_by(worker)
+        worker.save_hf(f"{out}/{name}_hf")
+        bad = make_batch(cfg.model.path)
+        bad.advantages[0][:] = np.nan  # only one share has this sample; all ranks must skip
+        result["skipped"] = worker.update(bad)["actor/skipped_updates"]
+        after = sent_by(worker)
+        result["same"] = all((a[1] == b[1]).all() for a, b in zip(after, result["weights"], strict=True))
+        torch.save(result, f"{out}/{name}_{rank}.pt")
+        end()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    return make_checkpoints(tmp_path_factory.mktemp("megatron"))
+
+
+def make_checkpoints(root):
+    from tokenizers import Tokenizer, models
+
+    for name, make in MODELS.items():
+        torch.manual_seed(1)
+        model = transformers.AutoModelForCausalLM.from_config(make())
+        with torch.no_grad():
+            for p_name, p in model.named_parameters():
+                if p.ndim == 1:  # norms of 1 and biases of 0 would hide a swap
+                    p.add_(torch.randn_like(p) * 0.1)
+        model.save_pretrained(root / name)
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(67)}, unk_token="w0"))
+        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(root / name)
+    return root
+
+
+def as_stored(model, tensors):
+    """By the names of the checkpoint (transformers fuses experts)."""
+    return {n: t.detach().numpy() for n, t in revert_weight_conversion(model, tensors).items()}
+
+
+@pytest.fixture(scope="module")
+def reference(checkpoints):
+    """By plain Hugging Face and torch's AdamW, of each model: loss, gradients, weights after the steps."""
+    found = {}
+    for name in MODELS:
+        path, batch = str(checkpoints / name), make_batch(str(checkpoints / name))
+        cfg = config(path, **EVERYTHING)
+        model = hf_model(path)
+        groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
+        optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-3)
+        for step in range(STEPS):
+            model.save_pretrained(checkpoints / f"{name}_step{step}")
+            loss, gradients = by_hand(str(checkpoints / f"{name}_step{step}"), batch, cfg)
+            gradients = {n: torch.from_numpy(g) for n, g in gradients.items()}
+            if step == 0:
+                first = loss, as_stored(model, gradients)
+            for n, p in model.named_parameters():
+                p.grad = gradients[n].clone()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        found[name] = (*first, as_stored(model, dict(model.named_parameters())))
+    return found
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, tmp_path_factory):
+    """What every rank of every case found: name -> list. One spawn per number of ranks, because imports take longest."""
+    out, found = tmp_path_factory.mktemp("out"), {}
+
+    def get(world):
+        if world not in found:
+            cases = [
+                (name, config(str(checkpoints / model), **changes), world, free_port())
+                for name, model, w, changes in CASES
+                if w == world
+            ]
+            mp.spawn(run_rank, args=(cases, str(out)), nprocs=world)
+            found[world] = {
+                n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)] for n, *_ in cases
+            }
+        return found[world], out
+
+    return get
+
+
+def assembled(ranks, key):
+    """Whole tensors by name from the pieces of all ranks, by the plan of the stream, which refuses gaps and doubles."""
+    pieces = [[WeightPiece(*p) for p, _ in r[key]] for r in ranks]
+    plan = BucketPlan.build(pieces, 1 << 12)
+    data = {p: block for r in ranks for p, block in ((WeightPiece(*p), b) for p, b in r[key])}
+    whole = {}
+    for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
+        whole.setdefault(slot.piece.name, []).append(slot.piece)
+    return {n: np.concatenate([data[p] for p in ps], ps[0].dim) for n, ps in whole.items()}
+
+
+def assert_close(got, want, rtol):
+    assert got.keys() == want.keys()
+    error = {n: np.linalg.norm(got[n].astype(np.float64) - want[n]) for n in want}
+    norm = {n: np.linalg.norm(want[n].astype(np.float64)) for n in want}
+    assert np.linalg.norm(list(error.values())) <= rtol * np.linalg.norm(list(norm.values()))
+    for n in want:
+        assert error[n] <= 4 * rtol * max(norm[n], 1e-2), (n, error[n], norm[n])
+
+
+@pytest.mark.parametrize("name,model,world,changes", [pytest.param(*c, id=c[0]) for c in CASES])
+def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, model, world, changes):
+    all_of_world, out = results(world)
+    ranks, path = all_of_world[name], str(checkpoints / model)
+    loss, gradients, weights = reference[model]
+    plain, batch = hf_model(path), make_batch(path)
+    union = {}
+    for r in ranks:
+        assert not union.keys() & r["log_probs"].keys()
+        union |= r["log_probs"]
+        assert r["metrics"] == ranks[0]["metrics"] and r["skipped"] == 1 and r["same"]
+        for a, b in zip(r["scores"], ranks[0]["scores"], strict=True):
+            np.testing.assert_array_equal(a, b)
+    assert sorted(union) == list(range(len(batch.samples)))
+    with torch.no_grad():
+        for i, s in enumerate(batch.samples):
+            np.testing.assert_allclose(union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=1e-5, rtol=0)
+    assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(loss, abs=1e-5)
+    assert ranks[0]["metrics"]["actor/tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples)
+    stored = as_stored(plain, dict(plain.named_parameters()))
+    for n, tensor in assembled(ranks, "pieces").items():
+        np.testing.assert_array_equal(tensor, stored.pop(n))
+    assert not stored
+    assert_close(assembled(ranks, "gradients"), gradients, 1e-5)
+    trained = assembled(ranks, "weights")
+    assert_close(trained, weights, 1e-4)
+    saved = hf_model(f"{out}/{name}_hf")
+    for n, tensor in as_stored(saved, dict(saved.named_parameters())).items():
+        np.testing.assert_array_equal(tensor, trained[n])
+    total = sum(t.nbytes for t in trained.values())
+    for r in ranks:
+        assert sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
