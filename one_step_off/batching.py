@@ -30,14 +30,15 @@ def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> li
     return result
 
 
-def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool) -> Plan:
+def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool, rounds: int = 1) -> Plan:
     """Share sequences over ranks and cut each share into micro-batches. Deterministic.
 
     Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. That also
     gives every rank a like mix of lengths, so their micro-batch counts hardly differ; empty ones make
     them equal. A micro-batch costs max_length * rows when padded, and the sum of lengths when `packed` (one after
     the other, without padding). The cost stays within `token_budget`, except that a longer sequence has a micro-batch
-    of its own. `lengths` are the tokens of each sequence, prompt and response together.
+    of its own. `lengths` are the tokens of each sequence, prompt and response together. The number of micro-batches is a
+    multiple of `rounds`.
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -48,7 +49,7 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
         heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
     cut = _first_fit if packed else _sorted_cut
     result = [cut(share, n, token_budget) for share in shares]
-    count = max(len(micros) for micros in result)
+    count = -(-max(len(micros) for micros in result) // rounds) * rounds
     return [micros + [[] for _ in range(count - len(micros))] for micros in result]
 
 
@@ -130,3 +131,13 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
     at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(np.int64)
     tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
     return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])
+
+
+def same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Pad padded micro-batches, in place, to the most rows and the largest width among them; returns the two."""
+    rows, width = (max(m.input_ids.shape[axis] for m in laid) for axis in (0, 1))
+    for micro in laid:
+        had = micro.input_ids.shape
+        micro.input_ids = np.pad(micro.input_ids, ((0, rows - had[0]), (0, width - had[1])))
+        micro.at = micro.at // had[1] * width + micro.at % had[1]
+    return rows, width

@@ -59,8 +59,9 @@ class ModelWorker(UsageProbe):
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
-        # The part of a batch that is this rank's, of how many; and of what a micro-batch's width must be a multiple.
-        self.share, self.shares, self.multiple = rank, world_size, 1
+        # The part of a batch that is this rank's, of how many; of what a micro-batch's width and their number must be
+        # multiples.
+        self.share, self.shares, self.multiple, self.rounds = rank, world_size, 1, 1
 
     # ---- start --------------------------------------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class ModelWorker(UsageProbe):
         return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature)
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
-        return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed)
+        return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(

@@ -103,8 +103,9 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
-        # Micro-batches differ in shape, and their losses are parts of one sum, over micro-batches and ranks.
-        "variable_seq_lengths": True,
+        # Micro-batches differ in shape, which the schedule of virtual stages cannot send; so there they are padded alike.
+        "variable_seq_lengths": not own.virtual_pipeline_parallel_size,
+        # Their losses are parts of one sum, over micro-batches and ranks.
         "calculate_per_token_loss": True,
         "moe_token_dispatcher_type": "alltoall",  # the only one for shapes that differ
         "finalize_model_grads_func": lambda chunks, *_, **__: finalize_model_grads(chunks),

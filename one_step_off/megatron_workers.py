@@ -60,6 +60,7 @@ class MegatronWorker(ModelWorker):
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
             self.models = self.chunks = megatron_model.build(cfg, self.role, self.hf_config, self.device)
         self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        self.rounds = own.pipeline_parallel_size if own.virtual_pipeline_parallel_size else 1
         self.packed = False  # packed sequences need Transformer Engine, and have not been built
         self.multiple = own.tensor_parallel_size if own.sequence_parallel else 1
         path = path_of(cfg, self.role)
@@ -106,14 +107,16 @@ class MegatronWorker(ModelWorker):
                 return last(item), lambda loss: (loss, torch.zeros((), dtype=torch.int, device=loss.device), {})
             return chunk(self._tensor(of(item).input_ids), None, None), None
 
-        run = get_forward_backward_func()
-        run(
+        rows, width = 1, 1  # of no account without virtual stages: shapes travel with the tensors
+        if len(self.chunks) > 1:
+            rows, width = batching.same_shape([of(item) for item in work])
+        get_forward_backward_func()(
             forward_step_func=forward,
             data_iterator=[iter(work) for _ in self.chunks] if len(self.chunks) > 1 else iter(work),
             model=self.chunks,
             num_microbatches=len(work),
-            seq_length=1,  # of no account: shapes travel with the tensors
-            micro_batch_size=1,
+            seq_length=width,
+            micro_batch_size=rows,
             forward_only=forward_only,
         )
 
@@ -128,10 +131,6 @@ class MegatronWorker(ModelWorker):
 
         return self._chunk(self._tensor(laid.input_ids), None, None, output_processor=output)
 
-    def _even(self, work: list[Any], empty: Callable[[], Any]) -> list[Any]:
-        """Virtual stages take micro-batches in rounds of as many as there are stages."""
-        return work + [empty() for _ in range(-len(work) % self.own.pipeline_parallel_size if len(self.chunks) > 1 else 0)]
-
     def _run_forward(self, work: list[batching.MicroBatch], temperature: float, shared: bool) -> list[Tensor]:
         found: list[Tensor] = []
 
@@ -140,7 +139,7 @@ class MegatronWorker(ModelWorker):
             return found[-1].sum()
 
         with self._on():
-            self._schedule(self._even(work, lambda: self._lay([], [])), last, lambda laid: laid, forward_only=True)
+            self._schedule(work, last, lambda laid: laid, forward_only=True)
         if not shared and self.own.pipeline_parallel_size > 1:
             answers = [[f.cpu() for f in found]]
             dist.broadcast_object_list(answers, mpu.get_pipeline_model_parallel_last_rank(), self._stages())
@@ -158,16 +157,10 @@ class MegatronWorker(ModelWorker):
         def last(item: Work) -> Tensor:
             return self._micro_loss(*item, stats, first)
 
-        def empty() -> Work:
-            zero = self._tensor(torch.zeros(0).numpy())
-            columns = dict.fromkeys(items[0][1], zero) | {"sequence": zero.long()}
-            return self._lay([], []), columns
-
-        items = list(work)
         with self._on(), clock("forward_backward"):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-            self._schedule(self._even(items, empty), last, lambda item: item[0], forward_only=False)
+            self._schedule(list(work), last, lambda item: item[0], forward_only=False)
 
     def _clip_and_step(self, rate: float) -> float:
         with self._on():

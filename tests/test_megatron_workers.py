@@ -105,6 +105,7 @@ def end():
 def run_rank(rank, cases, out):
     torch.set_num_threads(1)
     for name, cfg, world, port in cases:
+        print(f"rank {rank}: {name}", flush=True)
         worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
         worker.setup("127.0.0.1", port)
         batch = make_batch(cfg.model.path)
@@ -182,6 +183,7 @@ def results(checkpoints, tmp_path_factory):
 
     def get(world):
         if world not in found:
+            found[world] = None  # a world that failed is not started again for each of its cases
             cases = [
                 (name, config(str(checkpoints / model), **changes), world, free_port())
                 for name, model, w, changes in CASES
@@ -191,6 +193,7 @@ def results(checkpoints, tmp_path_factory):
             found[world] = {
                 n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)] for n, *_ in cases
             }
+        assert found[world] is not None, f"the ranks failed in an earlier test of {world} ranks"
         return found[world], out
 
     return get
@@ -226,7 +229,8 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     for r in ranks:
         assert not union.keys() & r["log_probs"].keys()
         union |= r["log_probs"]
-        assert r["metrics"] == ranks[0]["metrics"] and r["skipped"] == 1 and r["same"]
+        told = [{k: v for k, v in x["metrics"].items() if not k.endswith("_s")} for x in (r, ranks[0])]
+        assert told[0] == told[1] and r["skipped"] == 1 and r["same"]
         for a, b in zip(r["scores"], ranks[0]["scores"], strict=True):
             np.testing.assert_array_equal(a, b)
     assert sorted(union) == list(range(len(batch.samples)))
