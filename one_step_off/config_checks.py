@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of, shares_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
@@ -113,7 +113,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
+    groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
     groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
@@ -165,6 +165,42 @@ def _placement(cfg: Config) -> Iterator[str]:
             yield f"placement.roles.{role}={show(pool)}: so is rollout, but {why}; give them pools of their own"
 
 
+def _layouts(cfg: Config, device: str) -> Iterator[str]:
+    for role, pool in cfg.placement.roles.items():
+        if role != "rollout":
+            yield from _layout(role, settings_of(cfg, role), sum(cfg.placement.pools[pool]), device)
+
+
+def _layout(role: str, own: Any, ranks: int, device: str) -> Iterator[str]:
+    """What one back end can do and the other cannot, and sizes of model parallelism that do not make up the ranks."""
+    megatron = own.backend == "megatron"
+    if megatron and not _installed("megatron.core"):
+        yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+    sizes = {name: getattr(own, f"{name}_parallel_size") for name in ("tensor", "pipeline", "expert")}
+    whole = sizes["tensor"] * sizes["pipeline"]
+    for name, size in sizes.items():
+        if not megatron and size > 1:
+            yield f"{role}.{name}_parallel_size={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
+    if megatron and ranks % whole:
+        of = f"{role}.tensor_parallel_size={sizes['tensor']} times pipeline_parallel_size={sizes['pipeline']}"
+        yield f"{of}: does not divide the {ranks} ranks of the {role}; change placement.pools or the sizes"
+    if megatron and (ranks // sizes["pipeline"]) % (sizes["tensor"] * sizes["expert"]):
+        of = f"{role}.expert_parallel_size={sizes['expert']} times tensor_parallel_size={sizes['tensor']}"
+        yield f"{of}: does not divide the {ranks // sizes['pipeline']} ranks of each stage; use {role} sizes that do"
+    if megatron and sizes["expert"] > 1 and sizes["tensor"] > 1 and device == "cpu":
+        yield f"{role}.expert_parallel_size={sizes['expert']}: gloo cannot join it with tensor parallelism; set one to 1"
+    if megatron and sizes["expert"] > 1 and sizes["tensor"] > 1 and not own.sequence_parallel:
+        yield f"{role}.sequence_parallel=false: experts and tensor parallelism together need it; set it to true"
+    if own.sequence_parallel and sizes["tensor"] == 1:
+        yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
+    if own.virtual_pipeline_parallel_size and sizes["pipeline"] == 1:
+        where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
+        yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
+    for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
+        if megatron and getattr(own, name, off) != off:
+            yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
+
+
 def _batch(cfg: Config) -> Iterator[str]:
     batch, n = cfg.data.train_batch_size, cfg.rollout.n
     pools, roles, width = cfg.placement.pools, cfg.placement.roles, cfg.rollout.tensor_parallel_size
@@ -178,9 +214,9 @@ def _batch(cfg: Config) -> Iterator[str]:
         mini, where = own.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}"
         if batch % mini:
             yield f"{where}: does not divide data.train_batch_size={batch}; use {_divisor(batch, mini)}"
-        if mini * n < ranks:
-            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {ranks} {role} ranks"
-            yield f"{where}: {few}; use at least {-(-ranks // n)} prompts"
+        if mini * n < (shares := shares_of(cfg, role)):
+            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {shares} {role} ranks"
+            yield f"{where}: {few}; use at least {-(-shares // n)} prompts"
         if len(own.betas) != 2 or not all(0 <= b < 1 for b in own.betas):
             yield f"{role}.betas={show(own.betas)}: must be two numbers, each at least 0 and below 1, as [0.9, 0.999]"
     for node, gpus in enumerate(pools[roles["rollout"]]):

@@ -26,7 +26,7 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import Wandb, open_loggers
@@ -137,6 +137,11 @@ def check_model(cfg: Config) -> None:
         )
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
+    for role in (role for role in cfg.placement.roles if role != "rollout"):
+        if settings_of(cfg, role).backend == "megatron":
+            from one_step_off import megatron_model  # an extra, and slow to import
+
+            megatron_model.read_config(cfg, role)
     text = found.get_text_config()
     needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)

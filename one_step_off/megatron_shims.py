@@ -51,9 +51,15 @@ class _Stream:
         return self
 
 
+class _Splits(list):
+    """Split sizes, which torch takes as a list; Megatron has them as an array that it sometimes asks for the list."""
+
+    tolist = list.copy
+
+
 def _to_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    # Split sizes: torch takes lists of numbers, and only tensors from a GPU would have become such.
-    return tensor.tolist() if isinstance(tensor, torch.Tensor) and as_numpy else tensor
+    # Only tensors from a GPU would have become arrays.
+    return _Splits(tensor.tolist()) if isinstance(tensor, torch.Tensor) and as_numpy else tensor
 
 
 def _set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from one_step_off import batching, megatron_model, megatron_weights
 from one_step_off.config import TrainedConfig, path_of
+from one_step_off.distributed_util import SendingEnd
 from one_step_off.fsdp_workers import CriticWorker, ModelWorker, PolicyWorker, RewardModelWorker, Work
 from one_step_off.megatron_shims import cuda_is_cpu
 from one_step_off.samples import Batch
@@ -253,8 +254,11 @@ class MegatronWorker(ModelWorker):
                 flush()
             held[name] = tensor
         flush()
-        with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
-            json.dump({"metadata": {}, "weight_map": index}, f, indent=1)
+        if len(set(index.values())) == 1:
+            os.rename(os.path.join(folder, "model-00001.safetensors"), os.path.join(folder, "model.safetensors"))
+        else:
+            with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
+                json.dump({"metadata": {}, "weight_map": index}, f, indent=1)
         self.hf_config.dtype = getattr(torch, self.cfg.model.dtype)
         self.hf_config.save_pretrained(folder)
         try:
@@ -265,7 +269,11 @@ class MegatronWorker(ModelWorker):
 
 
 class MegatronPolicyWorker(MegatronWorker, PolicyWorker):
-    """The roles "actor" and "ref"."""
+    """The role "ref"."""
+
+
+class MegatronActorWorker(SendingEnd, MegatronPolicyWorker):
+    """The role "actor", whose ranks also send the weights."""
 
 
 class MegatronCriticWorker(MegatronWorker, CriticWorker):
@@ -274,3 +282,11 @@ class MegatronCriticWorker(MegatronWorker, CriticWorker):
 
 class MegatronRewardModelWorker(MegatronWorker, RewardModelWorker):
     """The role "reward_model"."""
+
+
+WORKERS = {
+    "actor": MegatronActorWorker,
+    "ref": MegatronPolicyWorker,
+    "critic": MegatronCriticWorker,
+    "reward_model": MegatronRewardModelWorker,
+}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from one_step_off.config import Config
+from one_step_off.config import Config, settings_of
 from one_step_off.distributed_util import SendingEnd
 from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
@@ -38,6 +38,15 @@ class ActorWorker(SendingEnd, PolicyWorker):
 
 TRAINED = ("actor", "critic")
 WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+
+
+def worker_class(cfg: Config, role: str) -> type:
+    """The class of a role's ranks, of the back end that its config names."""
+    if settings_of(cfg, role).backend == "fsdp":
+        return WORKERS[role]
+    from one_step_off import megatron_workers  # an extra, and slow to import
+
+    return megatron_workers.WORKERS[role]
 
 
 class Spawned:
@@ -88,7 +97,7 @@ class Spawned:
         share = 1.0 / list(self.cfg.placement.roles.values()).count(pool)
         ranks = [
             spawn(
-                WORKERS[role],
+                worker_class(self.cfg, role),
                 (self.cfg, role, i, len(seats), self.device, self.total_steps),
                 seat,
                 self.device,

@@ -64,7 +64,6 @@ CASES = [
     case("ep2", "moe", 2, **EP),
     case("tp2_dp2", "qwen2", 4, **TP),
     case("tp2_pp2", "qwen3", 4, **TP, **PP),
-    case("tp2_ep2", "moe", 4, **TP, **SP, **EP),
     case("pp2_ep2", "moe", 4, **PP, **EP),
 ]
 
