@@ -100,7 +100,9 @@ class MicroBatch:
     counts: list[int]
 
 
-def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool, multiple: int = 1) -> MicroBatch:
+def collate(
+    sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool, multiple: int = 1
+) -> MicroBatch:
     """Lay sequences out for the model.
 
     An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the

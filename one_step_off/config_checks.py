@@ -113,8 +113,9 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
-    groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _output(cfg), _machine(cfg, device, num_gpus)]
+    groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
+    groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _output(cfg)]
+    groups += [_machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 

@@ -44,7 +44,6 @@ from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
-
 Work = tuple[batching.MicroBatch, dict[str, Tensor]]
 """A micro-batch of training: as the model takes it, and what `TrainedWorker._per_token` finds of its tokens."""
 

@@ -29,7 +29,9 @@ class _CudaIsCpu(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         answer = func(*args, **kwargs)
-        return answer.replace("torch.", "torch.cuda.", 1) if func is torch.Tensor.type and len(args) == 1 else answer
+        if func is torch.Tensor.type and len(args) == 1:  # perhaps inside another of these
+            return "torch.cuda." + answer.rsplit(".", 1)[1]
+        return answer
 
 
 class _Stream:

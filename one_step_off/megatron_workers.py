@@ -36,7 +36,7 @@ from one_step_off.update_stats import Clock, Stats
 from one_step_off.workers import WeightPiece
 
 FILE_BYTES = 4 << 30
-SHARDING = {"distrib_optim_sharding_type": "fully_sharded_model_space", "chained_optim_avoid_prefix": True}
+SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
 class MegatronWorker(ModelWorker):
@@ -185,6 +185,11 @@ class MegatronWorker(ModelWorker):
     # ---- checkpoint ---------------------------------------------------------------------------------------------
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
+        if not any(inner.optimizer.state for inner in self.optimizer.chained_optimizers):
+            # Moments come with the first step, and Megatron wants them to be there: one of rate 0 and no gradient.
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self._clip_and_step(0.0)
         state: dict[str, Any] = {}
         for i, model in enumerate(self.models):
             state[f"model{i}"] = model.sharded_state_dict(metadata=SHARDING)

