@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 from megatron.core.fusions import fused_softmax
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
@@ -68,7 +69,16 @@ def _set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
+_set_states = DistributedOptimizer._set_main_param_and_optimizer_states
+
+
+def _set_without_step(self: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
+    # torch's AdamW counts steps in a tensor, which a checkpoint has elsewhere; the fused optimisers of GPUs do not.
+    _set_states(self, parameter, {"step": None} | tensors)
+
+
 PATCHES = [
+    (DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_without_step),
     (torch.cuda, "current_device", lambda: torch.device("cpu")),
     (torch.cuda, "current_stream", lambda *_: _Stream()),
     (torch.cuda, "Stream", _Stream),
