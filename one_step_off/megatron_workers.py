@@ -212,6 +212,10 @@ class MegatronWorker(ModelWorker):
             for i, model in enumerate(self.models):
                 model.load_state_dict(state[f"model{i}"])
             self.optimizer.load_state_dict(state["optimizer"])
+        for inner in self.optimizer.chained_optimizers:
+            for of in inner.optimizer.state.values():
+                if isinstance(of.get("step"), Tensor):  # torch's AdamW: one tensor for all would count every parameter
+                    of["step"] = of["step"].clone()
 
     # ---- weights ------------------------------------------------------------------------------------------------
 
