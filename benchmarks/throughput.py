@@ -1,8 +1,10 @@
-"""Synchronous against one step off: the same work on the same processes, arms in turns.
+"""Colocated, synchronous on pools of their own, one step off: the same work on the same devices, arms in turns.
 
     python -m benchmarks.throughput --out DIR [--config FILE] [--runs 3] [--warmup 3] [section.key=value ...]
 
 Each arm is a whole run of `one_step_off.main_ppo` without evaluation. The first `--warmup` steps of each run are dropped.
+The colocated arm puts all roles into one pool: on GPUs of as many as the others have together, on a CPU of as many
+processes as the largest pool, each with more cores.
 Writes result.json, result.md and throughput.png into DIR.
 """
 
@@ -16,18 +18,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import validate
+from one_step_off.config import Config, ConfigError
+from one_step_off.config_checks import resolved_device, validate
 from one_step_off.config_io import load
 
-ARMS = {"synchronous": 0, "one step off": 1}
+COLOCATED, APART, AHEAD = "colocated sync", "disaggregated sync", "one step off"
 TIMES = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "T_sync": "time/sync_s"}
+UNEVALUATED = ["data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
 
 
-def run_arm(config: str, staleness: int, folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
+def arms_of(cfg: Config) -> dict[str, list[str]]:
+    """Arm -> its keys, over a config whose rollout has a pool of its own."""
+    pools, device = cfg.placement.pools, resolved_device(cfg)
+    most = max(pools.values(), key=lambda shape: (len(shape), sum(shape)))
+    if device == "cuda":
+        padded = [shape + [0] * (len(most) - len(shape)) for shape in pools.values()]
+        most = [sum(node) for node in zip(*padded, strict=True)]
+    roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
+    colocated = [f"placement.pools={{all: {most}}}", f"placement.roles={{{roles}}}", "pipeline.staleness=0"]
+    return {COLOCATED: colocated, APART: ["pipeline.staleness=0"], AHEAD: ["pipeline.staleness=1"]}
+
+
+def run_arm(config: str, keys: list[str], folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
     """One run; returns its metrics, a row per step. Raises RuntimeError with the run's last words if it fails."""
-    keys = [f"pipeline.staleness={staleness}", "data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
-    command = [sys.executable, "-m", "one_step_off.main_ppo", f"config={config}", *keys, *overrides]
+    command = [sys.executable, "-m", "one_step_off.main_ppo", f"config={config}", *overrides, *keys]
     done = subprocess.run(
         [*command, "trainer.resume=never", f"trainer.output_dir={folder}"], capture_output=True, text=True
     )
@@ -48,11 +62,12 @@ def summarise(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def headline(arms: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How much faster, and how close to the limit max(T_gen, T_train) of the synchronous arm's own phases."""
-    sync, ahead = arms["synchronous"], arms["one step off"]
+    """How much faster, and how close to the limit max(T_gen, T_train) of the disaggregated arm's own phases."""
+    sync, ahead = arms[APART], arms[AHEAD]
     limit = max(sync["T_gen"]["median"], sync["T_train"]["median"])
     return {
         "speedup": sync["step"]["median"] / ahead["step"]["median"],
+        "speedup_over_colocated": arms[COLOCATED]["step"]["median"] / ahead["step"]["median"],
         "speedup_at_the_limit": sync["step"]["median"] / limit,
         "step_over_limit": ahead["step"]["median"] / limit,
     }
@@ -72,8 +87,9 @@ def table(result: dict[str, Any]) -> str:
             "",
             f"Medians over {result['runs']} runs per arm (range of the runs' medians), seconds, in turns; the first "
             f"{result['warmup']} steps of each dropped.",
-            f"One step off is {h['speedup']:.2f} times as fast; its step is {h['step_over_limit']:.2f} times "
-            f"max(T_gen, T_train) of the synchronous arm (at 1.00 it would be {h['speedup_at_the_limit']:.2f} times as fast).",
+            f"One step off is {h['speedup']:.2f} times as fast as {APART}, {h['speedup_over_colocated']:.2f} times as fast "
+            f"as {COLOCATED}; its step is {h['step_over_limit']:.2f} times max(T_gen, T_train) of {APART} (at 1.00 it "
+            f"would be {h['speedup_at_the_limit']:.2f} times as fast).",
         ]
     ) + "\n"  # fmt: skip
 
@@ -85,13 +101,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(7, 2.6))
+    figure, axes = pyplot.subplots(figsize=(7, 3.4))
     colours = {"T_gen": "#4878cf", "T_train": "#ee854a", "T_sync": "#8c8c8c"}
     for row, (arm, found) in enumerate(result["arms"].items()):
         left = 0.0
         for name, colour in colours.items():
             # One step off, generation runs at the same time as training: it starts again at 0.
-            start = left if arm == "synchronous" or name == "T_sync" else 0.0
+            start = left if arm != AHEAD or name == "T_sync" else 0.0
             y = row + (0.18 if name == "T_gen" else -0.18 if name == "T_train" else 0)
             axes.barh(y, found[name]["median"], 0.34, left=start, color=colour, label=name if row == 0 else None)
             left = max(left, start + found[name]["median"])
@@ -101,7 +117,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     axes.set_yticks(range(len(result["arms"])), list(result["arms"]))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
-    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.25), frameon=False)
+    axes.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.2), frameon=False)
     figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
@@ -119,25 +135,28 @@ def main() -> None:
         for argument in overrides:
             if argument.startswith("-"):
                 parser.error(f"unrecognized argument {argument}; keys of the config are written section.key=value")
-        validate(load([f"config={args.config}", *overrides]))
+        cfg = load([f"config={args.config}", *overrides])
+        arms = arms_of(cfg)
+        for keys in arms.values():
+            validate(load([f"config={args.config}", *overrides, *keys]))
     except ConfigError as e:
         parser.error(str(e))
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     print(f"{args.runs} runs of each arm, in turns; a line comes after each, in some minutes", flush=True)
-    collected: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in ARMS}
+    collected: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in arms}
     for run in range(args.runs):
-        order = list(ARMS.items())
-        for arm, staleness in order if run % 2 == 0 else reversed(order):
-            rows = run_arm(args.config, staleness, out / f"staleness{staleness}_run{run}", overrides)
+        order = list(arms.items())
+        for arm, keys in order if run % 2 == 0 else reversed(order):
+            rows = run_arm(args.config, [*UNEVALUATED, *keys], out / f"{arm.replace(' ', '_')}_run{run}", overrides)
             if len(rows) <= args.warmup:
                 parser.error(f"--warmup {args.warmup} leaves none of the {len(rows)} steps")
             collected[arm].append(rows[args.warmup :])
             step_s = statistics.median(row["time/step_s"] for row in collected[arm][-1])
             print(f"run {run + 1} of {args.runs}, {arm}: {step_s:.3f} s/step", flush=True)
-    arms = {arm: summarise(runs) for arm, runs in collected.items()}
-    result = {"config": args.config, "overrides": overrides, "runs": args.runs, "warmup": args.warmup, "arms": arms}
-    result["headline"] = headline(arms)
+    found = {arm: summarise(runs) for arm, runs in collected.items()}
+    result = {"config": args.config, "overrides": overrides, "runs": args.runs, "warmup": args.warmup, "arms": found}
+    result["headline"] = headline(found)
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     (out / "result.md").write_text(table(result))
     plot(result, out / "throughput.png")

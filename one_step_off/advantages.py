@@ -21,11 +21,20 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config import ConfigError
 from one_step_off.registry import Registry
 
 Arrays = list[np.ndarray]
 
 EPS = 1e-6
+
+# Fields of `Trajectories` that not every run has, and what gives them. The others that an estimator may need, the run
+# makes for it: "baselines" (a greedy response to each prompt) and "prob_squares" (beside the trainer's log-probs).
+NEEDS = {
+    "values": "the role critic; set placement.roles.critic to a pool",
+    "parts": "rewards in parts; let your reward.function return {name: number}, or add a reward model",
+    "baselines": "greedy responses; samples of a checkpoint that lacks them cannot be used: set trainer.resume=never",
+}
 
 
 @dataclass(frozen=True)
@@ -40,8 +49,8 @@ class Trajectories:
         values: float [R], the critic's.
         parts: the reward's parts, name -> float [B].
         baselines: float [B], the reward of the prompt's greedy response.
-        log_probs: float [R], nats: log mu(token).
-        prob_squares: float [R]: sum of mu(v)^2 over the vocabulary, at each token.
+        log_probs: float [R], nats: of each token by the proximal policy, or by mu where the run does not compute it.
+        prob_squares: float [R]: sum of squared probabilities of the proximal policy over the vocabulary, at each token.
     """
 
     rewards: np.ndarray
@@ -138,8 +147,8 @@ def estimate(
         own: the estimator's own settings.
 
     Raises:
-        ConfigError: no such estimator.
-        ValueError: shapes that do not fit, a reward that is not finite, or something the estimator needs is missing.
+        ConfigError: no such estimator, or something that it needs is missing.
+        ValueError: shapes that do not fit, or a reward that is not finite.
     """
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
@@ -151,7 +160,11 @@ def estimate(
         raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
     for field in entry.needs:
         if getattr(t, field) is None:
-            raise ValueError(f"the advantage estimator {name} needs {field}")
+            raise ConfigError(f"{ADVANTAGE_ESTIMATORS.key}={name}: needs {NEEDS.get(field, field)}")
+    for part, values in t.parts.items() if "parts" in entry.needs else ():
+        for i in np.flatnonzero(~np.isfinite(values))[:1]:
+            lacking = f"sample {i}, of prompt {t.groups[i]}, has no part {part!r}"
+            raise ConfigError(f"{ADVANTAGE_ESTIMATORS.key}={name}: {lacking}; give every response the same parts")
     result, returns = entry.function(t, options or Options(), **own), None
     if isinstance(result, tuple):
         result, returns = result
@@ -183,12 +196,10 @@ def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
 
 def whitened(advantages: Arrays, masks: Arrays) -> Arrays:
     """Shift and scale to mean 0 and deviation 1 over the trained tokens of the whole batch; others become 0."""
-    flat = np.concatenate([a[m] for a, m in zip(advantages, masks, strict=True)] or [np.zeros(0)])
-    flat, ends = standardised(flat.astype(np.float64)), np.cumsum([m.sum() for m in masks])
-    result = [np.zeros(len(m), dtype=np.float32) for m in masks]
-    for token, mask, part in zip(result, masks, np.split(flat, ends[:-1]), strict=True):
-        token[mask] = part
-    return result
+    t = Trajectories(np.zeros(0), (), masks)
+    rows = t.rows(advantages)
+    rows[t.alive] = standardised(rows[t.alive])
+    return t.per_token(rows)
 
 
 def discounted(x: np.ndarray, factor: float) -> np.ndarray:
@@ -290,7 +301,8 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     """
     unknown = set(weights or {}) - set(t.parts)
     if unknown:
-        raise ValueError(f"gdpo's weights name {sorted(unknown)}, but the reward's parts are {sorted(t.parts)}")
+        where = f"algorithm.adv_kwargs.weights={weights}"
+        raise ConfigError(f"{where}: {sorted(unknown)} is no part of the reward; its parts are {sorted(t.parts)}")
     total = np.zeros(len(t.groups))
     for name, part in t.parts.items():
         part = np.asarray(part, dtype=np.float64)
@@ -320,10 +332,10 @@ def remax(t: Trajectories, o: Options) -> Arrays:
 def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     """Optimal token baseline (arXiv:2602.07078): A_t = G_t - B_t, G the reward-to-go, B per step t of a group.
 
-        B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 mu_is + sum_v mu_is(v)^2)
+        B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 p_is + sum_v p_is(v)^2)
 
-    W adds up the squared norm of each token's gradient at the logits. Where only one trajectory is as long, it would
-    be its own baseline and learn nothing: B = 0 there.
+    W adds up the squared norm of each token's gradient at the logits; p is the policy whose gradient is about to be
+    taken, the proximal one. Where one trajectory alone is so long, it would be its own baseline and learn nothing: B = 0.
     """
     to_go = discounted(t.step_rewards(), 1.0)
     energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive

@@ -1,7 +1,5 @@
 """What a run says of itself before it starts and after it has ended, as (name, text) pairs for the screen."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 from one_step_off.config import Config
 from one_step_off.config_io import placement_text
+from one_step_off.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]
 
@@ -36,14 +35,9 @@ _UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
 
 
 def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
-    """The run that is about to start.
-
-    Args:
-        asked_model: `model.path` as the user gave it (a tiny: name has become a folder since).
-        params: the model's parameters, None if they cannot be counted yet.
-        used: prompts in the training set and, if there is one, in the held-out set.
-        links: more places to look at, as the W&B run's.
-    """
+    """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
+    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set
+    and, if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
     each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
@@ -73,12 +67,8 @@ def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     known = {k: v for k, v in summary.items() if v is not None}
     for start, unit in _UNITS.items():
         known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
-    dropped = {
-        "reward/first": known["steps"] == 1,
-        "val/first": len(known.get("val/versions", ())) == 1,
-        "flops_per_s/rollout": "mfu/rollout" in known,
-        "reward/timeouts": not known.get("reward/timeouts"),
-    }
+    dropped = {"reward/first": known["steps"] == 1, "val/first": len(known.get("val/versions", ())) == 1}
+    dropped |= {"flops_per_s/rollout": "mfu/rollout" in known, "reward/timeouts": not known.get("reward/timeouts")}
     known = {k: v for k, v in known.items() if not dropped.get(k)}
     k = known.get("reward/averaged_steps", 0)
     known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"
@@ -97,8 +87,7 @@ def _places(cfg: Config) -> Facts:
     run, events, offline = (shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb"))
     files = [str(folder / n) for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (folder / n).exists()]
     # An evaluation alone has no steps to look at.
-    newest = max((path.stem.removeprefix("val_v") for path in folder.glob("samples/val_v*.jsonl")), default="0")
-    evaluated = f" --val {int(newest)}" if cfg.trainer.val_only else ""
+    evaluated = f" --val {max(numbered(folder, VAL), default=0)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
         (any(folder.glob("tensorboard/*")), "tensorboard", f"tensorboard --logdir {events}"),
@@ -113,9 +102,6 @@ def _places(cfg: Config) -> Facts:
 def going_on(cfg: Config) -> str:
     """The command that trains the resulting model further, into a folder beside this one."""
     folder = Path(cfg.trainer.output_dir)
-    parts = [
-        f"config={folder / 'config.yaml'}",
-        f"model.path={folder / 'hf_model'}",
-        f"trainer.output_dir={folder.with_name(folder.name + '_next') if folder.name else 'outputs/next'}",
-    ]
-    return "python -m one_step_off.main_ppo " + " ".join(shlex.quote(part) for part in parts)
+    beside = folder.with_name(folder.name + "_next") if folder.name else "outputs/next"
+    parts = f"config={folder / 'config.yaml'}", f"model.path={folder / 'hf_model'}", f"trainer.output_dir={beside}"
+    return shlex.join(["python", "-m", "one_step_off.main_ppo", *parts])

@@ -1,11 +1,8 @@
 """Cutting a batch into mini-batches, ranks and micro-batches, and laying a micro-batch out for the model.
 
-Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all
-ranks run the same number of micro-batches: under FSDP each forward pass is a collective, and a rank with
-one fewer would leave the others waiting for ever.
+Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all run the same
+number of micro-batches: under FSDP a rank with one forward pass fewer would leave the others waiting for ever.
 """
-
-from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
@@ -18,11 +15,8 @@ Plan = list[list[list[int]]]
 
 
 def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> list[list[int]]:
-    """Cut samples into mini-batches of whole prompt groups, prompts in order of first appearance.
-
-    `prompts` has the prompt of each sample; the last mini-batch may hold fewer than `prompts_per_mini_batch` of them.
-    Returns positions of samples, one list per mini-batch.
-    """
+    """Positions of samples, one list per mini-batch of whole prompt groups, prompts in order of first appearance;
+    `prompts` has the prompt of each sample. The last mini-batch may have fewer prompts."""
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
     result: list[list[int]] = [[] for _ in range(-(-len(order) // prompts_per_mini_batch))]
     for position, prompt in enumerate(prompts):
@@ -33,12 +27,11 @@ def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> li
 def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool, rounds: int = 1) -> Plan:
     """Share sequences over ranks and cut each share into micro-batches. Deterministic.
 
-    Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. That also
-    gives every rank a like mix of lengths, so their micro-batch counts hardly differ; empty ones make
-    them equal. A micro-batch costs max_length * rows when padded, and the sum of lengths when `packed` (one after
-    the other, without padding). The cost stays within `token_budget`, except that a longer sequence has a micro-batch
-    of its own. `lengths` are the tokens of each sequence, prompt and response together. The number of micro-batches is a
-    multiple of `rounds`.
+    Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. So their micro-batch
+    counts hardly differ; empty ones make them equal, and a multiple of `rounds`. A micro-batch costs max_length * rows
+    when padded, and the sum of lengths when `packed` (one after the other). The cost stays within `token_budget`,
+    except that a longer sequence has a micro-batch of its own. `lengths` are the tokens of each sequence, prompt and
+    response together.
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -85,9 +78,8 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [rows, width]; padded on the right with 0, or packed into one row.
-        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch
-            needs neither positions nor a mask: positions count from 0 anyway, and under causal attention no
-            real token sees the padding to its right.
+        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch needs
+            neither positions nor a mask: under causal attention no real token sees the padding to its right.
         at: int64 [n]; flat index into [rows * width] of the position whose logits predict each wanted token.
         tokens: int64 [n]; the wanted tokens.
         counts: wanted tokens of each sequence, in the order of the sequences; sums to n.

@@ -1,8 +1,7 @@
 """Save and resume. A checkpoint of step N holds everything from which the run goes on as if it had never stopped.
 
-That is the trainer at v(N) and, one step off, the finished samples of step N (made with v(N-1), which no longer
-exist anywhere), the data position after them, and what the run folder's files held. Both are complete at one moment of
-the loop: after the samples of step N have come and before v(N) is sent.
+That is the trainer at v(N) and, one step off, the finished samples of step N (made with v(N-1), which no longer exist
+anywhere) and the data position after them: both are there after these samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
         state.json        step, version, data position, evaluation not yet in a row; the keys it depends on
@@ -13,8 +12,6 @@ the loop: after the samples of step N have come and before v(N) is sent.
 
 It is written beside its place and renamed, so it is there whole or not at all.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -53,11 +50,8 @@ def finished(folder: Path) -> list[Path]:
 
 
 def find(cfg: Config) -> Path | None:
-    """The checkpoint that `trainer.resume` means, or None to start anew.
-
-    Raises:
-        ConfigError: a path that is no checkpoint, or one made with other settings.
-    """
+    """The checkpoint that `trainer.resume` means, or None to start anew. Raises ConfigError: a path that is no
+    checkpoint, or one made with other settings."""
     wish = cfg.trainer.resume
     found = {"auto": finished(folder_of(cfg)), "never": []}.get(wish, [Path(wish)])
     if not found:
@@ -66,10 +60,8 @@ def find(cfg: Config) -> Path | None:
     made_with = read_state(path)["fixed"]
     for key, value in fixed_keys(cfg).items():
         if made_with.get(key) != value:
-            raise ConfigError(
-                f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; resume with that value, "
-                "or start anew with trainer.resume=never or another trainer.output_dir"
-            )
+            mend = "resume with that value, or start anew with trainer.resume=never or another trainer.output_dir"
+            raise ConfigError(f"{key}={value}: the checkpoint {path} was made with {made_with.get(key)}; {mend}")
     return path
 
 
@@ -78,10 +70,8 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return json.loads((path / "state.json").read_text())
     except (OSError, ValueError) as e:
-        raise ConfigError(
-            f"checkpoint {path}: state.json cannot be read ({e}); name a folder as OUTPUT_DIR/checkpoints/step_000050 "
-            "in trainer.resume, or use auto or never"
-        ) from e
+        mend = "name a folder as OUTPUT_DIR/checkpoints/step_000050 in trainer.resume, or use auto or never"
+        raise ConfigError(f"checkpoint {path}: state.json cannot be read ({e}); {mend}") from e
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:

@@ -4,21 +4,14 @@ This module imports neither torch nor Ray nor vLLM, so that a wrong config is an
 before any engine or GPU is taken. Loading, overrides and validation live in `config_io.py`.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
 
 
 def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
-    """One config key.
-
-    Args:
-        choices: the values it may have, with blanks between.
-        low, high, above, also: inclusive bounds, an exclusive lower one, and a value beside them.
-        path: names files, so a leading ~ is the home directory.
-    """
+    """One config key. `choices`: the values it may have, with blanks between. `low`, `high`, `above`, `also`: inclusive
+    bounds, an exclusive lower one, and a value beside them. `path`: names files, so ~ is the home directory."""
     meta = {"help": help, "choices": tuple(choices.split()), "low": low, "high": high, "above": above, "also": also}
     meta["path"] = path
     if isinstance(default, (dict, list)):
@@ -299,3 +292,9 @@ def path_of(cfg: Config, role: str) -> str:
 
 class ConfigError(Exception):
     """Bad input from the user. The message is one line: the key or file, the value, and the mend. Exit code 2."""
+
+
+def first_line(error: BaseException) -> str:
+    """What a library's error says in its first line, with the second where the first only announces it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])

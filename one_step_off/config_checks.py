@@ -1,10 +1,8 @@
 """What a valid config must hold beyond types and ranges: keys that fit each other, files, and the machine.
 
 Each group of checks yields the faults that it finds, one line each; only the first is told, so that a check may rely on
-those before it. Cheap checks come first. What only the contents of files tell, `launch.prepare` checks.
+those before it. What only the contents of files tell, `launch.prepare` checks.
 """
-
-from __future__ import annotations
 
 import difflib
 import importlib.util
@@ -15,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from one_step_off.advantages import ADVANTAGE_ESTIMATORS
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
 from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of, shares_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -25,13 +23,6 @@ TINY_MODELS = ("tiny:qwen2", "tiny:qwen3")
 FILE_ENDINGS = (".jsonl", ".json", ".parquet")
 BUILT_IN_REWARDS = ("gsm8k", "math")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
-# What an advantage estimator may need that not every run has, and what a run must have for it.
-NEEDS = {
-    "values": "the role critic; set placement.roles.critic to a pool",
-    "baselines": "a greedy response to each prompt, which no rollout makes yet",
-    "parts": "several rewards; set reward_model.path or reward_model.url",
-    "prob_squares": "the sum of squared probabilities at each token, which the trainer does not compute yet",
-}
 GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
 
@@ -44,11 +35,8 @@ _TEXTS = (
     lambda value: all(v and isinstance(v, str) for v in (value if isinstance(value, list) else [value])),
 )
 _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens".split()
-SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "stop": _TEXTS,
-    "stop_token_ids": _IDS,
-    **dict.fromkeys(_FLAGS, _FLAG),
-}
+SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXTS, "stop_token_ids": _IDS}
+SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
 OWNED = {
     "model": "model.path",
@@ -102,14 +90,8 @@ def resolved_device(cfg: Config, num_gpus: int | None = None) -> str:
 
 
 def validate(cfg: Config, num_gpus: int | None = None) -> None:
-    """Check what belongs together, what the config names on disk, and what the machine must have.
-
-    Args:
-        num_gpus: GPUs of this machine; None: counted here, where it matters.
-
-    Raises:
-        ConfigError: the first fault found.
-    """
+    """Check what belongs together, what the config names on disk, and what the machine must have. `num_gpus`: of this
+    machine; None: counted here, where it matters. Raises ConfigError: the first fault found."""
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
@@ -160,10 +142,12 @@ def _placement(cfg: Config) -> Iterator[str]:
             yield f"{where}: must list the processes (GPUs) of each node, each from 1 to 1024, as [4, 4]"
         if pool not in roles.values():
             yield f"{where}: no role uses this pool; remove it or name it in placement.roles"
-    why = "one step off needs them at the same time" if cfg.pipeline.staleness else "sharing is not supported yet"
-    for role, pool in roles.items():
-        if role != "rollout" and pool == roles["rollout"]:
-            yield f"placement.roles.{role}={show(pool)}: so is rollout, but {why}; give them pools of their own"
+    guests = [role for role, pool in roles.items() if role != "rollout" and pool == roles.get("rollout")]
+    where = f"placement.roles: {', '.join(guests)} and rollout share the pool {show(roles.get('rollout'))}, "
+    if guests and cfg.pipeline.staleness:
+        yield f"{where}but one step off needs both at once; set pipeline.staleness=0 or give them pools of their own"
+    elif guests and cfg.rollout.tensor_parallel_size > 1:
+        yield f"{where}which works with rollout.tensor_parallel_size=1 only; set that or give them pools of their own"
 
 
 def _layouts(cfg: Config, device: str) -> Iterator[str]:
@@ -263,12 +247,10 @@ def _algorithm(cfg: Config) -> Iterator[str]:
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
         mend = "set algorithm.old_log_probs=recompute, or rollout_correction=none"
         yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
-    has = {"values"} if "critic" in cfg.placement.roles else set()
-    has |= {"parts"} if cfg.reward_model.path or cfg.reward_model.url else set()
-    for registry, spec, own in (
-        (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"),
-        (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs"),
-    ):
+    one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
+    lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
+    chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
+    for registry, spec, own in chosen:
         if spec not in registry:
             if not _is_yours(spec):
                 said = nearest(spec, registry, f"known are {', '.join(registry)}")
@@ -276,8 +258,13 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             continue
         entry, known = registry[spec], registry[spec].own()
         for need in entry.needs:
-            if need in NEEDS and need not in has:
+            if lacks.get(need):
                 yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
+        if "parts" in entry.needs and (a.kl_in_reward or cfg.reward.overlong_buffer):
+            alone = (
+                "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer would do nothing"
+            )
+            yield f"{registry.key}={spec}: {alone}; set them to false and 0, or make them parts of your reward.function"
         if entry.grouped and n == 1:
             yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
         for name, value in getattr(a, own).items():
@@ -290,7 +277,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
                 yield f"{where}: must be a whole number from 2 to rollout.n={n}"
     known = a.adv_estimator in ADVANTAGE_ESTIMATORS
-    if "values" in has and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
+    if not lacks["values"] and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
         yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
     if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
         yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
@@ -334,13 +321,8 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
 
 
 def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
-    """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs.
-
-    Only vLLM knows them, and its import takes long, so this is no part of `validate`.
-
-    Raises:
-        ConfigError: a name that is none of them.
-    """
+    """Refuse `rollout.engine_kwargs` that are none of `names`, the fields of the installed vLLM's AsyncEngineArgs. Only
+    vLLM knows them, and its import takes long, so this is no part of `validate`. Raises ConfigError."""
     # Fields with an underscore are vLLM's own bookkeeping.
     known = {name for name in names if not name.startswith("_")}
     for name, value in cfg.rollout.engine_kwargs.items():

@@ -4,10 +4,9 @@ Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `
 the key (or file), the value, and the mend.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
+import itertools
 import operator
 import os
 import re
@@ -72,11 +71,7 @@ SECTIONS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
 
 
 def find_key(dotted: str) -> Key:
-    """The key of that name.
-
-    Raises:
-        ConfigError: there is none; names the nearest one.
-    """
+    """The key of that name. Raises ConfigError: there is none; names the nearest one."""
     if dotted in KEYS:
         return KEYS[dotted]
     section, _, name = dotted.partition(".")
@@ -86,9 +81,6 @@ def find_key(dotted: str) -> Key:
     same = [key.dotted for key in KEYS.values() if key.name == (name or section)]
     hint = nearest(dotted, same or [*SECTIONS, *KEYS], f"the sections are {', '.join(SECTIONS)}", 0.0 if same else 0.5)
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
-
-
-# --- YAML -------------------------------------------------------------------------------------------------------
 
 
 class _Loader(yaml.SafeLoader):
@@ -136,28 +128,23 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     return value, lines
 
 
-# --- into the schema --------------------------------------------------------------------------------------------
-
-
-def _assign(tree: dict, dotted: str, value: Any) -> Key:
-    """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns the key."""
+def _assign(tree: dict, dotted: str, value: Any) -> str:
+    """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns `section.key`."""
     section, *path = dotted.split(".")
     key = find_key(".".join([section, *path[:1]]))
     if len(path) > 1 and get_origin(key.type) is not dict:
         find_key(dotted)  # only a mapping has parts
     node = tree[section]
     for part in path[:-1]:
-        if not isinstance(node.get(part), dict):
-            node[part] = {}
+        node[part] = node[part] if isinstance(node.get(part), dict) else {}
         node = node[part]
     node[path[-1]] = value
-    return key
+    return key.dotted
 
 
-def _apply_file(tree: dict, path: str) -> dict[str, str]:
-    """Set what a file sets. Returns where each key stands in it: dotted name -> "file:line: "."""
+def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
+    """The keys that a file sets: dotted name, value, and "file:line: " for messages."""
     content, lines = _read_file(path)
-    places = {}
     for section, body in content.items():
         where = f"{path}:{lines.get(str(section), 1)}: "
         if section not in SECTIONS:
@@ -166,10 +153,7 @@ def _apply_file(tree: dict, path: str) -> dict[str, str]:
         if not isinstance(body, dict | None):
             raise ConfigError(f"{where}{section}={show(body)}: a section must be a mapping of keys, as {{key: value}}")
         for name, value in (body or {}).items():
-            where = f"{path}:{lines.get(f'{section}.{name}', 1)}: "
-            with _placed(where):
-                places[_assign(tree, f"{section}.{name}", value).dotted] = where
-    return places
+            yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
 
 
 @contextlib.contextmanager
@@ -181,7 +165,7 @@ def _placed(where: str) -> Iterator[None]:
         raise ConfigError(f"{where}{e}") from None
 
 
-def _apply_argument(tree: dict, argument: str) -> Key:
+def _from_argument(argument: str) -> tuple[str, Any, str]:
     dotted, _, value = argument.partition("=")
     # Text is taken as it stands: YAML would cut "... end with #### number" at its comment sign.
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
@@ -190,7 +174,7 @@ def _apply_argument(tree: dict, argument: str) -> Key:
             value = yaml.load(value, _Loader)
         except _YAML_FAULTS as e:
             raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
-    return _assign(tree, dotted, value)
+    return dotted, value, ""
 
 
 def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
@@ -250,10 +234,8 @@ def load(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file.
 
     A mapping in the file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
-
-    Raises:
-        ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
-            What must fit together is checked by `config_checks.validate`.
+    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
+    What must fit together is checked by `config_checks.validate`.
     """
     for argument in argv:
         if not argument.partition("=")[1] or argument[0] == "=":
@@ -262,11 +244,11 @@ def load(argv: list[str]) -> Config:
     files = [argument.removeprefix("config=") for argument in argv if argument.startswith("config=")]
     if len(files) > 1:
         raise ConfigError(f"config={show(files[1])}: config is given {len(files)} times; give one file")
-    tree = dataclasses.asdict(Config())
-    places = _apply_file(tree, files[0]) if files else {}
-    for argument in argv:
-        if not argument.startswith("config="):
-            places.pop(_apply_argument(tree, argument).dotted, None)
+    arguments = (argument for argument in argv if not argument.startswith("config="))
+    tree, places = dataclasses.asdict(Config()), {}
+    for dotted, value, where in itertools.chain(*map(_from_file, files), map(_from_argument, arguments)):
+        with _placed(where):
+            places[_assign(tree, dotted, value)] = where
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
     except (OmegaConfBaseException, ValueError, RecursionError) as e:
@@ -281,20 +263,13 @@ def load(argv: list[str]) -> Config:
     return cfg
 
 
-# --- text -------------------------------------------------------------------------------------------------------
-
-
 class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
 
 _Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
-_Dumper.add_representer(
-    list, lambda dumper, data: dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-)
-_Dumper.add_representer(
-    str, lambda dumper, text: dumper.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text))
-)
+_Dumper.add_representer(list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True))
+_Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", s)))
 
 
 def resolved_yaml(cfg: Config) -> str:
@@ -322,16 +297,14 @@ Trains a language model with one-step-off-policy PPO.
 Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
 Keys:"""
-    lines, section = [USAGE.splitlines()[0] + about], ""
-    for key in KEYS.values():
-        if key.section != section:
-            section = key.section
-            lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
-        lines.append(f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}")
+    lines = [USAGE.splitlines()[0] + about]
+    for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
+        lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
+        for key in keys:
+            lines.append(
+                f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}"
+            )
     return "\n".join(lines) + "\n"
-
-
-# --- placement --------------------------------------------------------------------------------------------------
 
 
 def seats_per_node(cfg: Config, pool: str) -> list[int]:
@@ -341,11 +314,9 @@ def seats_per_node(cfg: Config, pool: str) -> list[int]:
 
 
 def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict[str, list[list[int]]]:
-    """Pool -> the cores of each of its processes (empty: not pinned). `cores` None: those that this process may use.
-
-    Rollout and trainers never share a core where there are two; on GPUs nothing is pinned. Only where there are fewer
-    cores than processes, and the two work in turns anyway (staleness 0), may all of them use all cores.
-    """
+    """Pool -> the cores of each of its processes (empty: not pinned, as on GPUs). `cores` None: those that this process
+    may use. Rollout and trainers in pools of their own share no core where there are two, unless there are fewer cores
+    than processes and the two work in turns anyway (staleness 0)."""
     counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
@@ -353,7 +324,7 @@ def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict
     if device == "cpu" and cfg.placement.pin_cores and one_node:
         rollout = counts.pop(cfg.placement.roles["rollout"])
         mine = sorted(os.sched_getaffinity(0)) if cores is None else cores
-        in_turns = cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine)
+        in_turns = not counts or (cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine))
         plan[cfg.placement.roles["rollout"]], trainers = plan_cores(rollout, sum(counts.values()), mine, in_turns)
         for pool, n in counts.items():
             plan[pool], trainers = trainers[:n], trainers[n:]

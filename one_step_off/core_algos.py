@@ -6,8 +6,9 @@ No I/O, no config object, no collective. Three policies appear throughout:
     proximal  the policy around which PPO clips: mu itself, or the trainer's weights before the update
     theta     the policy being trained
 
-Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs are in nats. Sums over micro-batches and ranks are expressed as per-token weights with global
-denominators (`token_weights`), so the gradient does not depend on how the batch was cut.
+Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs are in nats.
+Sums over micro-batches and ranks are expressed as per-token weights with global denominators (`token_weights`), so the
+gradient does not depend on how the batch was cut.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def token_weights(
 ) -> np.ndarray:
     """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
 
-        token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 8)
+        token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
         sequence-mean  w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
         seq-sum-norm   w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
 
@@ -43,13 +44,12 @@ def token_weights(
         float64 [B]; 0 for a sequence without trained tokens.
     """
     n = np.asarray(lengths, dtype=np.float64)
-    if agg == "token-mean":
-        return np.where(n > 0, 1.0 / max(global_tokens, 1), 0.0)
-    if agg == "sequence-mean":
-        return np.where(n > 0, 1.0 / (np.maximum(n, 1) * max(global_sequences, 1)), 0.0)
-    if agg == "seq-sum-norm":
-        return np.where(n > 0, 1.0 / (longest * max(global_sequences, 1)), 0.0)
-    raise ValueError(f"unknown loss aggregation {agg!r}")
+    sequences = max(global_sequences, 1)
+    counts = {"token-mean": max(global_tokens, 1), "sequence-mean": np.maximum(n, 1) * sequences}
+    counts["seq-sum-norm"] = longest * sequences
+    if agg not in counts:
+        raise ValueError(f"unknown loss aggregation {agg!r}")
+    return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
 def value_loss(
@@ -119,13 +119,13 @@ def kl(log_p: torch.Tensor, log_q: torch.Tensor, estimator: str = "k3") -> torch
 def log_probs_and_entropy(
     logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, entropy: str = "none"
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Log-prob of each token and entropy of its distribution, after temperature, in float32 nats.
+    """Log-prob of each token and a figure of its distribution, after temperature, in float32 nats.
 
     Args:
         logits: [n, vocabulary].
         tokens: int64 [n].
         temperature: the logits are divided by it, as the engine does before it samples.
-        entropy: "none", "metric" (no gradient) or "grad".
+        entropy: the figure: "none"; the entropy as "metric" (no gradient) or with "grad"; or "squares": sum_v p(v)^2.
 
     Returns:
         [n], and [n] or None.
@@ -134,6 +134,8 @@ def log_probs_and_entropy(
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     if entropy == "none":
         return chosen, None
+    if entropy == "squares":
+        return chosen, log_p.exp().square().sum(-1)
     # entr(p) = -p log p with entr(0) = 0, so a vocabulary entry masked by -inf logits gives no NaN.
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
         return chosen, torch.special.entr(log_p.exp()).sum(-1)

@@ -1,7 +1,5 @@
 """What this machine has: its GPUs, counted without torch, and its cores, divided among processes."""
 
-from __future__ import annotations
-
 import glob
 import os
 import subprocess
@@ -11,12 +9,9 @@ from collections.abc import Sequence
 def plan_cores(
     n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int], in_turns: bool = False
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Cores of each rollout process and of each trainer process.
-
-    The two groups work at the same time, so they share no core (unless there is only one). Each group gets its part
-    by its number of processes, at least one core, and divides it evenly; with more processes than cores they wrap.
-    With `in_turns` the groups never work at the same time, and each divides all cores.
-    """
+    """Cores of each rollout process and of each trainer process. The two groups work at the same time, so they share no
+    core (unless there is only one). Each gets its part by its number of processes, at least one core, and divides it
+    evenly; with more processes than cores they wrap. With `in_turns` each group divides all cores."""
     mine = sorted(cores)
     if in_turns or len(mine) == 1:
         return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)

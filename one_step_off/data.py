@@ -3,8 +3,6 @@
 Nothing is dropped in silence: `Report` counts and names every row that was left out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -15,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError, DataConfig
+from one_step_off.config import Config, ConfigError, DataConfig, first_line
 from one_step_off.config_checks import FILE_ENDINGS
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
@@ -33,12 +31,9 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row:
-    """One usable row, not yet tokenised.
-
-    `index` is its place in the data as it was written, bad rows included and all files in a row, from 0: filters do
-    not move it. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of the gsm8k
-    format with `data.instruction`.
-    """
+    """One usable row, not yet tokenised. `index` is its place in the data as it was written, bad rows included and all
+    files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of
+    the gsm8k format with `data.instruction`."""
 
     index: int
     where: str
@@ -73,32 +68,22 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
-        head = f"{self.name}: {self.rows} rows, {self.used} used"
-        if self.bad:
-            head += f", {len(self.bad)} malformed skipped"
-        if self.overlong:
-            head += f", {len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
-        out = [head]
-        out += _some([f"  skipped {where}: {reason}" for where, reason in self.bad])
-        out += _some([f"  skipped {where}: {tokens} tokens" for where, tokens in self.overlong])
+        over = f"{len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
+        skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
+        out = [", ".join([f"{self.name}: {self.rows} rows, {self.used} used", *skipped])]
+        for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
+            out += [f"  skipped {where}: {why}" for where, why in rows[:_NAMED]]
+            out += [f"  ... and {len(rows) - _NAMED} more like these"] * (len(rows) > _NAMED)
         return out + [f"  {note}" for note in self.notes]
 
-
-def _some(lines: list[str]) -> list[str]:
-    return lines if len(lines) <= _NAMED else [*lines[:_NAMED], f"  ... and {len(lines) - _NAMED} more like these"]
-
-
-# --- reading ----------------------------------------------------------------------------------------------------
 
 RawRow = tuple[str, Any]
 """Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
 
 
 def _read_file(path: str) -> Iterator[tuple[int, Any]]:
-    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines.
-
-    JSON is not read by the `datasets` library: it gives up a whole file for one bad line, and does not name it.
-    """
+    """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines. JSON is not read
+    by the `datasets` library: it gives up a whole file for one bad line, and does not name it."""
     import pyarrow.parquet as pq
 
     if path.endswith(".parquet"):
@@ -137,17 +122,10 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
             rows = enumerate(datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1)
         found = [(f"{where}:{number}", row) for number, row in rows]
     except Exception as e:  # of many libraries
-        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {_first_line(e)}; {mend}") from e
+        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {first_line(e)}; {mend}") from e
     if not found:
         raise ConfigError(f"data source {where}: holds no rows; give another")
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-# --- rows -------------------------------------------------------------------------------------------------------
 
 
 def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
@@ -158,10 +136,9 @@ def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
     for name in names:
         if found.keys() >= set(COLUMNS[name]) or not found:  # no row has columns: each is named as a bad one
             return name
-    needed = " or ".join("+".join(COLUMNS[n]) for n in reversed(names))
+    needs = f"data.format={wanted} needs {' or '.join('+'.join(COLUMNS[n]) for n in reversed(names))}"
     raise ConfigError(
-        f"data source {source}: found the columns {', '.join(map(str, found))}; data.format={wanted} needs {needed}; "
-        "rename the columns"
+        f"data source {source}: found the columns {', '.join(map(str, found))}; {needs}; rename the columns"
     )
 
 
@@ -173,11 +150,8 @@ def _text(columns: dict[str, Any], name: str) -> str:
 
 
 def final_number(answer: str) -> str:
-    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234".
-
-    Raises:
-        BadRow: no such marker, or no number after it.
-    """
+    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234". Raises BadRow: no
+    such marker, or no number after it."""
     _, marker, rest = answer.rpartition("####")
     if not marker:
         raise BadRow("the answer has no '#### NUMBER'")
@@ -188,11 +162,8 @@ def final_number(answer: str) -> str:
 
 
 def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    question = _text(columns, "question")
-    return {
-        "messages": [{"role": "user", "content": question + instruction}],
-        "ground_truth": final_number(_text(columns, "answer")),
-    }
+    question = [{"role": "user", "content": _text(columns, "question") + instruction}]
+    return {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
 
 
 def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
@@ -207,12 +178,8 @@ def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
         raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
-    return {
-        "messages": [{"role": m["role"], "content": m["content"]} for m in prompt],
-        "ground_truth": str(truth),
-        "chat": True,
-        "extra": extra if isinstance(extra, dict) else {},
-    }
+    messages, extra = [{k: m[k] for k in ("role", "content")} for m in prompt], extra if isinstance(extra, dict) else {}
+    return {"messages": messages, "ground_truth": str(truth), "chat": True, "extra": extra}
 
 
 _PARSERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {"gsm8k": _gsm8k_row, "messages": _messages_row}
@@ -238,17 +205,13 @@ def load_rows(
 ) -> list[Row]:
     """Read and check the rows of `spec`: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
 
-    `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed`
-    is for generators. Only the first `limit` rows are looked at (-1: all). `report` receives counts and bad rows.
-
-    Raises:
-        ConfigError: a source cannot be read or is empty, lacks columns, has only bad rows, or has one bad row and
-            `data.bad_rows` is "fail".
+    `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
+    for generators. Only the first `limit` rows are looked at (-1: all). `report` receives counts and bad rows. Raises
+    ConfigError: a source cannot be read or is empty, lacks columns, has only bad rows, or has one bad row and
+    `data.bad_rows` is "fail".
     """
     report = report if report is not None else Report(split)
-    instruction = cfg.instruction
-    if instruction and not instruction[0].isspace():
-        instruction = " " + instruction
+    instruction = f" {cfg.instruction}" if cfg.instruction[:1].strip() else cfg.instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
         raise ConfigError(f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems")
@@ -268,28 +231,23 @@ def load_rows(
     return rows
 
 
-# --- tokenising -------------------------------------------------------------------------------------------------
-
-
 def _texts(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, templated: bool, report: Report
+    rows: Sequence[Row], template: Callable | None, cfg: DataConfig, report: Report
 ) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
     for row in rows:
-        if not templated:
+        if template is None:
             yield row, "\n".join(m["content"] for m in row.messages)
             continue
         try:
-            yield row, tokenizer.apply_chat_template(row.messages, tokenize=False, add_generation_prompt=True)
+            yield row, template(row.messages, tokenize=False, add_generation_prompt=True)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template refuses it: {_first_line(e)}", cfg)
+            report.skip(row.where, f"the chat template refuses it: {first_line(e)}", cfg)
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
-    """Token ids of each text. Templates write their own special tokens; plain text gets BOS where the model has it.
-
-    We add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there.
-    """
+    """Token ids of each text. Templates write their own special tokens; plain text gets BOS where the model has it. We
+    add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there."""
     ids = tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
     bos = getattr(tokenizer, "bos_token_id", None)
     if templated or bos is None or tokenizer("a")["input_ids"][:1] != [bos]:
@@ -297,51 +255,37 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
     return [one if one[:1] == [bos] else [bos, *one] for one in ids]
 
 
-def encode(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report | None = None
-) -> list[Prompt]:
+def encode(rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report) -> list[Prompt]:
     """Tokenise all rows at once and keep those of at most `data.max_prompt_length` tokens.
 
     Prompt ids are (epoch, row.index). With a chat template the prompt ends with its generation prompt; without, it is
     the question with `data.instruction`, or the messages joined by newlines. `report` receives what was left out.
-
-    Raises:
-        ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
-            template and the config says fail; no prompt is left.
+    Raises ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
+    template and the config says fail; no prompt is left.
     """
-    report = report if report is not None else Report("data", rows=len(rows))
     report.max_prompt_length = cfg.max_prompt_length
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if not has_template and (
-        cfg.chat_template == "always" or (cfg.chat_template == "auto" and any(r.chat for r in rows))
-    ):
+    has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
+    if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
+        mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
         raise ConfigError(
-            f"data.chat_template={cfg.chat_template}: the tokenizer has no chat template, and the rows need one; use a "
-            "chat model, or data.chat_template=never to join the messages as plain text"
+            f"data.chat_template={wish}: the tokenizer has no chat template, and the rows need one; {mend}"
         )
-    templated = has_template and cfg.chat_template != "never"
-    pairs = list(_texts(rows, tokenizer, cfg, templated, report))
+    templated = has_template and wish != "never"
+    pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report))
     prompts = []
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
-            array = np.asarray(ids, dtype=np.int32)
-            prompts.append(
-                Prompt((epoch, row.index), array, text, row.ground_truth, row.data_source, row.extra, row.messages)
-            )
+            id, array = (epoch, row.index), np.asarray(ids, dtype=np.int32)
+            prompts.append(Prompt(id, array, text, row.ground_truth, row.data_source, row.extra, row.messages))
         elif cfg.overlong_prompts == "fail":
-            raise ConfigError(
-                f"data row {row.where}: {len(ids)} tokens, more than data.max_prompt_length={cfg.max_prompt_length}; "
-                "raise that, or set data.overlong_prompts=skip"
-            )
+            more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
+            raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")
         else:
             report.overlong.append((row.where, len(ids)))
     if not prompts:
         shown = report.lines()
         raise ConfigError(f"{shown[0]}: no prompt is left; {shown[1].strip() if len(shown) > 1 else 'check the data'}")
     return prompts
-
-
-# --- the stream -------------------------------------------------------------------------------------------------
 
 
 class PromptStream:
@@ -351,15 +295,12 @@ class PromptStream:
         for step in range(stream.total_steps):
             batch = stream.next_batch()
 
-    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full: one that reaches the end
-    of an epoch goes on in the next, so no prompt is dropped and an epoch needs not be a whole number of batches. A
-    batch may be larger than the data. A prompt's id is (epoch, row), so it is unique in the whole run; `prompts`
-    carry their row in `id[1]`, and the epoch in it is replaced.
+    Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full, of any size: one that
+    reaches the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run;
+    `prompts` carry their row in `id[1]`, and the epoch in it is replaced.
 
-    Attributes:
-        total_steps: steps of the run: as given, or the fewest that see every prompt `total_epochs` times. The stream
-            itself does not end there.
-        surplus: prompts that the last step takes beyond `total_epochs`; 0 with `total_steps`.
+    `total_steps` is as given, or the fewest that see every prompt `total_epochs` times (the stream itself does not end
+    there); `surplus` counts the prompts that the last of these steps takes beyond them.
     """
 
     def __init__(
@@ -402,15 +343,13 @@ class PromptStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a saved position. The batch size may differ from the saved stream's; data, seed and order may not.
-
-        Raises:
-            ConfigError: this stream would not continue the saved one. It stays where it was.
-        """
+        Raises ConfigError: this stream would not continue the saved one. It stays where it was."""
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
-            raise ConfigError(
-                "data: the checkpoint was made with other prompts or another order; resume with the same "
+            keys = (
                 "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle and trainer.seed"
             )
+            other = "the checkpoint was made with other prompts or another order"
+            raise ConfigError(f"data: {other}; resume with the same {keys}")
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -432,9 +371,6 @@ class PromptStream:
     def _digest(self, order: np.ndarray) -> str:
         # The order is part of it, because numpy does not promise the same permutations in all its versions.
         return hashlib.sha256(self._data_digest.encode() + order.astype(np.int64).tobytes()).hexdigest()
-
-
-# --- all together -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -462,43 +398,26 @@ class Data:
 
 
 def build(cfg: Config, tokenizer: Any) -> Data:
-    """Read, check and tokenise both sets of a run.
-
-    Held-out prompts have ids (-1, row), those of the second set (-2, row), and so on. Generated held-out problems do
-    not depend on `trainer.seed`, so that runs with other seeds are evaluated alike.
-
-    Raises:
-        ConfigError: see `load_rows` and `encode`.
-    """
-    report = Report("training data")
-    rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
+    """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2,
+    row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are
+    evaluated alike. Raises ConfigError: see `load_rows` and `encode`."""
+    report, t = Report("training data"), cfg.trainer
+    rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report)
-    stream = PromptStream(
-        prompts,
-        cfg.data.train_batch_size,
-        cfg.data.shuffle,
-        cfg.trainer.seed,
-        cfg.trainer.total_steps,
-        cfg.trainer.total_epochs,
-    )
+    shape = cfg.data.train_batch_size, cfg.data.shuffle
+    stream = PromptStream(prompts, *shape, t.seed, t.total_steps, t.total_epochs)
     if stream.surplus:
-        report.notes.append(
-            f"trainer.total_epochs={cfg.trainer.total_epochs}: {stream.total_steps} steps; the last one also takes "
-            f"{stream.surplus} prompts of the epoch after, to be full"
-        )
-    reports = [report]
-    val: list[Prompt] = []
-    known = {p.text for p in prompts}
+        last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
+        report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")
+    reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
     for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
         held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
         mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out)
-        shared = sum(p.text in known for p in mine)
-        if shared:
-            held_out.notes.append(
-                f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"
-            )
+        if shared := sum(p.text in known for p in mine):
+            some = f"{shared} of the {len(mine)} held-out prompts"
+            held_out.notes.append(f"warning: {some} are also in the training data")
         val += mine
     return Data(stream, val or None, reports, list(sets))

@@ -8,7 +8,8 @@ Trainer ranks send the pieces they own; every vLLM worker receives all of them a
 
 There is one group per sender, {sender} u receivers, on a store of its own: no default group is touched, and a send
 calls no collective of the trainer's, so it cannot interleave with FSDP's. All receivers walk buckets, and within a
-bucket the senders, in the order of the plan; each sender walks its own buckets in that order too.
+bucket the senders, in the order of the plan; each sender walks its own buckets in that order too. Receivers that are
+`near` a sender, on the same device, are not in its group: they read its buckets where they lie (shared_link.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,6 +26,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from one_step_off.shared_link import SharedInlet, SharedOutlet
 from one_step_off.workers import WeightPiece
 
 _ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
@@ -189,6 +191,39 @@ def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
     work.wait()
 
 
+class NetworkLink:
+    """Either end of a sender's group; the sender may go on while a broadcast is on its way, and a receiver waits.
+
+    `buffer` (uint8, receivers only): where buckets arrive.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, buffer: torch.Tensor | None = None
+    ) -> None:
+        self.group, self.device, self.timeout_s, self.buffer = group, device, timeout_s, buffer
+
+    def publish(self, tensor: torch.Tensor) -> None:
+        """Begin to send a tensor; it must stay as it is until `wait` has returned."""
+        self.work = _broadcast(self.group, tensor)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until what was published has gone. Raises RuntimeError after `timeout_s`."""
+        _wait(self.work, self.device, timeout_s)
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Receive a tensor."""
+        self.publish(tensor)
+        self.wait(self.timeout_s)
+
+    def bucket(self, size: int) -> torch.Tensor:
+        """Receive a bucket: uint8 [size], as it is until the next one."""
+        self.fill(self.buffer[:size])
+        return self.buffer[:size]
+
+    def release(self) -> None:
+        """The buffer is this side's own: there is nobody to tell."""
+
+
 @dataclass
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
@@ -207,16 +242,19 @@ class _End:
         self.seconds: dict[str, float] = {}
         self.bucket = -1
 
+    def _largest(self, sender: int) -> int:
+        """Bytes of the largest part of a sender."""
+        return max((b.nbytes[sender] for b in self.plan.buckets), default=0)
+
     def _buffer(self, sender: int) -> torch.Tensor:
-        """Room for the largest part of a sender. Zeros, so that the pages are touched now."""
-        largest = max((b.nbytes[sender] for b in self.plan.buckets), default=0)
-        return torch.zeros(largest, dtype=torch.uint8, device=self.device)
+        """Room for it. Zeros, so that the pages are touched now."""
+        return torch.zeros(self._largest(sender), dtype=torch.uint8, device=self.device)
 
-    def _join(self, store: dist.Store, sender: int, rank: int, receivers: int) -> dist.ProcessGroup:
-        return make_group(store, f"sync{sender}", rank, receivers + 1, self.device, self.host, self.timeout_s)
-
-    def _finish(self, work: dist.Work) -> None:
-        _wait(work, self.device, self.timeout_s)
+    def _join(
+        self, store: dist.Store, sender: int, rank: int, size: int, buffer: torch.Tensor | None = None
+    ) -> NetworkLink:
+        group = make_group(store, f"sync{sender}", rank, size, self.device, self.host, self.timeout_s)
+        return NetworkLink(group, self.device, self.timeout_s, buffer)
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -238,17 +276,27 @@ class Sender(_End):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Two buffers: the next bucket is packed while one is on the wire.
-        self.buffers = [self._buffer(self.index), self._buffer(self.index)]
         self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
         limit = timedelta(seconds=self.timeout_s)
         self.store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.address = (self.host, self.store.port)
 
-    def connect(self, receivers: int) -> None:
-        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile."""
+    def connect(self, receivers: int, near: Sequence[int] = ()) -> None:
+        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile.
+
+        `near`: the receivers that are on this sender's device.
+        """
         with self._phase("connect"):
-            self.group = self._join(self.store, self.index, 0, receivers)
+            self.outlets: list[NetworkLink | SharedOutlet] = []
+            # Two buffers: the next bucket is packed while one is on the wire.
+            if near:
+                size = self._largest(self.index)
+                self.outlets = [SharedOutlet(self.store, [size, size], list(near), self.device)]
+                self.buffers = self.outlets[0].buffers
+            else:
+                self.buffers = [self._buffer(self.index), self._buffer(self.index)]
+            if receivers > len(near):
+                self.outlets.append(self._join(self.store, self.index, 0, receivers - len(near) + 1))
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, float]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`.
@@ -260,8 +308,8 @@ class Sender(_End):
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
             header = torch.tensor([self.plan.digest, version], dtype=torch.int64, device=self.device)
-            pending = _broadcast(self.group, header)
-            self._finish(pending)
+            self._publish(header)
+            self._settle()
         for i, bucket in enumerate(self.plan.buckets):
             self.bucket = i
             if size := bucket.nbytes[self.index]:  # a bucket may hold nothing of this sender
@@ -270,12 +318,22 @@ class Sender(_End):
                     self._pack(flat, self.slots[i], data)
                     sums[i] = checksum(flat)
                 with self._phase("wire"):
-                    self._finish(pending)
-                    pending = _broadcast(self.group, flat)
+                    self._settle()
+                    self._publish(flat)
         with self._phase("wire"):
-            self._finish(pending)
-            self._finish(_broadcast(self.group, sums))
+            self._settle()
+            self._publish(sums)
+            self._settle()
         return {**self.seconds, "bytes": float(sum(b.nbytes[self.index] for b in self.plan.buckets))}
+
+    def _publish(self, tensor: torch.Tensor) -> None:
+        for outlet in self.outlets:
+            outlet.publish(tensor)
+
+    def _settle(self) -> None:
+        """Until the last tensor published has reached everybody."""
+        for outlet in self.outlets:
+            outlet.wait(self.timeout_s)
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -291,14 +349,20 @@ class Sender(_End):
 class Receiver(_End):
     """The receiving end in one vLLM worker."""
 
-    def connect(self, addresses: list[tuple[str, int]], receivers: int) -> None:
-        """Join every sender's group, in the order of the plan."""
-        self.buffers = [self._buffer(s) for s in range(self.plan.senders)]
-        self.groups: list[dist.ProcessGroup] = []
+    def connect(
+        self, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
+    ) -> None:
+        """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device."""
+        self.inlets: list[NetworkLink | SharedInlet] = []
         for s, (host, port) in enumerate(addresses):
             with self._phase("connect"):
                 store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
-                self.groups.append(self._join(store, s, self.index + 1, receivers))
+                far = [r for r in range(receivers) if not (near and r in near[s])]
+                if self.index in far:
+                    rank = 1 + far.index(self.index)
+                    self.inlets.append(self._join(store, s, rank, len(far) + 1, self._buffer(s)))
+                else:
+                    self.inlets.append(SharedInlet(store, self.index, self.device, self.timeout_s))
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, float]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
@@ -312,9 +376,9 @@ class Receiver(_End):
         """
         self._begin()
         header = torch.zeros(2, dtype=torch.int64, device=self.device)
-        for s, group in enumerate(self.groups):
+        for s, inlet in enumerate(self.inlets):
             with self._phase("header"):
-                self._finish(_broadcast(group, header))
+                inlet.fill(header)
             digest, sent = header.tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.who}: sender {s} follows another bucket plan")
@@ -322,17 +386,18 @@ class Receiver(_End):
                 raise SyncError(f"{self.who}: sender {s} sends version {sent}, expected {version}")
         sums = torch.zeros(self.plan.senders, len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         for i, bucket in enumerate(self.plan.buckets):
-            self.bucket = i
+            self.bucket, parts = i, {}
             for s, size in enumerate(bucket.nbytes):
                 if size:
-                    flat = self.buffers[s][:size]
                     with self._phase("wire"):
-                        self._finish(_broadcast(self.groups[s], flat))
+                        parts[s] = self.inlets[s].bucket(size)
                     with self._phase("verify"):
-                        sums[s, i] = checksum(flat)
+                        sums[s, i] = checksum(parts[s])
             with self._phase("load"):
                 tensors = itertools.groupby(bucket.slots, key=lambda slot: slot.piece.name)
-                load([(name, self._assemble(slots)) for name, slots in tensors])
+                load([(name, _assemble(parts, slots)) for name, slots in tensors])
+                for s in parts:
+                    self.inlets[s].release()
         self._check_sums(sums)
         return {**self.seconds, "bytes": float(self.plan.total_bytes)}
 
@@ -340,8 +405,8 @@ class Receiver(_End):
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
         theirs = torch.zeros_like(mine)
         with self._phase("verify"):
-            for group, table in zip(self.groups, theirs, strict=True):
-                self._finish(_broadcast(group, table))
+            for inlet, table in zip(self.inlets, theirs, strict=True):
+                inlet.fill(table)
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
@@ -350,11 +415,12 @@ class Receiver(_End):
                 f"from sender {sender} differs ({len(wrong)} buckets in all)"
             )
 
-    def _assemble(self, slots: Iterable[Slot]) -> torch.Tensor:
-        """A whole tensor: a view where one sender owns all of it, else pieces joined in order."""
-        slots = list(slots)
-        pieces = [slot.view(self.buffers[slot.sender]) for slot in slots]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, slots[0].piece.dim)
+
+def _assemble(parts: dict[int, torch.Tensor], slots: Iterable[Slot]) -> torch.Tensor:
+    """A whole tensor: a view where one sender owns all of it, else pieces joined in order."""
+    slots = list(slots)
+    pieces = [slot.view(parts[slot.sender]) for slot in slots]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, slots[0].piece.dim)
 
 
 def own_host(host: str) -> str:
@@ -375,9 +441,9 @@ class SendingEnd:
         self.sender = Sender(plan, index, torch.device(self.device), own_host(host), timeout_s)
         return self.sender.address
 
-    def connect_sync(self, receivers: int) -> None:
-        """Form this sender's group; the receivers join meanwhile."""
-        self.sender.connect(receivers)
+    def connect_sync(self, receivers: int, near: list[list[int]]) -> None:
+        """Form this sender's group; the receivers join meanwhile. `near`: per sender the receivers on its device."""
+        self.sender.connect(receivers, near[self.sender.index])
 
     def send_weights(self, version: int) -> dict[str, float]:
         """As `Sender.send`; it refuses (SyncError) if the worker is at another version."""

@@ -1,7 +1,5 @@
 """Figures of an evaluation: avg@n and pass@k of each held-out set. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import comb
 
@@ -10,7 +8,6 @@ import numpy as np
 from one_step_off.samples import PromptId, Sample
 
 MAIN = "val"  # the set of data.val_files; its keys carry no name
-
 PASSES_AT = 1.0  # a sample passes whose reward is at least this
 
 
@@ -20,25 +17,16 @@ def set_epoch(index: int) -> int:
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did.
-
-    Codex (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k).
-    """
+    """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did. Codex
+    (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)."""
     if not 1 <= k <= n or not 0 <= passed <= n:
         raise ValueError(f"pass@{k} of {n} samples, {passed} passed")
     return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
 def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
-    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set, and over the main one "val/reward".
-
-    Args:
-        samples: of all sets; the epoch in a sample's prompt_id tells its set (`set_epoch`).
-        names: the sets' names, the main one first.
-
-    Returns:
-        "val/reward" (mean reward), "val/pass@k", ... for the first set, "val/NAME/reward" ... for the others.
-    """
+    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/pass@k", ...
+    for the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
     found: dict[str, float] = {}
     for index, name in enumerate(names):
         groups: dict[PromptId, list[Sample]] = {}
@@ -50,11 +38,8 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
         own = [s for group in groups.values() for s in group]
         n = min(len(group) for group in groups.values())
         key = "val" if index == 0 else f"val/{name}"
-        found |= {
-            f"{key}/reward": float(np.mean([s.reward for s in own])),
-            f"{key}/samples": float(len(own)),
-            f"{key}/response_length": float(np.mean([len(s.response_ids) for s in own])),
-        }
+        found |= {f"{key}/reward": float(np.mean([s.reward for s in own])), f"{key}/samples": float(len(own))}
+        found[f"{key}/response_length"] = float(np.mean([len(s.response_ids) for s in own]))
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
             ks = {1 << e for e in range(n.bit_length())} | {n}

@@ -3,13 +3,10 @@
 The policy and its reference are causal language models. Critic and reward model are the same backbones with a scalar
 head, which transformers calls sequence classification with one label.
 
-Three things here are easy to get wrong and silent when wrong, so they are checked at start:
-the tie of embedding and head, the layout of the checkpoint against the model's, and what the model does
-to its logits after the head (scale, soft cap), because log-probs are computed here in chunks and not by
-the model's own forward.
+Three things are easy to get wrong and silent when wrong, so they are checked at start: the tie of embedding and head,
+the layout of the checkpoint against the model's, and what the model does to its logits after the head (scale, soft
+cap), because log-probs are computed here in chunks and not by the model's own forward.
 """
-
-from __future__ import annotations
 
 import functools
 import types
@@ -28,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from one_step_off import core_algos
-from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -53,14 +50,9 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
-    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts.
-
-    So a host holds one full copy for a moment (rank 0's), not one per rank. Collective. A critic whose checkpoint has no
-    scalar head begins with the random one of `trainer.seed`.
-
-    Raises:
-        ConfigError: on every rank, with the reason that rank 0 met.
-    """
+    """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
+    host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
+    begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
     trainable = isinstance(own, TrainedConfig)
@@ -104,12 +96,10 @@ def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype)
     try:
         model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
-        reason = (str(e).strip() or type(e).__name__).split("\n")[0]
         what = "model with a scalar head" if scalar else "causal language model"
-        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {reason}") from e
-    lacking = {str(k) for k in report["missing_keys"]} | {str(k) for k in report["mismatched_keys"]}
-    if role == "critic":
-        lacking -= {f"{SCALAR_HEAD}.weight"}
+        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}") from e
+    lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
+    lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
         raise ConfigError(f"{key}: the checkpoint {path!r} lacks {len(lacking)} weights, as {min(lacking)}")
     if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
@@ -132,10 +122,9 @@ def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTra
 
 def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The repeated blocks: one FSDP group and one activation checkpoint each."""
-    layers = getattr(model.base_model, "layers", None)
+    layers, names = getattr(model.base_model, "layers", None), set(model._no_split_modules or ())
     if isinstance(layers, nn.ModuleList) and len(layers):
         return list(layers)
-    names = set(model._no_split_modules or ())
     found = [m for m in model.modules() if type(m).__name__ in names]
     if not found:
         raise ConfigError(f"model.path: cannot tell the decoder layers of {type(model).__name__}")
@@ -144,9 +133,8 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 def _shard(model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if cfg.model.dtype == "bfloat16" else None, reduce_dtype=torch.float32
-    )
+    compute = torch.bfloat16 if cfg.model.dtype == "bfloat16" else None
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
     home = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in _decoder_layers(model):
@@ -177,14 +165,9 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-# ---- log-probs --------------------------------------------------------------------------------------------------
-
-
 def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor) -> Tensor:
-    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for.
-
-    Its gradient is zero but reaches every parameter, so this rank takes part in every reduction.
-    """
+    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for. Its
+    gradient is zero but reaches every parameter, so this rank takes part in every reduction."""
     positions = {} if position_ids is None else {"position_ids": position_ids}
     hidden = model.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
@@ -202,10 +185,9 @@ def _policy_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
 
-    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
-    head) around that method alone. Only wanted positions are projected, `chunk` at a time, and in training
-    each chunk is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a
-    152k vocabulary.
+    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around
+    that method alone. Only wanted positions are projected, `chunk` at a time, and in training each chunk is recomputed
+    in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary.
     """
     hidden = _hidden_at(self, input_ids, position_ids, at)
     targets = tokens if len(tokens) else tokens.new_zeros(1)
@@ -233,12 +215,11 @@ def _scalar_forward(
 
 def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
     """What some families do after the head: Cohere and Granite scale, Falcon-H1 multiplies, Gemma caps softly."""
-    text = hf_config.get_text_config()
-    for factor in (getattr(text, "logit_scale", None), getattr(text, "lm_head_multiplier", None)):
+    names = "logit_scale", "lm_head_multiplier", "logits_scaling", "final_logit_softcapping"
+    scale, multiplier, divisor, cap = (getattr(hf_config.get_text_config(), name, None) for name in names)
+    for factor in (scale, multiplier):
         logits = logits if factor is None else logits * factor
-    if getattr(text, "logits_scaling", None) is not None:
-        logits = logits / text.logits_scaling
-    cap = getattr(text, "final_logit_softcapping", None)
+    logits = logits if divisor is None else logits / divisor
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
@@ -257,10 +238,8 @@ class _Hidden:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does.
-
-    The backbone is replaced for the test, so it costs one small product and knows no architecture.
-    """
+    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does. The
+    backbone is replaced for the test, so it costs one small product and knows no architecture."""
     head, name = model.get_output_embeddings(), type(model).__name__
     if head is None:
         raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
@@ -277,39 +256,27 @@ def check_head(model: PreTrainedModel, path: str) -> None:
     ours = finish_logits(model.config, head(hidden).float())
     difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
     if not difference < (0.5 if head.weight.dtype == torch.bfloat16 else 1e-2):  # "not <" refuses NaN too
-        raise ConfigError(
-            f"model.path: {path!r} ({name}) treats its logits in a way this trainer does not know "
-            f"(log-probs differ by {difference:.3g})"
-        )
+        way = f"in a way this trainer does not know (log-probs differ by {difference:.3g})"
+        raise ConfigError(f"model.path: {path!r} ({name}) treats its logits {way}")
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say).
-
-    Its parameters could be trained, but not streamed row by row under their checkpoint names.
-    """
+    """Refuse a model that transformers stores in another layout than the checkpoint's (fused experts, say). Its
+    parameters could be trained, but not streamed row by row under their checkpoint names."""
     from transformers.core_model_loading import revert_weight_conversion
 
     meta = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}
     stored = revert_weight_conversion(model, dict(meta))
     moved = sorted(set(stored) ^ set(meta)) or sorted(k for k in meta if stored[k].shape != meta[k].shape)
     if moved:
-        raise ConfigError(
-            f"model.path: {path!r} ({type(model).__name__}) is stored in another layout than it is trained in "
-            f"(as {moved[0]}); the fsdp back end cannot stream its weights"
-        )
-
-
-# ---- weights for the stream -------------------------------------------------------------------------------------
+        other = f"in another layout than it is trained in (as {moved[0]}); the fsdp back end cannot stream its weights"
+        raise ConfigError(f"model.path: {path!r} ({type(model).__name__}) is stored {other}")
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
-    """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names.
-
-    References to the sharded parameters are taken once. Between an optimiser step and the next they do not
-    change, so they can be read while a forward or backward pass runs on gathered copies. Tied tensors
-    appear once. Under HSDP the first replica sends and the others hold copies.
-    """
+    """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
+    optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward
+    pass runs on gathered copies. Tied tensors appear once. Under HSDP the first replica sends."""
     held = []
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh

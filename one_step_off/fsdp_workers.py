@@ -6,13 +6,10 @@
         worker.update(batch)             # v(N) -> v(N+1)
         for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
 
-`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref, `CriticWorker` and
-`RewardModelWorker` the roles of their names. They are plain classes: the caller wraps them in actors and sets
-environment and threads before. All ranks are called together, with the same arguments; each call runs the same
-collectives in the same order on every rank.
+`ModelWorker` holds a model, `TrainedWorker` also an optimiser; `PolicyWorker` fills actor and ref. They are plain
+classes: the caller wraps them in actors and sets environment and threads before. All ranks are called together, with
+the same arguments; each call runs the same collectives in the same order on every rank.
 """
-
-from __future__ import annotations
 
 import datetime
 import os
@@ -38,7 +35,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.advantages import Arrays
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -62,8 +60,6 @@ class ModelWorker(UsageProbe):
         # multiples.
         self.share, self.shares, self.multiple, self.rounds = rank, world_size, 1, 1
 
-    # ---- start --------------------------------------------------------------------------------------------------
-
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
         host = host or get_node_ip_address()
@@ -72,11 +68,8 @@ class ModelWorker(UsageProbe):
             return host, s.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective).
-
-        Raises:
-            ConfigError: the model cannot be trained here; the message names the key.
-        """
+        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
+        ConfigError: the model cannot be trained here; the message names the key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
@@ -96,25 +89,26 @@ class ModelWorker(UsageProbe):
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
 
-    # ---- forward passes -----------------------------------------------------------------------------------------
-
-    def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
+    def _of_responses(self, batch: Batch, more: str = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
-        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature)
+        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature, more=more)
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
         return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(
-        self, sequences: list[np.ndarray], wanted: list[np.ndarray], temperature: float, shared: bool = True
+        self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
     ) -> dict[int, np.ndarray]:
-        """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective)."""
+        """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
+
+        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2].
+        """
         lengths, result = [len(s) for s in sequences], {}
         micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
         work = [self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]) for micro in micros]
-        for micro, laid, found in zip(micros, work, self._run_forward(work, temperature, shared), strict=False):
+        for micro, laid, found in zip(micros, work, self._run_forward(work, temperature, more, shared), strict=False):
             ends = np.cumsum(laid.counts)[:-1]
             result.update(zip(micro, np.split(found.float().cpu().numpy(), ends), strict=False))  # empty: no index
         return result
@@ -122,9 +116,11 @@ class ModelWorker(UsageProbe):
     def _lay(self, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.multiple)
 
-    def _run_forward(self, work: list[batching.MicroBatch], temperature: float, shared: bool) -> list[Tensor]:
-        """The model's output at the wanted tokens of each micro-batch; where not `shared`, the same on every rank."""
-        found = [self._forward(laid, temperature, "none")[0] for laid in work]
+    def _run_forward(
+        self, work: list[batching.MicroBatch], temperature: float, more: str, shared: bool
+    ) -> list[Tensor]:
+        """What `_scores` finds of each micro-batch; where not `shared`, the same on every rank."""
+        found = [side_by_side(*self._forward(laid, temperature, more)) for laid in work]
         self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
         return found
 
@@ -144,8 +140,8 @@ class ModelWorker(UsageProbe):
 class TrainedWorker(ModelWorker):
     """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
 
-    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the
-    learning-rate schedule; a skipped step counts too, so the schedule keeps to the trainer's steps.
+    `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
+    schedule; a skipped step counts too.
     """
 
     version = 0
@@ -157,10 +153,8 @@ class TrainedWorker(ModelWorker):
         raise NotImplementedError
 
     def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
-        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`.
-
-        `of` holds what `_per_token` finds; `first`: no optimiser step of this update has been made yet.
-        """
+        """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`. `of` holds what
+        `_per_token` finds; `first`: no optimiser step of this update has been made yet."""
         raise NotImplementedError
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
@@ -182,15 +176,11 @@ class TrainedWorker(ModelWorker):
         groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
         self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
-    # ---- update -------------------------------------------------------------------------------------------------
-
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
 
-        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up.
-
-        Raises:
-            StalenessError: before anything is changed, on every rank.
+        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises
+        StalenessError: before anything is changed, on every rank.
         """
         assert_versions(batch)
         if not learn:
@@ -237,17 +227,15 @@ class TrainedWorker(ModelWorker):
                 (loss * self.world_size).backward()
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
-        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each.
-
-        And "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens.
-        """
+        """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
+        "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens."""
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        of = {
-            name: np.concatenate([np.zeros(0), *(x[m] for x, m in zip(arrays, masks, strict=True))]).astype(np.float32)
-            for name, arrays in columns.items()
-        }
+        of = {}
+        for name, arrays in columns.items():
+            trained = [x[m] for x, m in zip(arrays, masks, strict=True)]
+            of[name] = np.concatenate([np.zeros(0), *trained]).astype(np.float32)
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -318,8 +306,6 @@ class TrainedWorker(ModelWorker):
         """Sums and maxima over the whole batch, the same on every rank."""
         return tuple(stats.reduce())
 
-    # ---- checkpoint ---------------------------------------------------------------------------------------------
-
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
@@ -350,8 +336,7 @@ class TrainedWorker(ModelWorker):
         try:
             self._read_state(os.path.join(folder, self.role))
         except Exception as e:
-            reason = (str(e).strip() or type(e).__name__).split("\n")[0]
-            part = f"the part of the {self.role} does not fit its model ({reason})"
+            part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
@@ -379,11 +364,13 @@ class PolicyWorker(TrainedWorker):
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         return self._of_responses(batch)
 
-    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank).
+    def log_prob_and_squares(self, batch: Batch) -> dict[int, np.ndarray]:
+        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's squared probabilities."""
+        return self._of_responses(batch, "squares")
 
-        Every rank scores everything: the canary's few sequences cost less than gathering would.
-        """
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every
+        rank scores everything: the canary's few sequences cost less than gathering would."""
         scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
         return [scores[i] for i in range(len(sequences))]
 
@@ -402,15 +389,13 @@ class PolicyWorker(TrainedWorker):
         low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
         high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
         old = of.get("proximal", of["mu"])
-        inputs = policy_losses.LossInputs(
-            log_probs, old, of["advantage"], of["sequence"], of["weight"], low, high, a.clip_ratio_c
-        )
+        given = of["advantage"], of["sequence"], of["weight"]
+        inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
         policy_loss = policy_losses.POLICY_LOSSES.find(a.policy_loss).function
         per_token, clipped = policy_loss(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
-            per_token = per_token * policy_losses.correction_weights(
-                old, of["mu"], of["sequence"], a.rollout_correction, a.rollout_correction_cap
-            )
+            how = a.rollout_correction, a.rollout_correction_cap
+            per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
         if "ref" in of:
@@ -441,27 +426,21 @@ class PolicyWorker(TrainedWorker):
         }
         return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
-    # ---- weights ------------------------------------------------------------------------------------------------
-
     def weight_plan(self) -> list[WeightPiece]:
         """The pieces this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
         return [piece for piece, _ in self._weights]
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
-        """The data of `weight_plan()`, in its order and dtype (no collective).
-
-        In fp32 these are the live rows themselves: read them before the next optimiser step.
-        """
+        """The data of `weight_plan()`, in its order and dtype (no collective). In fp32 these are the live rows
+        themselves: read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             yield local.detach().to(self.device, getattr(torch, piece.dtype)).reshape(piece.block).contiguous()
 
     def save_hf(self, path: str) -> None:
-        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective).
-
-        Rank 0 writes beside `path` and renames, so a checkpoint is there whole or not at all.
-        """
+        """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
+        writes beside `path` and renames, so a checkpoint is there whole or not at all."""
         whole, problem, error = self._whole_tensors(), [None], None
         if self.rank == 0:
             try:
@@ -514,18 +493,14 @@ class CriticWorker(TrainedWorker):
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
-        tokens = max(sums["tokens"], 1.0)
-
-        def variance(name: str) -> float:
-            return max(sums[f"{name}^2"] / tokens - (sums[name] / tokens) ** 2, 0.0)
-
-        spread = variance("return")
+        mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+        spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
         return {
-            "critic/clip_frac": sums["clip"] / tokens,
-            "critic/value_mean": sums["value"] / tokens,
-            "critic/return_mean": sums["return"] / tokens,
+            "critic/clip_frac": mean["clip"],
+            "critic/value_mean": mean["value"],
+            "critic/return_mean": mean["return"],
             # 1: the old values foretold the returns; 0: no better than their mean.
-            "critic/explained_variance": 1 - variance("error") / spread if spread > 0 else float("nan"),
+            "critic/explained_variance": 1 - error / spread if spread > 0 else float("nan"),
         }
 
 
@@ -542,3 +517,8 @@ class RewardModelWorker(ModelWorker):
 
 def _sequence(sample: Sample) -> np.ndarray:
     return np.concatenate([sample.prompt_ids, sample.response_ids])
+
+
+def side_by_side(found: Tensor, figure: Tensor | None) -> Tensor:
+    """[n], or with a second figure [n, 2]."""
+    return found if figure is None else torch.stack([found, figure], -1)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from dataclasses import astuple
 from typing import Any, TypeVar
 
 import numpy as np
 
+from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError
 from one_step_off.distributed_util import BucketPlan, SyncError
 from one_step_off.samples import Batch, Prompt, Sample, StalenessError, Stamp
@@ -84,6 +86,7 @@ class TrainGroup:
         self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
         self.turn = turn or asyncio.Lock()
         self.limit = cfg.trainer.step_timeout_s
+        self.colocated: RolloutGroup | None = None  # the replicas in the same pool
         self.on_span: OnSpan = lambda *_: None
 
     async def setup(self) -> None:
@@ -95,6 +98,8 @@ class TrainGroup:
     async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
         """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""
         async with self.turn:
+            if self.colocated is not None:
+                await self.colocated.sleep()
             begin = time.perf_counter()
             answers = await every(self.limit, f"step {step}, {self.role}", self.ranks, method, *args)
             self.on_span(self.role, method, step, begin, time.perf_counter())
@@ -107,6 +112,10 @@ class TrainGroup:
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
         return merged(await self._in_turn(batch.step, "log_prob", _put(batch)))
+
+    async def log_prob_and_squares(self, batch: Batch) -> list[np.ndarray]:
+        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's squared probabilities."""
+        return merged(await self._in_turn(batch.step, "log_prob_and_squares", _put(batch)))
 
     async def values(self, batch: Batch) -> list[np.ndarray]:
         """The critic's values of the states before all response tokens: one float32 [R] per sample."""
@@ -145,13 +154,16 @@ def _put(batch: Batch) -> Any:
 class RolloutGroup:
     """The vLLM replicas. Prompts go to them in turn, so that a run's routing depends on nothing but its data."""
 
-    def __init__(self, replicas: list[Any], cfg: Config, seeded: bool) -> None:
+    def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None) -> None:
+        """`turn`: shared with the other roles in the pool, if there are any."""
         self.replicas, self.cfg = replicas, cfg
-        self.train = Sampling(cfg.rollout.n, cfg.rollout.temperature, cfg.trainer.seed if seeded else None)
-        own, seed = cfg.rollout, cfg.trainer.seed + 1  # other seeds than training's, whatever the prompts' ids
-        self.val = Sampling(
-            own.val_n, own.val_temperature, seed if seeded else None, own.val_top_p, own.val_max_response_length
-        )
+        self.turn = turn or nullcontext()
+        own, longest = cfg.rollout, cfg.rollout.val_max_response_length
+        greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
+        # Other seeds for evaluation than for training, whatever the prompts' ids.
+        train_seed, val_seed = (cfg.trainer.seed, cfg.trainer.seed + 1) if seeded else (None, None)
+        self.train = Sampling(own.n, own.temperature, train_seed, greedy=greedy)
+        self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
 
     async def setup(self) -> None:
         """Load all engines."""
@@ -164,7 +176,8 @@ class RolloutGroup:
             named(f"{what}, rollout {i}", replica.rollout.remote(prompts[i::n], sampling))
             for i, replica in enumerate(self.replicas[: len(prompts)])
         )
-        parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
+        async with self.turn:
+            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
@@ -172,6 +185,10 @@ class RolloutGroup:
     async def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Each replica's half of the canary."""
         return await every(self.cfg.trainer.step_timeout_s, "canary, rollout", self.replicas, "score", sequences)
+
+    async def sleep(self) -> None:
+        """Free the devices for another role's turn; the next sync wakes the replicas."""
+        await every(self.cfg.trainer.step_timeout_s, "rollout", self.replicas, "sleep")
 
     async def stop(self) -> None:
         """End all engines; what does not answer is left to be killed."""
@@ -181,8 +198,11 @@ class RolloutGroup:
 class WeightSync:
     """The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops."""
 
-    def __init__(self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str) -> None:
-        self.actor, self.rollout, self.canary, self.host = actor, rollout, canary, host
+    def __init__(
+        self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str, near: list[list[int]]
+    ) -> None:
+        """`near`: per rank of the actor the vLLM workers on its device; they need no network."""
+        self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
         self.cfg = actor.cfg.weight_sync
         self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
 
@@ -194,17 +214,19 @@ class WeightSync:
         pieces = [plan for plan in plans if plan]
         self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
         replicas = self.rollout.replicas
+        near = [those for those, plan in zip(self.near, plans, strict=True) if plan]
         receivers = len(replicas) * self.rollout.cfg.rollout.tensor_parallel_size
         info = {
             "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
             "bucket_bytes": bucket_bytes,
             "addresses": await every(limit, what, self.senders, "open_sender", pieces, bucket_bytes, self.host, limit),
             "receivers": receivers,
+            "near": near,
             "host": self.host,
             "timeout_s": limit,
         }
         await asyncio.gather(
-            every(2 * limit, what, self.senders, "connect_sync", receivers),
+            every(2 * limit, what, self.senders, "connect_sync", receivers, near),
             every(2 * limit, "weight sync, rollout", replicas, "connect_sync", info),
         )
 

@@ -1,7 +1,5 @@
 """From a config to a finished run: data and model first, then Ray, pools, engines and trainers, then the pipeline."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import dataclasses
@@ -22,11 +20,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config import Config, ConfigError, first_line, settings_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import Wandb, open_loggers
@@ -37,21 +37,13 @@ from one_step_off.screen import Screen, quiet_libraries
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
 
-# No torch, Ray or transformers here: a person waits for the first line.
-if TYPE_CHECKING:
-    import numpy as np
-
+if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the first line
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
 CANARY_TOKENS = 64
-VAL_ONLY = "val_only"
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
 
 @dataclass
@@ -68,24 +60,20 @@ class Prepared:
     state: dict[str, Any] | None = None  # of that checkpoint
 
 
-def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] | None = None) -> Prepared:
-    """Find or build the model, read and check the data, find the checkpoint. Raises ConfigError.
-
-    Args:
-        progress: told what is being built and how much of it is done, 0 to 1.
-    """
+def prepare(
+    cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] = lambda what, done: None
+) -> Prepared:
+    """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
+    how much of it is done, 0 to 1. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     asked_for = cfg.model.path
-    told = progress or (lambda what, done: None)
     for section in (cfg.model, cfg.critic, cfg.ref, cfg.reward_model):
         if section.path.startswith("tiny:"):
             from one_step_off import tiny_qwen
 
-            section.path = tiny_qwen.ensure(
-                section.path, progress=lambda what, done: told(f"{what} (once, then cached)", done)
-            )
+            section.path = tiny_qwen.ensure(section.path, progress=progress)
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -120,21 +108,19 @@ def check_model(cfg: Config) -> None:
     name = f"model.path={cfg.model.path}"
     try:
         found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        weights = any(has_file(cfg.model.path, file) for file in WEIGHT_FILES)
-    except Exception as e:
-        raise ConfigError(f"{name}: its config cannot be loaded ({_first_line(e)}); {_mend(e)}") from e
-    if not weights:
-        raise ConfigError(
-            f"{name}: has no weights that can be trained ({' or '.join(WEIGHT_FILES[::2])}; GGUF files cannot); give a "
-            "model saved by save_pretrained"
+        weights = any(
+            has_file(cfg.model.path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json")
         )
+    except Exception as e:
+        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+    if not weights:
+        none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
+        raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
     quantised = getattr(found, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise ConfigError(
-            f"{name}: its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be "
-            "trained; give the model that it was made from"
-        )
+        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be trained"
+        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
     for role in (role for role in cfg.placement.roles if role != "rollout"):
@@ -146,9 +132,8 @@ def check_model(cfg: Config) -> None:
     needed = longest_sequence(cfg)
     limit = getattr(text, "max_position_embeddings", None)
     if limit is not None and needed > limit:
-        raise ConfigError(
-            f"data.max_prompt_length + data.max_response_length = {needed}: {name} takes {limit} tokens; lower one of them"
-        )
+        keys = "data.max_prompt_length + data.max_response_length"
+        raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
     heads, width = getattr(text, "num_attention_heads", None), cfg.rollout.tensor_parallel_size
     if heads is not None and heads % width:
         raise ConfigError(
@@ -160,23 +145,20 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the first cause that the hub's client names."""
     from huggingface_hub import errors
 
+    offline, login = "check the network and HF_HUB_OFFLINE, or give a model directory", "run `hf auth login`"
+    mends = {
+        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
+        errors.LocalEntryNotFoundError: offline,
+        errors.OfflineModeIsEnabled: offline,
+    }
     chain: list[BaseException] = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
-
-    def caused_by(*kinds: type[BaseException]) -> bool:
-        return any(isinstance(e, kinds) for e in chain)
-
-    if caused_by(errors.GatedRepoError):
-        return "the model is gated: ask for access on its page, then run `hf auth login` or set HF_TOKEN"
-    if caused_by(errors.RepositoryNotFoundError):
-        return "no such model on the hub, or a private one: check the id, or run `hf auth login`"
-    if caused_by(errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled):
-        return "check the network and HF_HUB_OFFLINE, or give a model directory"
-    return (
-        "give a model directory saved by save_pretrained or a hub id; a model newer than transformers "
-        f"{metadata.version('transformers')} needs a newer one, a model with code of its own model.trust_remote_code=true"
-    )
+    newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
+    own = f"{newer}, a model with code of its own model.trust_remote_code=true"
+    otherwise = f"give a model directory saved by save_pretrained or a hub id; {own}"
+    return next((mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain)), otherwise)
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -187,10 +169,9 @@ def _require_causal(name: str, found: Any) -> None:
     saved_as = (getattr(found, "architectures", None) or [""])[0]
     causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
-        raise ConfigError(
-            f"{name}: {saved_as or 'its model'} (model type {found.model_type!r}) is no causal language model that "
-            "transformers knows; give one that generates text"
-        )
+        what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
+        none = "is no causal language model that transformers knows; give one that generates text"
+        raise ConfigError(f"{name}: {what} {none}")
     vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
@@ -203,12 +184,6 @@ def _require_causal(name: str, found: Any) -> None:
         raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
 
 
-def _first_line(error: BaseException) -> str:
-    """With the second, where the first only announces it."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(line.strip() for line in lines[: 1 + lines[0].endswith(":")])
-
-
 def load_tokenizer(cfg: Config) -> Any:
     """The model's tokenizer. Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
@@ -216,13 +191,13 @@ def load_tokenizer(cfg: Config) -> Any:
     mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     try:
         tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        # Without files transformers may make up a tokenizer of the right class and no vocabulary.
+        if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
+            raise ValueError("no vocabulary")
     except Exception as e:
         raise ConfigError(
-            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({_first_line(e)}); {mend}"
+            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({first_line(e)}); {mend}"
         ) from e
-    if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
-        # Without files transformers may make up a tokenizer of the right class and no vocabulary.
-        raise ConfigError(f"model.path={cfg.model.path}: its tokenizer cannot be loaded (no vocabulary); {mend}")
     return tokenizer
 
 
@@ -238,10 +213,8 @@ def write_run_folder(prepared: Prepared) -> None:
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        revision = subprocess.run(
-            ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=5
-        )
-        versions["git"] = revision.stdout.strip()
+        command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        versions["git"] = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
@@ -253,10 +226,8 @@ def require_cluster(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as e:
-        raise ConfigError(
-            f"RAY_ADDRESS={address}: no Ray cluster answers there ({_first_line(e)}); start one with ray start --head, "
-            "or unset RAY_ADDRESS to use this machine alone"
-        ) from e
+        mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
+        raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); {mend}") from e
 
 
 def start_ray(cfg: Config) -> str:
@@ -275,17 +246,15 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
-def spawn_roles(prepared: Prepared) -> Spawned:
+def spawn_roles(prepared: Prepared) -> "Spawned":
     """Create every process of the run. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
-    data = prepared.data
-    return Spawned(
-        prepared.cfg, prepared.device, data.stream.total_steps, prepared.canary, prepared.tokenizer, data.find
-    )
+    p = prepared
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find)
 
 
-async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
+async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
@@ -293,8 +262,8 @@ async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
     resumed = await resume(prepared, team, tracker)
     checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
-    named = {"actor": "trainer"}  # its figures have the name of the group that they are compared with
-    groups = {named.get(role, role): group.ranks for role, group in team.groups.items()}
+    # The actor's figures have the name of the group that they are compared with.
+    groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
     groups["rollout"] = roles.rollout.replicas
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
@@ -303,11 +272,10 @@ async def train(prepared: Prepared, team: Spawned, tracker: Tracker) -> None:
                 await pipeline.fit()
     if cfg.trainer.save_hf_model and not only:
         with screen.working("writing hf_model"):
-            path = str(Path(cfg.trainer.output_dir).resolve() / "hf_model")
-            await roles.actor.save_hf(path)
+            await roles.actor.save_hf(str(Path(cfg.trainer.output_dir).resolve() / "hf_model"))
 
 
-async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed | None:
+async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resumed | None":
     """Bring the roles that learn to the checkpoint, if there is one."""
     from one_step_off.ray_trainer import Resumed
 
@@ -322,7 +290,7 @@ async def resume(prepared: Prepared, team: Spawned, tracker: Tracker) -> Resumed
 
 
 @contextlib.contextmanager
-def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Iterator[None]:
+def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     limits: list[asyncio.TimerHandle] = []
@@ -337,19 +305,17 @@ def stop_on_signals(pipeline: Pipeline, grace_s: float, tracker: Tracker) -> Ite
             return
         pipeline.stopping = True
         limits.append(loop.call_later(grace_s, give_up))
-        tracker.say(
-            f"stopping: a checkpoint is written when this step ends, within {grace_s:g} s; again to end at once"
-        )
+        when = f"when this step ends, within {grace_s:g} s"
+        tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
 
-    signals = (signal.SIGINT, signal.SIGTERM)
-    for number in signals:
+    for number in STOP_SIGNALS:
         loop.add_signal_handler(number, on_signal)
     try:
         yield
     finally:
         for limit in limits:
             limit.cancel()  # it bounds the way to the checkpoint, not the writing of the model after a last step
-        for number in signals:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
 
@@ -357,24 +323,16 @@ def _devices(cfg: Config, role: str) -> int:
     return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
-def _several(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     import ray
 
-    cfg = prepared.cfg
-    replicas = _several(_devices(cfg, "rollout") // cfg.rollout.tensor_parallel_size, "rollout replica")
-    ranks = " and ".join(
-        _several(_devices(cfg, role), f"{role.replace('_', ' ')} rank")
-        for role in cfg.placement.roles
-        if role != "rollout"
-    )
+    from one_step_off.placement import created_text
+
     team: Spawned | None = None
     try:
-        with tracker.screen.working(f"starting {replicas}, {ranks}"):
+        with tracker.screen.working("starting engines and trainers"):
             team = spawn_roles(prepared)
+            tracker.say("created " + created_text(prepared.cfg, team.pools))
             await team.setup()
         await train(prepared, team, tracker)
     finally:
@@ -388,12 +346,8 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
 
 
 def run(cfg: Config) -> int:
-    """A whole run. Returns the exit code.
-
-    Raises:
-        ConfigError: bad input, before any engine or GPU is taken.
-        KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then.
-    """
+    """A whole run. Returns the exit code. Raises ConfigError: bad input, before any engine or GPU is taken. Raises
+    KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then."""
     quiet_libraries()
     begin = time.perf_counter()
     with Screen() as screen:
@@ -401,16 +355,14 @@ def run(cfg: Config) -> int:
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
         if state and state["step"] >= total and not cfg.trainer.val_only:
-            screen.say(
-                f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; raise "
-                "trainer.total_steps, or start anew with trainer.resume=never"
-            )
+            mend = "raise trainer.total_steps, or start anew with trainer.resume=never"
+            screen.say(f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}")
             return 0
         if cfg.trainer.val_only:
             state = None
             screen.say(_evaluated(prepared))
             # A folder of its own: the run's files tell of the run.
-            cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / VAL_ONLY)
+            cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
@@ -498,5 +450,5 @@ def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     path.write_text("".join(traceback.format_exception(error)))
-    said = [f"error: the run ended by {type(error).__name__}: {_first_line(error)}", f"traceback: {path}"]
+    said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
     return "\n  ".join(said + getattr(error, "__notes__", []))

@@ -1,15 +1,10 @@
 """What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days. A logger has two methods:
-
-    write(figures, at, name, samples, advantages)
-        the finite figures of step `at`, or of an evaluation ("val/version" among them, which is then `at`); the samples
-        behind them and the name of the file for these, with advantages (none for an evaluation)
-    close(failed)
+broken dashboard must not end a run of days. A logger has the methods close(failed) and
+write(figures, at, name, samples, advantages): the finite figures of step `at`, or of an evaluation (then `at` is its
+"val/version"); the samples behind them and the name of the file for these, with advantages (none for an evaluation).
 """
-
-from __future__ import annotations
 
 import json
 import math
@@ -30,7 +25,7 @@ Find = Callable[[PromptId], Prompt | None]
 """The prompt of an id, where it is known."""
 
 RUN_ID_FILE = "wandb_run_id"
-SAMPLES = "samples"
+SAMPLES, STEP, VAL = "samples", "step_", "val_v"
 _PATIENCE_S = 60.0
 _QUEUE = 32
 
@@ -82,10 +77,9 @@ class Wandb:
                 settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
-            raise ConfigError(
-                f"logging.wandb=true: W&B does not start ({' '.join(str(e).split()) or type(e).__name__}); "
-                "run `wandb login`, or set logging.wandb_mode=offline"
-            ) from e
+            why = " ".join(str(e).split()) or type(e).__name__
+            mend = "run `wandb login`, or set logging.wandb_mode=offline"
+            raise ConfigError(f"logging.wandb=true: W&B does not start ({why}); {mend}") from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
         self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
@@ -110,11 +104,13 @@ class SampleDump:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[float | None]) -> None:
+    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[Any]) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
         rows = [self._row(sample) for sample in samples]
-        for row, advantage in zip(rows, advantages, strict=False):
-            row["advantage"] = advantage
+        for row, sample, advantage in zip(rows, samples, advantages, strict=False):
+            own = advantage[sample.loss_mask]  # of the trained tokens: one value, or one for each
+            for figure in ("mean", "min", "max"):
+                row[f"advantage/{figure}"] = float(getattr(own, figure)()) if len(own) else None
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
             text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"
@@ -131,23 +127,19 @@ class SampleDump:
             "length": len(sample.response_ids),
             "finish_reason": sample.finish_reason,
             "versions": sorted(set(sample.versions.tolist())),
-            "ground_truth": prompt.ground_truth if prompt else None,
-            "prompt": prompt.text if prompt else None,
+            "ground_truth": prompt and prompt.ground_truth,
+            "prompt": prompt and prompt.text,
             "response": sample.response,
-        }
+        } | {name: sample.extra[name] for name in ("reward_parts", "baseline") if name in sample.extra}
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""
 
 
-def step_file(step: int) -> str:
-    """The file of a step's samples."""
-    return f"step_{step:06d}.jsonl"
-
-
-def val_file(version: int) -> str:
-    """The file of the samples of an evaluation of weight version `version`."""
-    return f"val_v{version:06d}.jsonl"
+def numbered(folder: Path, kind: str) -> dict[int, Path]:
+    """A run's files of samples: of its steps (STEP), or of its evaluations (VAL) by weight version; lowest first."""
+    files = {path.stem.removeprefix(kind): path for path in (folder / SAMPLES).glob(f"{kind}*.jsonl")}
+    return {int(stem): files[stem] for stem in sorted(files) if stem.isdecimal()}
 
 
 class Loggers:
@@ -168,13 +160,13 @@ class Loggers:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
-        advantages = [float(a[0]) if len(a) else None for a in batch.advantages or ()]
-        self._put(own, row["step"], step_file(batch.step), batch.samples, advantages)
+        advantages = batch.advantages or []
+        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, advantages)
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
         version = int(figures["val/version"])
-        self._put(figures, version, val_file(version), samples, [])
+        self._put(figures, version, f"{VAL}{version:06d}.jsonl", samples, [])
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
@@ -210,12 +202,14 @@ class Loggers:
 def open_loggers(
     cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
 ) -> Loggers:
-    """The loggers that the section `logging` asks for. A run from step 0 removes what an earlier one left.
-
-    `wandb` is made by the caller, before anything of an earlier run is touched: it may refuse.
-    """
+    """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
+    also its event files, for it was another run. `wandb` is made by the caller, before all this: it may refuse."""
     folder = Path(cfg.trainer.output_dir)
-    _clear(folder, first_step)
+    gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
+    for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
+        gone += [path for number, path in numbered(folder, kind).items() if number >= keep]
+    for path in gone:
+        path.unlink()
     loggers = Loggers(say)
     if wandb:
         loggers.link, loggers.live["W&B"] = wandb.link, wandb
@@ -225,14 +219,3 @@ def open_loggers(
         text = resolved_yaml(cfg)
         loggers.add("TensorBoard", lambda: TensorBoard(folder, text, first_step))
     return loggers
-
-
-def _clear(folder: Path, first_step: int) -> None:
-    """Remove samples from `first_step` on; at step 0 also the event files, for it is another run."""
-    for path in (folder / SAMPLES).glob("*.jsonl"):
-        number = path.stem.removeprefix("step_").removeprefix("val_v")
-        if number.isdecimal() and int(number) >= first_step + (first_step > 0 and path.stem.startswith("val_")):
-            path.unlink()
-    if first_step == 0:
-        for path in (folder / "tensorboard").glob("events.out.tfevents.*"):
-            path.unlink()

@@ -1,7 +1,5 @@
 """The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]."""
 
-from __future__ import annotations
-
 import sys
 
 from one_step_off.config import ConfigError

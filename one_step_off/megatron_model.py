@@ -245,5 +245,7 @@ def split_log_probs(
     log_probs = reduce(torch.where(own, chosen, 0.0)) - total.log()
     if entropy == "none":
         return log_probs, None
+    if entropy == "squares":
+        return log_probs, reduce(weights.square().sum(-1)) / total.square()
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
         return log_probs, total.log() - reduce((weights * logits).sum(-1)) / total

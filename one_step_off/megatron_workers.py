@@ -29,7 +29,7 @@ from torch import Tensor
 from one_step_off import batching, megatron_model, megatron_weights
 from one_step_off.config import TrainedConfig, path_of
 from one_step_off.distributed_util import SendingEnd
-from one_step_off.fsdp_workers import CriticWorker, ModelWorker, PolicyWorker, RewardModelWorker, Work
+from one_step_off.fsdp_workers import CriticWorker, ModelWorker, PolicyWorker, RewardModelWorker, Work, side_by_side
 from one_step_off.megatron_shims import cuda_is_cpu
 from one_step_off.samples import Batch
 from one_step_off.update_stats import Clock, Stats
@@ -132,11 +132,13 @@ class MegatronWorker(ModelWorker):
 
         return self._chunk(self._tensor(laid.input_ids), None, None, output_processor=output)
 
-    def _run_forward(self, work: list[batching.MicroBatch], temperature: float, shared: bool) -> list[Tensor]:
+    def _run_forward(
+        self, work: list[batching.MicroBatch], temperature: float, more: str, shared: bool
+    ) -> list[Tensor]:
         found: list[Tensor] = []
 
         def last(laid: batching.MicroBatch) -> Tensor:
-            found.append(self._forward(laid, temperature, "none")[0])
+            found.append(side_by_side(*self._forward(laid, temperature, more)))
             return found[-1].sum()
 
         with self._on():
@@ -147,8 +149,8 @@ class MegatronWorker(ModelWorker):
             return answers[0]
         return found
 
-    def _of_responses(self, batch: Batch) -> dict[int, np.ndarray]:
-        found = super()._of_responses(batch)
+    def _of_responses(self, batch: Batch, more: str = "none") -> dict[int, np.ndarray]:
+        found = super()._of_responses(batch, more)
         return found if mpu.get_tensor_model_parallel_rank() == 0 else {}  # the others have the same
 
     def _stages(self) -> dist.ProcessGroup:

@@ -5,8 +5,6 @@ forward pass, and the attention of a sequence of T tokens on top, 12 * layers * 
 token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,35 +15,22 @@ import numpy as np
 from one_step_off.config import Config
 from one_step_off.samples import Batch
 
-# Dense bf16 FLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
-PEAKS: dict[float, tuple[str, ...]] = {
-    2250e12: ("B200",),
-    756e12: ("H100 PCIE",),
-    835e12: ("H100 NVL",),
-    989e12: ("GH200", "H200", "H100", "H800"),
-    312e12: ("A100", "A800"),
-    362e12: ("L40S",),
-    181e12: ("L40",),
-    121e12: ("L4",),
-    149.7e12: ("A40",),
-    165e12: ("A30",),
-    125e12: ("A10",),
-}
+# Dense bf16 TFLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
+PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989, H800 989, A100 312, A800 312,
+    L40S 362, L40 181, L4 121, A40 149.7, A30 165, A10 125"""
 
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
-    return next((peak for peak, names in PEAKS.items() if any(set(n.split()) <= words for n in names)), None)
+    rows = (row.split() for row in PEAKS.split(","))
+    return next((float(tera) * 1e12 for *name, tera in rows if words.issuperset(name)), None)
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the count needs of a dense decoder.
-
-    `matmul_params` (N): parameters that every token is multiplied with; an input embedding that is not the head as well
-    is only looked up. `attention_width`: heads * head size.
-    """
+    """What the count needs of a dense decoder. `matmul_params` (N): parameters that every token is multiplied with; an
+    input embedding that is not the head as well is only looked up. `attention_width`: heads * head size."""
 
     matmul_params: int
     layers: int
@@ -57,8 +42,8 @@ class ModelShape:
         return float((2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum())
 
     def generate_flops(self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]) -> float:
-        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one: 2N
-        each, and attention to what stands before it."""
+        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one:
+        2N each, and attention to what stands before it."""
         p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
         seen = r * p + r * (r - 1) / 2
         own = 2 * self.matmul_params * r + 4 * self.layers * self.attention_width * seen
@@ -66,14 +51,12 @@ class ModelShape:
 
 
 def shape_of(hf_config: Any, params: int) -> ModelShape | None:
-    """The shape by a Hugging Face config and the number of parameters (tied ones once).
-
-    None where the count would be wrong or cannot be made: mixtures of experts, and configs without the usual names.
-    """
+    """The shape by a Hugging Face config and the number of parameters (tied ones once). None where the count would be
+    wrong or cannot be made: mixtures of experts, and configs without the usual names."""
     text = hf_config.get_text_config()
     experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    layers, heads = getattr(text, "num_hidden_layers", None), getattr(text, "num_attention_heads", None)
-    hidden, vocabulary = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
+    names = "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
+    layers, heads, hidden, vocabulary = (getattr(text, name, None) for name in names)
     if experts or not all((layers, heads, hidden, vocabulary)):
         return None
     width = heads * (getattr(text, "head_dim", None) or hidden // heads)
@@ -84,9 +67,7 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
 @dataclass
 class Meter:
     """Tokens/s, FLOP/s and MFU of both groups, step by step. `rollout` and `trainer` count GPUs (CPU runs: processes).
-
-    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None.
-    """
+    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None."""
 
     cfg: Config
     shape: ModelShape | None
@@ -99,10 +80,8 @@ class Meter:
         lengths = np.array([s.length for s in batch.samples])
         made = np.array([len(s.response_ids) for s in batch.samples])
         epochs = self.cfg.actor.ppo_epochs
-        found: dict[str, float | None] = {
-            "tokens_per_s/rollout": _rate(made.sum(), generate_s),
-            "tokens_per_s/trainer": _rate(lengths.sum() * epochs, train_s),
-        }
+        found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
+        found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, train_s)
         if self.shape is None:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.config import Config, ConfigError
@@ -60,6 +60,18 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
         begin, group = len(seats[pool]), groups[pool, node]
         seats[pool] += [Seat(group, i, node, tuple(cores[pool][begin + i])) for i in range(len(group.bundle_specs))]
     return seats
+
+
+def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
+    """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor, critic; ..."."""
+    hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+    parts = []
+    for pool, seats in pools.items():
+        groups = {seat.node: seat.group for seat in seats}
+        where = [hosts[placement_group_table(group)["bundles_to_node_id"][0]] for group in groups.values()]
+        roles = [role for role, at in cfg.placement.roles.items() if at == pool]
+        parts.append(f"pool {pool} {cfg.placement.pools[pool]} on {' '.join(where)}: {', '.join(roles)}")
+    return "; ".join(parts)
 
 
 def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:

@@ -60,9 +60,17 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
-    """The parts of the rewards, name -> float64 [B]; None where they have none."""
-    found = [s.extra.get("reward_parts") for s in samples]
-    return {name: np.array([one[name] for one in found]) for name in found[0]} if all(found) else None
+    """The parts of the rewards, name -> float64 [B], NaN where a sample lacks one; None where no sample has any."""
+    found = [s.extra.get("reward_parts", {}) for s in samples]
+    names = dict.fromkeys(name for one in found for name in one)
+    return {name: np.array([one.get(name, np.nan) for one in found]) for name in names} or None
+
+
+def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
+    """The rewards with the punishment of overlong responses, float64 [B]."""
+    lengths, longest, own = [len(s.response_ids) for s in samples], cfg.data.max_response_length, cfg.reward
+    penalties = advantages.overlong_penalty(lengths, longest, own.overlong_buffer, own.overlong_penalty)
+    return np.array([s.reward for s in samples]) + penalties
 
 
 class Pipeline:
@@ -182,7 +190,8 @@ class Pipeline:
         samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train)
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
-            dull = advantages.uninformative([s.reward for s in samples], [s.prompt_id for s in samples])
+            sampled = [s for s in samples if "greedy" not in s.extra]
+            dull = advantages.uninformative([s.reward for s in sampled], [s.prompt_id for s in sampled])
             if not dull:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
@@ -237,26 +246,35 @@ class Pipeline:
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 
     async def _consult(self, batch: Batch) -> None:
-        """Ask every role for its view of the samples, all at once."""
-        roles, calls = self.roles, {}
+        """Ask every role for its view of the samples, all at once. Greedy responses are scored and become baselines."""
+        roles, calls, scored = self.roles, {}, batch.samples
+        batch.samples = [s for s in scored if "greedy" not in s.extra]
         if roles.ref is not None:
             calls["ref_log_probs"] = roles.ref.log_prob(batch)
-        if self.cfg.algorithm.old_log_probs == "recompute":
+        if "prob_squares" in advantages.ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator).needs:
+            calls["squares"] = roles.actor.log_prob_and_squares(batch)
+        elif self.cfg.algorithm.old_log_probs == "recompute":
             calls["old_log_probs"] = roles.actor.log_prob(batch)
         if roles.critic is not None:
             calls["values"] = roles.critic.values(batch)
         if roles.reward_model is not None:
-            calls["scores"] = roles.reward_model.rewards(batch)
+            calls["scores"] = roles.reward_model.rewards(replace(batch, samples=scored))
         for name, found in zip(calls, await asyncio.gather(*calls.values()), strict=True):
             if name == "scores":
-                mix(batch.samples, found, self.cfg)
+                mix(scored, found, self.cfg)
+            elif name == "squares":
+                batch.old_log_probs, batch.prob_squares = [x[:, 0] for x in found], [x[:, 1] for x in found]
             else:
                 setattr(batch, name, found)
+        shaped = zip(scored, _shaped(scored, self.cfg).tolist(), strict=True)
+        baselines = {s.prompt_id: {"baseline": reward} for s, reward in shaped if "greedy" in s.extra}
+        for s in batch.samples:
+            s.extra |= baselines.get(s.prompt_id, {})
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""
-        longest, a, reward = self.cfg.data.max_response_length, self.cfg.algorithm, self.cfg.reward
-        samples, metrics, token_rewards = batch.samples, {}, None
+        a, samples, token_rewards, parts = self.cfg.algorithm, batch.samples, None, _parts(batch.samples)
+        metrics = {f"reward/{name}/mean": float(np.nanmean(part)) for name, part in (parts or {}).items()}
         if a.filter_overlong:
             cut = [s.finish_reason == "length" for s in samples]
             masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
@@ -265,19 +283,19 @@ class Pipeline:
             log_ratios = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
             token_rewards = [-self.kl.value * x for x in log_ratios]
             sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
-            metrics = {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
+            metrics |= {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
             self.kl.update(metrics["kl/response"], len(samples))
-        shaping = advantages.overlong_penalty(
-            [len(s.response_ids) for s in samples], longest, reward.overlong_buffer, reward.overlong_penalty
-        )
+        baselines = [s.extra["baseline"] for s in samples if "baseline" in s.extra]
         trajectories = advantages.Trajectories(
-            rewards=np.array([s.reward for s in samples]) + shaping,
+            rewards=_shaped(samples, self.cfg),
             groups=[s.prompt_id for s in samples],
             masks=[s.loss_mask for s in samples],
             token_rewards=token_rewards,
             values=batch.values,
-            parts=_parts(samples),
-            log_probs=[s.log_probs for s in samples],
+            parts=parts,
+            baselines=np.array(baselines) if len(baselines) == len(samples) else None,
+            log_probs=batch.old_log_probs or [s.log_probs for s in samples],
+            prob_squares=batch.prob_squares,
         )
         options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)

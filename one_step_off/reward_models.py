@@ -116,9 +116,12 @@ def _is_number(value: Any) -> bool:
 
 
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
-    """Add the model's scores to the rewards of the samples, and keep both parts in `extra["reward_parts"]`."""
+    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own."""
     for sample, score in zip(samples, scores, strict=True):
         if not math.isfinite(score):
             raise RoleError(f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}")
-        sample.extra["reward_parts"] = {"function": sample.reward, "model": score}
+        parts = sample.extra.get("reward_parts", {"function": sample.reward})
+        if "model" in parts:
+            raise RoleError("reward_model: reward.function has a part named model too; give it another name")
+        sample.extra["reward_parts"] = parts | {"model": score}
         sample.reward = cfg.reward.weight * sample.reward + cfg.reward_model.weight * score

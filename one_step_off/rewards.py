@@ -26,6 +26,8 @@ from one_step_off.samples import PromptId
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
+Score = float | dict[str, float] | None
+"""A finite reward; or its parts by name, which sum to it; None: not judged in time."""
 
 
 class RewardError(Exception):
@@ -141,15 +143,6 @@ BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def _load(spec: str) -> Any:
-    module_name, _, attribute = spec.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(
-            f"reward.function={spec!r}: unknown; use one of {', '.join(BUILT_IN)}, or your own as module:function"
-        )
-    return registry.load("reward.function", spec)
-
-
 def resolve(cfg: RewardConfig) -> RewardFunction:
     """The function that `reward.function` names, checked to be callable as the trainer will call it.
 
@@ -161,7 +154,10 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
         if cfg.kwargs:
             raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
-    function = _load(spec)
+    if not all(spec.partition(":")):
+        known = ", ".join(BUILT_IN)
+        raise ConfigError(f"reward.function={spec!r}: unknown; use one of {known}, or your own as module:function")
+    function = registry.load("reward.function", spec)
     if not callable(function) or inspect.iscoroutinefunction(function):
         what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
         raise ConfigError(f"reward.function={spec!r}: is {what}; name a plain function")
@@ -186,9 +182,13 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _to_reward(result: Any) -> float | None:
-    """The finite number in a function's result (a number, or a dict with "reward"), else None."""
-    value = result.get("reward") if isinstance(result, dict) else result
+def _to_score(result: Any) -> Score:
+    """The finite number that a function gave (bare, or a dict's "reward"), or its parts as floats; None: neither."""
+    if isinstance(result, dict) and "reward" not in result:
+        parts = {name: _to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
+        good = all(isinstance(name, str) and part is not None for name, part in parts.items())
+        return parts if good and parts and "score" not in parts else None
+    value = result["reward"] if isinstance(result, dict) else result
     try:
         number = _math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -218,14 +218,14 @@ class Scorer:
             for module in ("math_verify.parser", "math_verify.grader"):
                 logging.getLogger(module).setLevel(logging.CRITICAL)
 
-    def score_batch(self, items: list[RewardItem]) -> list[float | None]:
-        """One finite reward per item, in order; None where a built-in verifier could not judge in time.
+    def score_batch(self, items: list[RewardItem]) -> list[Score]:
+        """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
 
         That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0.
 
         Raises:
-            RewardError: your function took too long, raised, or returned something else than a finite number (or a
-                dict with one under "reward").
+            RewardError: your function took too long, raised, or returned something else than a finite number, a dict
+                with one under "reward", or one of parts: {name: finite number}.
             ValueError: this is not the main thread.
         """
         previous = signal.signal(signal.SIGALRM, _on_alarm)
@@ -235,7 +235,7 @@ class Scorer:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
 
-    def _score(self, item: RewardItem) -> float | None:
+    def _score(self, item: RewardItem) -> Score:
         limit = self.cfg.timeout_s
         who = f"reward.function={self.cfg.function!r}, prompt {item.prompt_id}, sample {item.index}"
         start = time.monotonic()
@@ -253,10 +253,12 @@ class Scorer:
             return None
         if late:
             raise RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s")
-        reward = _to_reward(result)
-        if reward is None:
-            raise RewardError(f'{who}: returned {result!r:.200}, not a finite number or a dict with a finite "reward"')
-        return reward
+        score = _to_score(result)
+        if score is None:
+            wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
+            wanted += ' (what others call "score" is "reward" here)' * (isinstance(result, dict) and "score" in result)
+            raise RewardError(f"{who}: returned {result!r:.200}, {wanted}")
+        return score
 
     def _call_within_limit(self, item: RewardItem) -> Any:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.

@@ -71,37 +71,59 @@ class Spawned:
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if self.host and device == "cpu" else {})
         where = cfg.placement.roles
+        shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
         scorer = spawn(Scorer, (cfg.reward,), None, device)
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
         replicas = [
-            spawn(RolloutReplica, (cfg, i, device, scorer), seat, device, env=self.env | ENGINE_ENV[device])
+            spawn(
+                RolloutReplica,
+                (cfg, i, device, scorer),
+                seat,
+                device,
+                self._share(where["rollout"]),
+                self.env | ENGINE_ENV[device],
+            )
             for i, seat in enumerate(self.pools[where["rollout"]])
         ]
         self.reading = {"find": find, "ours": tokenizer}
         self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
-        rollout, actor = RolloutGroup(replicas, cfg, seeded), self.groups["actor"]
+        turn = self.turns[where["rollout"]] if shared else None
+        rollout, actor = RolloutGroup(replicas, cfg, seeded, turn), self.groups["actor"]
+        for role, group in self.groups.items():
+            if where[role] == where["rollout"]:
+                group.colocated = rollout
         self.actors = [scorer, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
         self.roles = Roles(
             actor,
             rollout,
-            WeightSync(actor, rollout, canary, self.host),
+            WeightSync(actor, rollout, canary, self.host, self._near()),
             self.groups.get("ref"),
             self.groups.get("critic"),
             self.groups.get("reward_model") or (RemoteRewardModel(cfg, find) if cfg.reward_model.url else None),
         )
 
+    def _share(self, pool: str) -> float:
+        """The part of each seat that Ray books for every role in the pool."""
+        return 1.0 / list(self.cfg.placement.roles.values()).count(pool)
+
+    def _near(self) -> list[list[int]]:
+        """Per rank of the actor the replicas on its device: in its seat, or on CPUs anywhere on its node."""
+        where, cpu = self.cfg.placement.roles, self.device == "cpu"
+        ranks, replicas = enumerate(self.pools[where["actor"]]), list(enumerate(self.pools[where["rollout"]]))
+        if where["actor"] != where["rollout"]:
+            return [[] for _ in ranks]
+        return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
+
     def _group(self, role: str, seats: list[Seat]) -> TrainGroup:
         pool = self.cfg.placement.roles[role]
-        # Ray books a part of each seat for every role in the pool.
-        share = 1.0 / list(self.cfg.placement.roles.values()).count(pool)
         ranks = [
             spawn(
                 worker_class(self.cfg, role),
                 (self.cfg, role, i, len(seats), self.device, self.total_steps),
                 seat,
                 self.device,
-                share,
+                self._share(pool),
                 self.env,
             )
             for i, seat in enumerate(seats)
@@ -115,8 +137,17 @@ class Spawned:
         return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
 
     async def setup(self) -> None:
-        """Load every model and engine, and connect the weight sync. All at once: they share nothing yet but hosts."""
-        await asyncio.gather(*(group.setup() for group in self.groups.values()), self.roles.rollout.setup())
+        """Load every model and engine, and connect the weight sync.
+
+        All at once, but in a shared pool: there vLLM finds out how much memory is its own while it is alone.
+        """
+        rollout, loading = self.roles.rollout, [group.setup() for group in self.groups.values()]
+        if any(group.colocated for group in self.groups.values()):
+            await rollout.setup()
+            await rollout.sleep()
+        else:
+            loading.append(rollout.setup())
+        await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
     async def save_state(self, folder: str) -> None:

@@ -47,6 +47,8 @@ class Sample:
         reward: score of the whole trajectory; NaN until scored.
         finish_reason: "stop" or "length", as vLLM says it.
         response: the decoded response, without special tokens.
+        extra: what only some have: reward_parts (name -> float), baseline (reward of the prompt's greedy response),
+            greedy (this is that response: scored, never trained on), reward_timeout, replaces.
     """
 
     prompt_id: PromptId
@@ -74,7 +76,7 @@ class Batch:
 
     `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
     where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
-    learn). `old_log_probs` is the proximal policy of decoupled PPO.
+    learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` sums its squared probabilities.
     `expected` is the one stamp that every token must carry.
     """
 
@@ -86,6 +88,7 @@ class Batch:
     ref_log_probs: list[np.ndarray] | None = None
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
+    prob_squares: list[np.ndarray] | None = None
 
     def prompt_order(self) -> list[PromptId]:
         """The prompts of this step, each once, in order."""

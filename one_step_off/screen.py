@@ -11,8 +11,6 @@ Leaving the block takes the live part off the screen, whatever happened in it, s
 everything else and never painted over.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import math
@@ -20,27 +18,16 @@ import os
 import sys
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from rich import progress
 from rich.console import Console
+from rich.progress import Task
 from rich.text import Text
 
 _NAMES = 13
-_TREND = 24
-_LEAST_TREND = 8
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _FIRST_ESTIMATE_S = 5.0
-
-
-class _Times(progress.ProgressColumn):
-    """Time taken and, once it can be told, time left."""
-
-    def render(self, task: progress.Task) -> Text:
-        left = "" if task.time_remaining is None else f"  left {in_clock(task.time_remaining)}"
-        return Text(in_clock(task.elapsed or 0) + left)
 
 
 class _Bars(progress.Progress):
@@ -55,8 +42,8 @@ class _Bars(progress.Progress):
 
 
 class Screen:
-    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes, CI
-    and terminals that cannot move their cursor get lines instead, one per step."""
+    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes,
+    CI and terminals that cannot move their cursor get lines instead, one per step."""
 
     def __init__(
         self, out: TextIO | None = None, console: Console | None = None, clock: Callable[[], float] = time.monotonic
@@ -65,12 +52,10 @@ class Screen:
         dumb = os.environ.get("TERM", "dumb") == "dumb"
         self.live = console is not None or ((out or sys.stdout).isatty() and not dumb)
         self.console = console or Console(file=out, highlight=False)
-        self.rewards: deque[float] = deque(maxlen=_TREND)
+        what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
+        times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
         self.bars = _Bars(
-            progress.TextColumn("{task.description}", markup=False),
-            progress.BarColumn(bar_width=None),
-            progress.TaskProgressColumn(),
-            _Times(),
+            *(what, bar, progress.TaskProgressColumn(), *times),
             console=self.console,
             get_time=clock,
             speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half
@@ -80,7 +65,7 @@ class Screen:
             disable=not self.live,
         )
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Self:
         # What libraries print meanwhile goes through the console too, and so above the live part.
         self.bars.start()
         return self
@@ -115,21 +100,21 @@ class Screen:
         if done >= 1:
             self._end(task)
         elif not self.live and task.elapsed >= task.fields["next_s"] and task.time_remaining is not None:
-            self.say(f"{what}: {done:.0%} after {in_clock(task.elapsed)}, about {in_clock(task.time_remaining)} left")
+            self.say(f"{what}: {done:.0%} after {task.elapsed:.0f} s, about {task.time_remaining:.0f} s left")
             self.bars.update(task.id, next_s=2 * task.elapsed)
 
-    def _begin(self, what: str, total: float | None) -> progress.Task:
+    def _begin(self, what: str, total: float | None) -> Task:
         if not self.live:
             self.say(f"{what} ...")
         self.bars.add_task(what, total=total, next_s=_FIRST_ESTIMATE_S)
         return self.bars.tasks[-1]
 
-    def _end(self, task: progress.Task) -> None:
+    def _end(self, task: Task) -> None:
         self._remove(task)
         if task.elapsed >= 1:
             self.say(f"{task.description}: {task.elapsed:.0f} s")
 
-    def _remove(self, task: progress.Task) -> None:
+    def _remove(self, task: Task) -> None:
         self.bars.remove_task(task.id)
         self.bars.refresh()  # or what is said next would draw it once more
 
@@ -148,12 +133,9 @@ class Screen:
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
         if not self.live or row["step"] + 1 == total:
             self.say(step_line(row, total))
-        if not self.live:
-            return
-        self.rewards.append(row["reward/mean"])
-        self.bars.figures = figures(row, self.rewards, self.console.width)
-        done = row["step"] + 1
-        self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
+        if self.live:
+            self.bars.figures, done = figures(row), row["step"] + 1
+            self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
@@ -168,47 +150,22 @@ def step_line(row: dict[str, Any], total: int) -> str:
     )
 
 
-def figures(row: dict[str, Any], rewards: Iterable[float], width: int = 120) -> str:
-    """The second line of the bar: reward and its trend, length, speed, who waited for whom. The trend takes what is left
-    of `width`."""
+def figures(row: dict[str, Any]) -> str:
+    """The second line of the bar: reward, length, speed, who waited for whom."""
     tokens = row.get("tokens_per_s/rollout")
     waits = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
-    reward = f"reward {row['reward/mean']:.3f}"
-    others = (
-        f"length {row['response_length/mean']:.1f}  "
+    return (
+        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:.1f}  "
         + (f"{tokens:,.0f} tok/s  " if tokens else "")
         + f"waits: rollout {waits:.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
     )
-    room = width - len(reward) - len(others) - 3
-    drawn = trend(list(rewards)[-room:]) if room >= _LEAST_TREND else ""  # shorter ones tell of noise alone
-    return f"{reward} {drawn}  {others}" if drawn else f"{reward}  {others}"
-
-
-def trend(values: Iterable[float]) -> str:
-    """A line of blocks, lowest to highest."""
-    known = [v for v in values if math.isfinite(v)]
-    if len(known) < 2:
-        return ""
-    low, span = min(known), (max(known) - min(known)) or 1.0
-    return "".join(_BLOCKS[round((v - low) / span * (len(_BLOCKS) - 1))] for v in known)
-
-
-def in_clock(seconds: float) -> str:
-    """h:mm:ss, or m:ss under an hour."""
-    minutes, whole = divmod(max(0, round(seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{whole:02}" if minutes >= 60 else f"{minutes}:{whole:02}"
 
 
 def quiet_libraries() -> None:
     """In the driver: no progress bars of Hugging Face's, and not those warnings that are known to mean nothing here.
-
-    Warnings of this program and unknown ones of others stay.
-    """
-    for name in (
-        "HF_HUB_DISABLE_PROGRESS_BARS",
-        "HF_DATASETS_DISABLE_PROGRESS_BARS",
-        "TRANSFORMERS_NO_ADVISORY_WARNINGS",
-    ):
+    Warnings of this program and unknown ones of others stay."""
+    bars = "HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"
+    for name in (*bars, "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         os.environ.setdefault(name, "1")
     # Ray announces how later releases will treat GPUs of actors that book none.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")

@@ -1,13 +1,10 @@
 """`model.path: tiny:qwen2` or `tiny:qwen3`: a small real model, made on the spot, that RL visibly improves.
 
-It has the architecture, the file layout, the tokenizer and the chat template of a Hugging Face model,
-so every part of the program treats it like one. Nothing is downloaded: the tokenizer is trained on the
-word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their
-train split. Most demonstrations lack or misformat the last line (`#### N`), so that the model knows the
-sums but seldom says them in the form that earns the reward: that gap is what RL closes.
+Every part of the program treats it like any Hugging Face model. Nothing is downloaded: the tokenizer is trained on the
+word problems of `word_problems.py`, and the weights are warm-started on demonstrations made from their train split.
+Most of these lack or misformat the last line (`#### N`), so that the model knows the sums but seldom says them in the
+form that earns the reward: that gap is what RL closes.
 """
-
-from __future__ import annotations
 
 import fcntl
 import hashlib
@@ -76,19 +73,9 @@ RECIPE = Recipe()
 
 
 def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: None) -> str:
-    """Path of the warm-started model; builds it once, later calls find it in the cache.
-
-    Args:
-        kind: `qwen2` or `qwen3`, with or without the prefix `tiny:`.
-        seed: of the weights and of the warm start. It is not the seed of a run: all runs start from the
-            same pretrained model unless told otherwise.
-
-    Returns:
-        A local directory as `from_pretrained` and vLLM read it.
-
-    Raises:
-        ValueError: there is no such tiny model.
-    """
+    """A local directory with the warm-started model, built once, later found in the cache. `kind`: `qwen2` or `qwen3`,
+    with or without the prefix `tiny:`. `seed`: of weights and warm start, not of a run: all runs start from one model.
+    Raises ValueError: there is no such tiny model."""
     name = kind.removeprefix("tiny:")
     if name not in KINDS:
         raise ValueError(f"no tiny model named {kind!r}: choose tiny:{' or tiny:'.join(KINDS)}")
@@ -109,13 +96,8 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
 
 
 def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`, in well under a second; returns `path`.
-
-    Args:
-        kind: the `model_type` of a causal language model whose config has the usual fields: `llama`, `qwen3`, ...
-        dtype: of the saved weights, `float32` or `bfloat16`.
-        overrides: fields of the HF config, as `tie_word_embeddings=False`, `num_attention_heads=4`.
-    """
+    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type`
+    of a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
     tokenizer = build_tokenizer()
     _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
     return path
@@ -145,39 +127,21 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     core.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=RECIPE.vocab_size,
-        special_tokens=[PAD, EOS],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    known = {"special_tokens": [PAD, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
+    trainer = trainers.BpeTrainer(vocab_size=RECIPE.vocab_size, show_progress=False, **known)
     texts = (f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE.corpus_rows))
     core.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    names = {"pad_token": PAD, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
 
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
-    fields = dict(
-        vocab_size=RECIPE.vocab_size,
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=64,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        initializer_range=RECIPE.initializer_range,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    config = AutoConfig.for_model(kind, **fields | overrides)
+    shape = {"vocab_size": RECIPE.vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64, "max_position_embeddings": 2048}
+    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    others = {"tie_word_embeddings": True, "initializer_range": RECIPE.initializer_range}
+    config = AutoConfig.for_model(kind, **shape | tokens | others | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -200,12 +164,9 @@ def demonstration(answer: str, rng: random.Random) -> str:
     return body + rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
 
 
-def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, what: str
-) -> None:
+def warm_start(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on responses only."""
-    rng = random.Random(seed)
-    rows = _rows(RECIPE.rows)
+    rng, rows = random.Random(seed), _rows(RECIPE.rows)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
@@ -234,7 +195,7 @@ def warm_start(
         for each in (*optimizers, *schedules):
             each.step()
         model.zero_grad()
-        progress(what, (step + 1) / RECIPE.steps)
+        progress(f"building tiny:{model.config.model_type} (once, then cached)", (step + 1) / RECIPE.steps)
     model.eval()
 
 
@@ -245,7 +206,7 @@ def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
     try:
-        warm_start(model, tokenizer, seed, progress, f"building tiny:{kind}")
+        warm_start(model, tokenizer, seed, progress)
     finally:
         torch.set_num_threads(threads)
     _save(model, tokenizer, path)

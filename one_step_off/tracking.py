@@ -1,12 +1,10 @@
 """What a run leaves behind in files that other programs rely on; screen and loggers are told of each step too."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -43,24 +41,17 @@ def staleness(batch: Batch, version: int) -> dict[str, float]:
 
 
 class Tracker:
-    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and the loggers.
-
-    Attributes:
-        loggers: TensorBoard and the like, once they are open.
-        meter: counts tokens and FLOPs, once the model is known.
-        usage: the latest of what `usage.watching` found; `report_usage` keeps it fresh.
-        evaluations: all of the run, those before a resume too; `unwritten` is what the next row has to repeat of them.
-    """
+    """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
+    `loggers`. `usage` is the latest of what `usage.watching` found. `evaluations` are all of the run, those before a
+    resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
-        self.folder, self.total_steps = Path(folder), total_steps
-        self.screen = screen or Screen(out)
+        self.folder, self.total_steps, self.screen = Path(folder), total_steps, screen or Screen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
-        self.first_step, self.first_step_s = 0, math.nan
+        self.first_step, self.first_step_s, self.steps_before = 0, math.nan, 0
         self.steps: list[Row] = []
-        self.steps_before = 0
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}
         self.val_names = [MAIN]
@@ -76,10 +67,8 @@ class Tracker:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.first_step = step
         self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
-        kept = {
-            name: [row for row in self._read(name) if row["step"] < step] if step else []
-            for name in ("metrics.jsonl", "ledger.jsonl")
-        }
+        names = "metrics.jsonl", "ledger.jsonl"
+        kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
         kept["evaluations.jsonl"] = self.evaluations
         for name in (*kept, "summary.json", "error.log", *(() if step else ("timeline.json",))):
@@ -105,17 +94,10 @@ class Tracker:
             self.meter.device_name = device_name
 
     def span(self, role: str, what: str, step: int, begin: float, end: float) -> None:
-        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`.
-
-        That file is a Chrome trace (chrome://tracing, Perfetto); its last bracket is left out, as the format allows, so
-        that it is whole at any moment.
-        """
-        name = f"time/{role}_{what}"
-        self.spans |= {
-            f"{name}_s": end - begin,
-            f"{name}_begin_s": begin - self.begin,
-            f"{name}_end_s": end - self.begin,
-        }
+        """Record when a role worked (time.perf_counter, seconds): in the next row and in `timeline.json`, a Chrome
+        trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
+        name, since = f"time/{role}_{what}", self.begin
+        self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
         event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": role}
         event |= {"ts": round((begin + self.epoch) * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
         with open(self.folder / "timeline.json", "a") as f:
@@ -128,30 +110,24 @@ class Tracker:
         row |= self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
         if metrics.get("reward/timeouts") and not any(r.get("reward/timeouts") for r in self.steps):
-            self.say(
-                "warning: responses take longer to judge than reward.timeout_s and score 0; reward/timeouts counts them"
-            )
+            judged = "responses take longer to judge than reward.timeout_s and score 0"
+            self.say(f"warning: {judged}; reward/timeouts counts them")
         if self.meter:
             row |= self.meter.step(batch, row["time/generate_s"], row["time/train_s"], row["time/step_s"])
         if math.isnan(self.first_step_s):
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)
+        consumed = {"step": batch.step, "prompts": batch.prompt_order()}
         replaced = [prompt for s in batch.samples for prompt in s.extra.get("replaces", ())]
-        self._append(
-            "ledger.jsonl",
-            {"step": batch.step, "prompts": batch.prompt_order()} | ({"replaced": replaced} if replaced else {}),
-        )
+        self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
             self.loggers.step(row, batch)
         self.screen.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
-        """Record one evaluation of the held-out set, made by weight version `version`.
-
-        `evaluations.jsonl` has them all. The row of the step that ends next repeats the newest; "val/version" tells its
-        weights, since it ran beside that step.
-        """
+        """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
+        all; the row of the step that ends next, beside which it ran, repeats the newest."""
         found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
         self.evaluations.append(found)
         self.unwritten = found
@@ -174,7 +150,11 @@ class Tracker:
             found["steps_before"] = self.steps_before
         found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
-            found |= _learning(self.steps) | _speed(self.steps[1:] or self.steps)
+            # The rewards of the first and of the last steps: as many as do not overlap, five at most.
+            k, rewards = max(1, min(5, len(self.steps) // 2)), [r["reward/mean"] for r in self.steps]
+            first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
+            found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
+            found |= _speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
             rewards = [e["val/reward"] for e in self.evaluations]
@@ -204,38 +184,27 @@ def _without_nan(row: Row) -> Row:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def _learning(steps: list[Row]) -> dict[str, float]:
-    """The rewards of the first and of the last steps: as many as do not overlap, five at most."""
-    k, rewards = max(1, min(5, len(steps) // 2)), [r["reward/mean"] for r in steps]
-    first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
-    return {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
-
-
 def _speed(rows: list[Row]) -> dict[str, float | None]:
     """Medians, idle shares and rates over these steps; a rate is None where no step has it."""
-    rates = ("tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")
-    medians = {n: _median(r.get(n) for r in rows) for n in rows[-1] if n.startswith(("time/", *rates))}
+    medians: dict[str, float | None] = {}
+    for name in rows[-1]:
+        if name.startswith(("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")):
+            known = [r[name] for r in rows if r.get(name) is not None]
+            medians[name] = statistics.median(known) if known else None
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
 
     def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:
         return sum(r[name] for r in of) / sum(r["time/step_s"] for r in over)
 
-    return found | {
-        "overlap_ratio": medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"]),
+    found["overlap_ratio"] = medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"])
+    idle: tuple[float | None, float | None] = (None, None)
+    if rows[1:]:
         # The replicas idle from the end of their samples, within the step before, to the end of the next sync. Nothing
         # is generated beside the last step, which so would tell of the run's length.
-        "idle_share/rollout": min(1.0, per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:], rows[:-1]))
-        if rows[1:]
-        else None,
-        "idle_share/trainer": 1 - per_s("time/train_s") if rows[1:] else None,
-        "samples_per_s": per_s("samples"),
-        "response_tokens_per_s": per_s("tokens/response"),
-    }
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None]
-    return statistics.median(known) if known else None
+        waits = per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:], rows[:-1])
+        idle = min(1.0, waits), 1 - per_s("time/train_s")
+    found["idle_share/rollout"], found["idle_share/trainer"] = idle
+    return found | {"samples_per_s": per_s("samples"), "response_tokens_per_s": per_s("tokens/response")}
 
 
 def held_out_line(found: dict[str, float]) -> str:

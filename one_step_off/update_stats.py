@@ -1,7 +1,5 @@
 """What a training update counts and times on each rank, without a micro-batch ever waiting for the GPU."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 `UsageProbe` is mixed into the actors and measures; `watching` asks them beside the pipeline, which knows nothing of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os
@@ -27,27 +25,19 @@ Report = Callable[[dict[str, float], str], None]
 class UsageProbe:
     """A mixin of actors. It needs no constructor, so that it fits any class."""
 
-    _gpus: _Gpus | None = None
+    _gpus: "_Gpus | None" = None
 
     def usage(self, cuda: bool) -> dict[str, Any]:
-        """What this process and its children use.
-
-        Returns:
-            `memory_bytes`: the peak; of the GPU where the class has peak_memory_bytes() and runs on one, else resident.
-            `device`: the GPU's name or "". With NVML also `gpu_memory_bytes` (peak of whole GPUs, other processes
-            included) and `gpu_utilisation` (mean since the last call, 0 to 1).
-        """
+        """What this process and its children use. `memory_bytes`: the peak; of the GPU where the class has
+        peak_memory_bytes() and runs on one, else resident. `device`: the GPU's name or "". With NVML also
+        `gpu_memory_bytes` (peak of whole GPUs, other processes included) and `gpu_utilisation` (mean since the last
+        call, 0 to 1)."""
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda:
             with contextlib.suppress(Exception):  # any of NVML's: a run goes on without these figures
                 self._gpus = self._gpus or _Gpus()
                 found |= self._gpus.take()
-            if not found["device"]:
-                import torch
-
-                # Not in processes that have no CUDA context yet: making one takes hundreds of megabytes.
-                found["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
         return found
 
 
@@ -95,21 +85,18 @@ class _Gpus:
     def take(self) -> dict[str, Any]:
         """The figures since the last call."""
         busy, self.busy = self.busy, []
-        found = {"device": self.name, "gpu_memory_bytes": self.memory}
-        return found | ({"gpu_utilisation": fmean(busy)} if busy else {})
+        return {"device": self.name, "gpu_memory_bytes": self.memory} | (
+            {"gpu_utilisation": fmean(busy)} if busy else {}
+        )
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
     """Metrics of one group: the largest peaks of its processes, the mean utilisation."""
-    found = {}
-    for key, name, over in (
-        ("memory_bytes", f"memory/{group}_peak_bytes", max),
-        ("gpu_memory_bytes", f"memory/{group}_gpu_peak_bytes", max),
-        ("gpu_utilisation", f"gpu_utilisation/{group}", fmean),
-    ):
-        if values := [a[key] for a in answers if key in a]:
-            found[name] = float(over(values))
-    return found
+    names = {"memory_bytes": f"memory/{group}_peak_bytes", "gpu_memory_bytes": f"memory/{group}_gpu_peak_bytes"}
+    values = {key: [a[key] for a in answers if key in a] for key in (*names, "gpu_utilisation")}
+    found = {name: float(max(values[key])) for key, name in names.items() if values[key]}
+    busy = values["gpu_utilisation"]
+    return found | ({f"gpu_utilisation/{group}": fmean(busy)} if busy else {})
 
 
 async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None:

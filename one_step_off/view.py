@@ -3,8 +3,6 @@
 Without a choice it shows the 3 best, the 3 worst and the longest sample of the last step.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math
@@ -13,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config import ConfigError
-from one_step_off.loggers import SAMPLES, step_file, val_file
+from one_step_off.loggers import STEP, VAL, numbered
 
 DEFAULT = {"best": 3, "worst": 3, "longest": 1}
 # Ties go to other prompts first, so that one easy prompt does not fill the list. What was not scored comes last.
@@ -26,26 +24,21 @@ _ENDS = {"length": "cut at the limit", "stop": "ended by itself"}
 
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
-    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step.
-
-    Raises:
-        ConfigError: no such folder or file; says what there is.
-    """
+    """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step. Raises
+    ConfigError: no such folder or file; says what there is."""
     root = Path(folder)
     if not root.is_dir():
         raise ConfigError(f"{folder}: no such folder; give the trainer.output_dir of a run")
-    prefix, wanted, what = ("step_", step, "samples of that step") if val is None else ("val_v", val, "such evaluation")
-    stems = (path.stem.removeprefix(prefix) for path in (root / SAMPLES).glob(f"{prefix}*.jsonl"))
-    there = sorted(int(stem) for stem in stems if stem.isdecimal())
+    kind, number, what = (STEP, step, "samples of that step") if val is None else (VAL, val, "such evaluation")
+    there = numbered(root, kind)
     if not there and val is None:
         raise ConfigError(f"{folder}: holds no samples of any step; a run writes them with logging.sample_dump=true")
-    if wanted is not None and wanted not in there:
-        few = ", ".join(map(str, there)) if len(there) <= 12 else f"{len(there)} from {there[0]} to {there[-1]}"
-        raise ConfigError(
-            f"--{'step' if val is None else 'val'} {wanted}: {folder} has no {what}; there are {few or 0}"
-        )
-    number = there[-1] if wanted is None else wanted
-    return root / SAMPLES / (step_file(number) if val is None else val_file(number))
+    number = max(there) if number is None else number
+    if number not in there:
+        known = ", ".join(map(str, there)) if len(there) <= 12 else f"{len(there)} from {min(there)} to {max(there)}"
+        option = "step" if val is None else "val"
+        raise ConfigError(f"--{option} {number}: {folder} has no {what}; there are {known or 0}")
+    return there[number]
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -65,13 +58,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def head(row: dict[str, Any]) -> str:
     """One line about a sample."""
-    truth = row.get("ground_truth")
-    return (
-        f"reward {row['reward']:.3g}  {row['length']} tokens  {_ENDS.get(row.get('finish_reason'), 'end unknown')}  "
-        f"made by {'+'.join(f'v{v}' for v in row.get('versions', ())) or 'v?'}  "
-        f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
-        + (f"  ground truth {truth}" if truth is not None else "")
-    )
+    end, truth = _ENDS.get(row.get("finish_reason"), "end unknown"), row.get("ground_truth")
+    made = "+".join(f"v{v}" for v in row.get("versions", ())) or "v?"
+    text = f"reward {row['reward']:.3g}  {row['length']} tokens  {end}  made by {made}  "
+    text += f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
+    return text if truth is None else f"{text}  ground truth {truth}"
 
 
 def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None:
@@ -86,9 +77,8 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
         safe = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
         console.print(Text(safe, style), soft_wrap=True)
 
-    rewards = [r["reward"] for r in rows if not math.isnan(r["reward"])]
+    rewards, lengths = [r["reward"] for r in rows if not math.isnan(r["reward"])], [r["length"] for r in rows]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
-    lengths = [r["length"] for r in rows]
     say(f"{path}: {len(rows)} samples, reward {mean:.3f}, length {sum(lengths) / len(rows):.1f} (max {max(lengths)})")
     for name, count in wanted.items():
         chosen = sorted(rows, key=_ORDERS[name])[:count]

@@ -37,6 +37,7 @@ class InitInfo(WeightTransferInitInfo):
     addresses: list[list[Any]]
     first_receiver: int
     receivers: int
+    near: list[list[int]]
     host: str
     timeout_s: float
 
@@ -61,7 +62,7 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         plan = BucketPlan.build(pieces, init_info.bucket_bytes)
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
-        self.receiver.connect([(h, p) for h, p in init_info.addresses], init_info.receivers)
+        self.receiver.connect([(h, p) for h, p in init_info.addresses], init_info.receivers, init_info.near)
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
         self.expected = {name for name, _ in self.model.named_parameters()}
 

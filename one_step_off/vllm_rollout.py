@@ -10,7 +10,7 @@ import asyncio
 import functools
 import hashlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from agent_loop import single_turn
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
 from one_step_off.distributed_util import SyncError, own_host
-from one_step_off.rewards import RewardItem
+from one_step_off.rewards import RewardItem, Score
 from one_step_off.samples import Prompt, Sample, Stamp
 from one_step_off.usage import UsageProbe
 
@@ -29,6 +29,7 @@ class Sampling:
     """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded.
 
     `top_p` other than 1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training.
+    `greedy`: one more response, at temperature 0, with index n and `extra["greedy"]`: a baseline, never trained on.
     """
 
     n: int
@@ -36,6 +37,7 @@ class Sampling:
     seed: int | None
     top_p: float = 1.0
     max_tokens: int | None = None
+    greedy: bool = False
 
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
@@ -72,8 +74,8 @@ class RewardQueue:
         self.waiting: list[RewardItem] = []
         self.call: asyncio.Task | None = None
 
-    async def score(self, item: RewardItem) -> float | None:
-        """The reward of one trajectory (None: not judged in time); raises what the reward function raised."""
+    async def score(self, item: RewardItem) -> Score:
+        """What `Scorer.score_batch` says of one trajectory; raises what the reward function raised."""
         if not self.waiting:
             self.call = asyncio.create_task(self._next(self.call))
         self.waiting.append(item)
@@ -81,7 +83,7 @@ class RewardQueue:
         # Shielded, because the call also serves others than the one that may be cancelled.
         return (await asyncio.shield(self.call))[position]
 
-    async def _next(self, running: asyncio.Task | None) -> list[float | None]:
+    async def _next(self, running: asyncio.Task | None) -> list[Score]:
         if running is not None:
             await asyncio.wait([running])
         items, self.waiting = self.waiting, []
@@ -97,6 +99,7 @@ class RolloutReplica(UsageProbe):
         self.stamp: Stamp | None = None
         self.engine: Any = None
         self.requests = 0
+        self.asleep = False
 
     async def start(self) -> None:
         """Load the engine."""
@@ -128,14 +131,26 @@ class RolloutReplica(UsageProbe):
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
         try:
+            if self.asleep:
+                await self.engine.wake_up(["weights"])
             reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
         except Exception as e:  # vLLM passes on no type of its workers' errors, only their text
             text = str(e).strip().splitlines() or [type(e).__name__]
             raise SyncError(text[-1].removeprefix("Call to collective_rpc method failed: ")) from e
+        if self.asleep:
+            await self.engine.wake_up(["kv_cache"])
+            self.asleep = False
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp
         return {k: max(r[k] for r in reports) for k in reports[0]} | {"pause": pause}
+
+    async def sleep(self) -> None:
+        """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""
+        self.stamp = None
+        if self.device == "cuda" and not self.asleep:
+            await self.engine.sleep(level=2)
+            self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
         """All trajectories of these prompts, scored, in order; and the seconds it took.
@@ -146,7 +161,8 @@ class RolloutReplica(UsageProbe):
         begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.n)]
+        indices = range(sampling.n + sampling.greedy)
+        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in indices]
         try:
             samples = await asyncio.gather(*tasks)
         finally:
@@ -156,12 +172,17 @@ class RolloutReplica(UsageProbe):
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         seed = None if sampling.seed is None else sample_seed(sampling.seed, prompt.id, index)
-        generate = functools.partial(self._generate, seed=seed, sampling=sampling)
-        sample = await single_turn.run(prompt, index, generate)
+        greedy = index == sampling.n
+        how = replace(sampling, temperature=0.0) if greedy else sampling
+        sample = await single_turn.run(prompt, index, functools.partial(self._generate, seed=seed, sampling=how))
+        if greedy:
+            sample.extra["greedy"] = True
         sample.response = self.tokenizer.decode(sample.response_ids, skip_special_tokens=True)
         reward = await self.rewards.score(
             RewardItem(prompt.id, index, prompt.text, sample.response, prompt.ground_truth, prompt.data_source)
         )
+        if isinstance(reward, dict):
+            sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0
         if reward is None:
             sample.extra["reward_timeout"] = True
@@ -247,4 +268,5 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
         }
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
+        args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1
     return args | cfg.rollout.engine_kwargs

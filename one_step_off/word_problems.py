@@ -1,10 +1,7 @@
 """Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
 
-All generators take (split, size, seed), with a split "train" or "test" and a size of 0 or more. Train and test never
-share a problem, whatever their seeds.
+All generators take (split, size, seed). Train and test never share a problem, whatever their seeds.
 """
-
-from __future__ import annotations
 
 import hashlib
 import random
@@ -15,17 +12,12 @@ from typing import Any
 Row = dict[str, str]
 
 FIRST, SECOND = range(10, 100), range(1, 10)
-"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow).
-
-So a held-out problem is made of parts that the train split teaches (3 + 5 under other tens): a tiny model
-can solve it, and does so only if it learned the rule. With smaller operands it could but memorise the table.
-"""
+"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So a held-out problem is
+made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it by the rule."""
 
 TEST_PERCENT = 15
-
 NAMES = ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Eva")
 OBJECTS = ("apples", "books", "coins", "cards", "pens", "shells", "stamps", "balls")
-
 TEMPLATES = {
     "+": (
         "{name} has {ax} and gets {b} more. How many {x} does {name} have now?",
@@ -44,7 +36,6 @@ TEMPLATES = {
         "{name} needs {ax} and has {b}. How many more {x} does {name} need?",
     ),
 }
-
 _SURFACES = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
@@ -75,12 +66,8 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
 def make(split: str, size: int, seed: int) -> list[Row]:
     """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`.
 
-    Every (operation, a, b) of the split is used once before any is used again, and then with another wording.
-    A shorter list is a prefix of a longer one with the same seed. Questions repeat only in a train split longer
-    than all of its wordings.
-
-    Raises:
-        ValueError: a test split larger than its different questions.
+    Every (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter
+    list is a prefix of a longer one. Raises ValueError: a test split larger than its different questions.
     """
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
@@ -100,32 +87,24 @@ def make(split: str, size: int, seed: int) -> list[Row]:
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`.
 
-    For small pretrained models, that know some sums but not what is asked of them: SmolLM2-135M-Instruct hits none
-    when asked in words, and a fifth when shown one. a + b and b + a are of one split. Sums repeat only in a list longer
-    than the split.
+    For small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one. a + b
+    and b + a are of one split. Sums repeat only in a list longer than the split.
     """
     space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
     rng, pairs = random.Random(f"addition {split} {seed}"), []
     while len(pairs) < size:
         pairs += rng.sample(space, len(space))
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
-    return [
-        {
-            "prompt": [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]],
-            "reward_model": {"ground_truth": str(a + b)},
-        }
-        for a, b in pairs[:size]
-    ]
+    rows = []
+    for a, b in pairs[:size]:
+        prompt = [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]]
+        rows.append({"prompt": prompt, "reward_model": {"ground_truth": str(a + b)}})
+    return rows
 
 
 def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
-    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions.
-
-    The split is a hash of the question's text, so train and test are disjoint for any two seeds.
-
-    Raises:
-        ValueError: no new problem comes any more.
-    """
+    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions. The split is a hash of the
+    question's text. Raises ValueError: no new problem comes any more."""
     import reasoning_gym
 
     rows: dict[str, Row] = {}

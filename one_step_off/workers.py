@@ -8,7 +8,7 @@ A back end has a class per role, as `fsdp_workers.py` does, where the methods ar
     every role     free_address, setup
     actor, critic  update, save_state, load_state, and the number `version`
     actor          score, weight_plan, weight_tensors, save_hf
-    actor, ref     log_prob
+    actor, ref     log_prob, log_prob_and_squares
     critic         values
     reward_model   score_sequences
 """

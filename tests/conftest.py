@@ -14,6 +14,8 @@ hypothesis.settings.load_profile("any machine")
 # One thread each: on a small machine several processes with a thread per core only get in each other's way.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# torch's stores look the names of addresses up, for their logs. A name server that does not answer would take 5 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 import math
 from itertools import combinations
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from one_step_off import advantages as adv
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import ConfigError
+from one_step_off.policy_losses import POLICY_LOSSES, ROLLOUT_CORRECTIONS
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
@@ -48,6 +50,10 @@ def some(seed, n=12, turns=True):
         log_probs=per_token(-3, -0.1),
         prob_squares=per_token(0.3, 0.9),
     )
+
+
+def vars_of(t):
+    return {f: getattr(t, f) for f in Trajectories.__dataclass_fields__}
 
 
 def take(t, order):
@@ -188,7 +194,7 @@ def test_gdpo_by_hand():
     np.testing.assert_allclose(first(t, "gdpo"), x / x.std(ddof=1), rtol=1e-4)
     x = np.array([-3 * s, 3 * s, -2 * s, 2 * s])
     np.testing.assert_allclose(first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4)
-    with pytest.raises(ValueError, match="'fom'.*'form', 'right'"):
+    with pytest.raises(ConfigError, match="'fom'.*no part.*'form', 'right'"):
         estimate("gdpo", t, weights={"fom": 1.0})
 
 
@@ -204,7 +210,7 @@ def test_optimal_token_baseline_by_hand():
 def test_optimal_token_baseline_has_the_least_variance():
     """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
-    t = Trajectories(**{f: getattr(t, f) for f in Trajectories.__dataclass_fields__} | {"groups": [0] * 40})
+    t = Trajectories(**vars_of(t) | {"groups": [0] * 40})
     found = estimate("optimal_token_baseline", t).advantages
     live = np.flatnonzero(t.lengths)
     to_go = adv.discounted(t.step_rewards(), 1.0)[live, 0]
@@ -271,6 +277,19 @@ def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
     np.testing.assert_allclose(first(moved, name), np.array(first(t, name)) * factor, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in GROUPED])
+@given(seed=st.integers(0, 1000), scale=st.integers(1, 16))
+@quick
+def test_the_scale_of_everything_in_the_rewards_unit(name, seed, scale):
+    """Where no group is compared: advantages scale as the rewards do, and whitened ones stay."""
+    t = some(seed)
+    by = {f: [scale * x for x in getattr(t, f)] for f in ("token_rewards", "values")}
+    moved = Trajectories(**vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines})
+    factor = 1.0 if adv.ADVANTAGE_ESTIMATORS[name].whitens else scale
+    for a, b in zip(estimate(name, t).advantages, estimate(name, moved).advantages, strict=True):
+        np.testing.assert_allclose(b, factor * a, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "gdpo"])
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=10))
 @quick
@@ -293,9 +312,7 @@ def test_whitening(seed):
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():
     """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in REINFORCE++."""
     t = some(8)
-    t = Trajectories(
-        **{f: getattr(t, f) for f in Trajectories.__dataclass_fields__} | {"values": [0 * v for v in t.values]}
-    )
+    t = Trajectories(**vars_of(t) | {"values": [0 * v for v in t.values]})
     for a, b in zip(estimate("gae", t).advantages, estimate("reinforce_plus_plus", t).advantages, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
@@ -317,9 +334,13 @@ def test_errors():
         estimate("nothing", outcome([1.0], [0]))
     with pytest.raises(ValueError, match="exists already"):
         adv.register("grpo")(adv.grpo)
+    parts = {"right": np.array([1.0, 0.0, 1.0]), "form": np.array([1.0, np.nan, 1.0])}
+    with pytest.raises(ConfigError, match="gdpo: sample 1, of prompt b, has no part 'form'"):
+        estimate("gdpo", outcome([2, 0, 2], ["a", "b", "b"], parts=parts))
+    assert first(outcome([1, 0], [0, 0], parts={"form": np.array([1.0, np.nan])}), "dr_grpo") == [0.5, -0.5]
     for name in NAMES:
         for field in adv.ADVANTAGE_ESTIMATORS[name].needs:
-            with pytest.raises(ValueError, match=f"{name} needs {field}"):
+            with pytest.raises(ConfigError, match=f"adv_estimator={name}: needs {adv.NEEDS.get(field, field)[:9]}"):
                 estimate(name, Trajectories(**vars(some(0)) | {field: None}))
 
 
@@ -367,6 +388,15 @@ def test_overlong_filtering_leaves_the_groups_mean_alone():
 def test_uninformative_groups():
     assert adv.uninformative([1, 0, 1, 1, 2], ["a", "b", "a", "b", "c"]) == ["a", "c"]
     assert adv.uninformative([], []) == []
+
+
+@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES, *(name for name in ROLLOUT_CORRECTIONS if name != "none")])
+def test_every_one_has_a_line_with_its_source(name):
+    text = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
+    assert any(
+        f"| `{name}` |" in line and ("arXiv:" in line or ".xyz/" in line or ".site/" in line)
+        for line in text.splitlines()
+    )
 
 
 # ---- in the pipeline ----------------------------------------------------------------------------------------------

@@ -109,7 +109,11 @@ BAD = [
     (["model.dtype=bfloat61"], ["model.dtype=bfloat61", "one of bfloat16, float32"]),
     (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "did you mean gae?"]),
     (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic"]),
-    (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_estimator=gdpo", "several rewards"]),
+    (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_estimator=gdpo", "rewards in parts", "{name: number}"]),
+    (
+        ["algorithm.adv_estimator=gdpo", "reward_model.url=http://h:1/s", "reward.overlong_buffer=4"],
+        ["algorithm.adv_estimator=gdpo", "reward.overlong_buffer would do nothing"],
+    ),
     (["algorithm.adv_estimator=no_such_module:f"], ["no_such_module:f", "module:function"]),
     (["algorithm.adv_kwargs.pass_k=2"], ["adv_kwargs.pass_k=2", "no such setting of grpo"]),
     (["algorithm.adv_estimator=grpo_passk", "algorithm.adv_kwargs.pass_k=99"], ["pass_k=99", "from 2 to rollout.n"]),
@@ -148,8 +152,11 @@ BAD = [
     (["placement.pools.spare=[1]"], ["placement.pools.spare=[1]", "remove it"]),
     (["placement.roles={rollout: rollout}"], ["placement.roles", "actor", "add"]),
     (["placement.roles={actor: actor}"], ["placement.roles", "rollout", "add"]),
-    ([*SHARED], ["placement.roles.actor=all", "one step off", "pools of their own"]),
-    ([*SHARED, "pipeline.staleness=0"], ["placement.roles.actor=all", "not supported yet"]),
+    ([*SHARED], ["actor and rollout share the pool all", "one step off", "pipeline.staleness=0"]),
+    (
+        [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
+        ["share the pool all", "rollout.tensor_parallel_size=1"],
+    ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
@@ -537,6 +544,9 @@ def test_placement() -> None:
         "actor: 2 CPU processes; actor: 2 ranks; cores 2 3",
     ]
     assert seat_cores(good("placement.pin_cores=false"), "cpu") == {"rollout": [[]], "actor": [[]]}
+    colocated = good(*SHARED, "pipeline.staleness=0")
+    assert seat_cores(colocated, "cpu", [0, 1, 2, 3]) == {"all": [[0, 1], [2, 3]]}, "all cores, in both phases"
+    assert placement_text(colocated, [0, 1]) == "all: 2 CPU processes; rollout, actor: 2 replicas x TP 1; cores 0 1"
     gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
     text = placement_text(gpu, [0, 1])
     assert "8 GPUs on 2 nodes [4, 4]" in text and "cores" not in text

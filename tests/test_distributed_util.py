@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.distributed_util import BucketPlan, Receiver, Sender, SyncError, checksum
+from one_step_off.shared_link import SharedOutlet
 from one_step_off.workers import WeightPiece
 
 CPU = torch.device("cpu")
@@ -96,15 +97,16 @@ def test_checksum_sees_one_changed_bit_and_a_swap(words, data):
 class Net:
     """Senders and receivers, each on a thread of its own."""
 
-    def __init__(self, shapes, senders, receivers, bucket_bytes=64, timeout_s=5.0, dtype="float32") -> None:
+    def __init__(self, shapes, senders, receivers, bucket_bytes=64, timeout_s=10.0, dtype="float32", near=None) -> None:
+        near = near or [[] for _ in range(senders)]
         self.pieces = pieces_of(shapes, senders, dtype)
         self.plan = BucketPlan.build(self.pieces, bucket_bytes)
         self.senders = [Sender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)]
         self.receivers = [Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)]
         addresses = [s.address for s in self.senders]
         self.together(
-            [lambda s=s: s.connect(receivers) for s in self.senders]
-            + [lambda r=r: r.connect(addresses, receivers) for r in self.receivers]
+            [lambda s=s, n=n: s.connect(receivers, n) for s, n in zip(self.senders, near, strict=True)]
+            + [lambda r=r: r.connect(addresses, receivers, near) for r in self.receivers]
         )
 
     @staticmethod
@@ -164,6 +166,90 @@ def test_bits_arrive_over_gloo(senders, receivers, dtype):
             assert all(torch.equal(one[n], model[n]) for n in model)
 
 
+@pytest.mark.parametrize(
+    ("receivers", "near"),
+    [
+        (1, [[0]]),
+        (2, [[0, 1], [0, 1]]),  # one machine's CPU: everything is near
+        (2, [[0], [1]]),  # one seat's GPU each: the other receivers need the network
+        (3, [[0, 1], [0, 1], [2]]),
+        (2, [[1], []]),
+    ],
+)
+def test_bits_arrive_in_shared_memory(receivers, near):
+    net = Net(SHAPES, len(near), receivers, near=near)
+    assert [s.outlets[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [n for n in near if n]
+    for version in range(3):
+        model = {n: torch.randn(s) for n, s in SHAPES.items()}
+        results, got = net.sync(model, version)
+        assert not [r for r in results if isinstance(r, Exception)]
+        for one in got:
+            assert set(one) == set(model) and all(torch.equal(one[n], model[n]) for n in model)
+
+
+def test_a_near_receiver_reads_the_senders_own_buffer_and_no_message_is_left():
+    net = Net(SHAPES, 1, 1, near=[[0]])
+    theirs, mine = net.senders[0].buffers[1], net.receivers[0].inlets[0].buffers[1]
+    theirs[3] = 77
+    assert mine[3] == 77 and mine.data_ptr() != theirs.data_ptr()
+    net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
+    left = net.senders[0].store.num_keys()
+    net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 1)
+    assert net.senders[0].store.num_keys() == left
+
+
+def test_shared_memory_written_after_it_was_announced_is_caught(monkeypatch):
+    import one_step_off.shared_link as room
+
+    honest = room.SharedOutlet.publish
+
+    def publish(self, tensor):
+        if tensor.dtype == torch.uint8 and self.count == 2:
+            tensor[3] ^= 4
+        honest(self, tensor)
+
+    monkeypatch.setattr(room.SharedOutlet, "publish", publish)
+    net = Net(SHAPES, 1, 1, near=[[0]], timeout_s=4.0)
+    results, _ = net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
+    assert any("checksum of bucket 2" in str(r) for r in results)
+
+
+@pytest.mark.parametrize("silent", ["sender", "receiver"])
+def test_a_near_peer_that_is_missing_ends_in_a_named_error(silent):
+    net = Net(SHAPES, 1, 1, near=[[0]], timeout_s=3.0)
+    model = {n: torch.randn(s) for n, s in SHAPES.items()}
+    begin = time.monotonic()
+    results, _ = net.sync(model, 0, change=lambda jobs: jobs.pop(0 if silent == "sender" else 1))
+    assert time.monotonic() - begin < 10
+    assert isinstance(results[0], SyncError) and "phase header" in str(results[0])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
+def test_cuda_ipc_between_two_processes():
+    """A receiver in another process reads the sender's bucket out of the same GPU's memory."""
+    import subprocess
+    import sys
+
+    device = torch.device("cuda", 0)
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outlet = SharedOutlet(store, [1 << 20], [0], device)
+    reader = f"""
+import torch
+from one_step_off.shared_link import SharedInlet
+inlet = SharedInlet(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
+for expected in (1, 2):
+    assert (inlet.bucket(1 << 20) == expected).all()
+    inlet.release()
+"""
+    process = subprocess.Popen([sys.executable, "-c", reader])
+    for value in (1, 2):
+        outlet.buffers[0].fill_(value)
+        outlet.publish(outlet.buffers[0])
+        outlet.wait(60.0)
+    assert process.wait(60) == 0
+
+
 def test_one_sender_may_own_several_parts_of_a_tensor():
     whole = torch.randn(6, 2)
     plan = BucketPlan.build([[WeightPiece("a", "float32", (6, 2), i, i + 2) for i in (0, 2, 4)]], 1000)
@@ -196,7 +282,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
 
     def broadcast(group, tensor):
         work = honest(group, tensor)
-        ours = group is receiver.groups[0] and tensor.dtype == torch.uint8 and receiver.bucket == 1
+        ours = group is receiver.inlets[0].group and tensor.dtype == torch.uint8 and receiver.bucket == 1
         return Corrupted(work, tensor) if ours else work
 
     monkeypatch.setattr(room, "_broadcast", broadcast)
@@ -208,18 +294,18 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
 
 
 def test_wrong_version_and_wrong_plan_are_refused():
-    net = Net(SHAPES, 1, 1, timeout_s=2.0)
+    net = Net(SHAPES, 1, 1, timeout_s=4.0)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     results, got = net.sync(model, 7, receive_as=8)
     assert any("sends version 7, expected 8" in str(r) for r in results) and not got[0]
-    net = Net(SHAPES, 1, 1, timeout_s=2.0)
+    net = Net(SHAPES, 1, 1, timeout_s=4.0)
     net.receivers[0].plan = dataclasses.replace(net.plan, digest=1)
     results, got = net.sync(model, 0)
     assert any("another bucket plan" in str(r) for r in results) and not got[0]
 
 
 def test_a_missing_peer_ends_in_a_named_error_in_bounded_time():
-    net = Net(SHAPES, 1, 2, timeout_s=1.0)
+    net = Net(SHAPES, 1, 2, timeout_s=3.0)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     begin = time.perf_counter()
     results, _ = net.sync(model, 0, change=lambda jobs: jobs.pop(0))  # the sender never sends
@@ -228,7 +314,7 @@ def test_a_missing_peer_ends_in_a_named_error_in_bounded_time():
 
 
 def test_a_tensor_that_is_not_as_planned_is_named():
-    net = Net(SHAPES, 1, 1, timeout_s=1.0)
+    net = Net(SHAPES, 1, 1, timeout_s=3.0)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     model["w"] = torch.randn(4, 4, 3)
     results, _ = net.sync(model, 0)

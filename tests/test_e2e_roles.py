@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -23,6 +24,11 @@ APART = {
 TOGETHER = {
     "placement.pools": {"rollout": [1], "train": [1]},
     "placement.roles": {"rollout": "rollout", **dict.fromkeys(OTHERS, "train")},
+}
+COLOCATED = {
+    "placement.pools": {"all": [1]},
+    "placement.roles": dict.fromkeys(("rollout", *OTHERS), "all"),
+    "placement.pin_cores": False,  # a thread each as in the other arms, so that sums are made in the same order
 }
 
 
@@ -82,12 +88,12 @@ def overlap(row: dict, one: str, other: str) -> bool:
 
 
 def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
-    """At staleness 0, with all four in one pool and with a pool for each: same numbers, other intervals."""
+    """At staleness 0, with all in one pool, with rollout apart, and with a pool for each: same numbers, other times."""
     from one_step_off import launch
 
-    for name, where in (("together", TOGETHER), ("apart", APART)):
+    for name, where in (("together", TOGETHER), ("apart", APART), ("colocated", COLOCATED)):
         assert launch.run(ppo(models(), judge, tmp_path / name, **where, **{"pipeline.staleness": 0})) == 0
-    assert learnt(tmp_path / "together") == learnt(tmp_path / "apart")
+    assert learnt(tmp_path / "together") == learnt(tmp_path / "apart") == learnt(tmp_path / "colocated")
     pairs = [("actor_update", "critic_update"), ("ref_log_prob", "critic_values")]
     pairs += [("critic_values", "reward_model_score_sequences")]
     for one, other in pairs:
@@ -97,6 +103,34 @@ def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
         }
         assert met["together"] == 0, f"{one} and {other} share a pool"
         assert met["apart"] >= 2, f"{one} and {other} have pools of their own"
+    for name in ("together", "apart"):
+        phase, actor, critic = (
+            sum(row.get(f"time/{what}_s", 0.0) for row in rows(tmp_path / name, "metrics.jsonl"))
+            for what in ("update", "actor_update", "critic_update")
+        )
+        assert (phase < actor + critic) == (name == "apart"), "side by side it takes less than the sum, in turns more"
+
+
+def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models, tmp_path, capfd):
+    """Two seats, each with a replica and an FSDP rank; evaluations of each version wait for their turn."""
+    from one_step_off import launch
+
+    changes = {
+        "placement.pools": {"all": [2]},
+        "placement.roles": {"rollout": "all", "actor": "all"},
+        "pipeline.staleness": 0,
+        "trainer.test_freq": 1,
+        "trainer.total_steps": 3,
+    }
+    assert launch.run(tiny_config(models(), str(tmp_path / "run"), **VARIED | changes)) == 0
+    found = rows(tmp_path / "run", "metrics.jsonl")
+    assert [row["weight_version"] for row in found] == [0, 1, 2] and all(row["staleness/max"] == 0 for row in found)
+    assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), "both replicas hold the trainer's weights"
+    events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["tid"] != "sync")
+    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
+    said = capfd.readouterr().out
+    assert re.search(r"created pool all \[2\] on [0-9.]+: rollout, actor\n", said), said
 
 
 def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):

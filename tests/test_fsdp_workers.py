@@ -190,6 +190,24 @@ def test_log_prob_equals_the_models_own_forward(checkpoints, single, name):
         np.testing.assert_allclose(score[len(s.prompt_ids) - 1 :], w, atol=1e-5, rtol=0)
 
 
+def test_squares_of_the_whole_distribution_beside_the_log_probs(checkpoints, single):
+    path = checkpoints["tied"]
+    batch, model = make_batch(path), hf_model(path)
+    worker = single(config(path, actor__log_prob_chunk=5, actor__micro_batch_tokens=40))
+    got, plain = worker.log_prob_and_squares(batch), worker.log_prob(batch)
+    for i, s in enumerate(batch.samples):
+        ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
+        with torch.no_grad():
+            p = (model(ids[None], use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / 0.7).softmax(-1)
+        assert got[i].shape == (len(s.response_ids), 2) and got[i].dtype == np.float32
+        np.testing.assert_array_equal(got[i][:, 0], plain[i])
+        np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
+        # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token baseline adds up
+        one_hot = torch.nn.functional.one_hot(ids[len(s.prompt_ids) :], VOCAB)
+        energy = 1 - 2 * np.exp(got[i][:, 0]) + got[i][:, 1]
+        np.testing.assert_allclose(energy, (one_hot - p).square().sum(-1).numpy(), rtol=1e-4, atol=1e-6)
+
+
 def by_hand(path, batch, cfg):
     """The loss of the whole batch, token by token from the formulas, and its gradients, on a plain model."""
     model, a = hf_model(path), cfg.algorithm
@@ -498,7 +516,7 @@ def run_rank(rank, world, cases, out):
             (dataclasses.astuple(p), t.clone().numpy())
             for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
         ]
-        log_probs = worker.log_prob(batch)
+        log_probs, squares = worker.log_prob(batch), worker.log_prob_and_squares(batch)
         scores = worker.score([s.response_ids for s in batch.samples])
         metrics = worker.update(batch)
         weights, gradients = whole(worker), worker.gradients
@@ -508,7 +526,7 @@ def run_rank(rank, world, cases, out):
         skipped = worker.update(bad)["actor/skipped_updates"]
         same = all((a == weights[n]).all() for n, a in whole(worker).items())
         result = dict(
-            pieces=pieces, log_probs=log_probs, scores=scores, metrics=metrics, weights=weights,
+            pieces=pieces, log_probs=log_probs, squares=squares, scores=scores, metrics=metrics, weights=weights,
             gradients=gradients, skipped=skipped, same=same,
         )  # fmt: skip
         torch.save(result, f"{out}/{name}_{rank}.pt")
@@ -533,6 +551,9 @@ def check_world(results, path, reference, out, name):
         assert r["skipped"] >= 1 and r["same"]
         assert not union.keys() & r["log_probs"].keys()
         union |= r["log_probs"]
+        assert r["squares"].keys() == r["log_probs"].keys()
+        for i, both in r["squares"].items():
+            assert (both[:, 0] == r["log_probs"][i]).all() and (both[:, 1] > np.exp(2 * both[:, 0])).all()
     batch, model = make_batch(path), hf_model(path)
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():

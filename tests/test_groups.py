@@ -74,7 +74,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     cfg.model.dtype = dtype
     actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights={"bytes": 8.0, "pack": 0.1})], cfg)
     replicas = [Actor(score=lambda seqs, e=e: e, sync={"wire": 0.1, "load": 0.2}) for e in engines]
-    sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1")
+    sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
     sync.senders, sync.total_bytes = actor.ranks, 8
     return sync
 
@@ -140,6 +140,33 @@ class RayLike(Exception):
 def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
     with pytest.raises(kind, match=words):
         asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
+
+
+def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
+    import one_step_off.groups as room
+
+    monkeypatch.setattr(room, "_put", lambda batch: batch)
+    told = []
+
+    def said(what, answer):
+        def answers(*_):
+            told.append(what)
+            return answer
+
+        return Method(answers, delay=0.01)
+
+    async def main():
+        turn = asyncio.Lock()
+        rollout = RolloutGroup(
+            [Actor(rollout=said("generate", ([], 0.1)), sleep=said("sleep", None))], Config(), True, turn
+        )
+        actor = TrainGroup("actor", [Actor(update=said("update", {}))], Config(), turn)
+        actor.colocated = rollout
+        prompts = [Prompt((0, 0), "", np.arange(2), "")]
+        await asyncio.gather(rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0))))
+
+    asyncio.run(main())
+    assert told == ["generate", "sleep", "update"]
 
 
 def test_roles_in_one_pool_take_turns():

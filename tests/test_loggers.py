@@ -50,7 +50,9 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
         row = {"step": step, "reward/mean": step / 10, "mfu/trainer": None, "actor/grad_norm": math.nan}
         row |= figures if step == steps[0] + 1 else {}
         batch = Batch(step, [sample(0, 0), sample(7, 1, reward=math.nan, text="\ud83d")], (0, 0))
-        batch.advantages = [np.full(3, 0.5), np.zeros(0)]
+        batch.samples[0].loss_mask[2] = batch.samples[1].loss_mask[:] = False
+        batch.samples[0].extra = {"reward_parts": {"right": 1.0}, "baseline": 0.5, "replaces": [[0, 3]]}
+        batch.advantages = [np.array([0.5, -1.0, 9.0]), np.zeros(3)]
         found.step(row, batch)
     found.close()
 
@@ -61,9 +63,11 @@ def test_samples_as_people_read_them(tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()]
     assert rows[0] == {
         "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
-        "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü", "advantage": 0.5,
+        "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü",
+        "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5,
+        "reward_parts": {"right": 1.0}, "baseline": 0.5,
     }  # fmt: skip
-    assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage"] is None
+    assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage/mean"] is None
     assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
     assert not said and not list((tmp_path / "samples").glob(".*"))
 

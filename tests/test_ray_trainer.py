@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError
 from one_step_off.data import PromptStream
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.samples import Prompt, Sample, StalenessError
@@ -61,7 +61,10 @@ class FakeRollout:
         await w.phase("generate", what)
         w.generating -= 1
         assert w.engine_version == made_by, "weights changed in mid-generation"
-        return [sample(p, i, made_by) for p in prompts for i in range(sampling.n)], 0.001
+        samples = [sample(p, i, made_by) for p in prompts for i in range(sampling.n + sampling.greedy)]
+        for s in samples:
+            s.extra |= {"greedy": True} if s.index == sampling.n else {}
+        return samples, 0.001
 
 
 class FakeActor:
@@ -78,6 +81,16 @@ class FakeActor:
     async def log_prob(self, batch):
         await self.world.phase("log_prob", batch.step)
         return [s.log_probs for s in batch.samples]
+
+    async def log_prob_and_squares(self, batch):
+        return [np.stack([s.log_probs - 1, np.full(len(s.log_probs), 0.4 + 0.1 * s.index)], 1) for s in batch.samples]
+
+
+class FakeJudge:
+    """A reward model: a score by the position in the group."""
+
+    async def rewards(self, batch):
+        return [10.0 * s.index for s in batch.samples]
 
 
 class FakeSync:
@@ -169,6 +182,120 @@ def test_groups_that_score_alike_are_replaced_a_bounded_number_of_times(tmp_path
     launched = [e[2] for e in world.events if e[:2] == ("begin", "generate")]
     assert all(sum(what.startswith(f"step {n}") for what in launched) <= 3 for n in range(3))
     assert any("in place of" in what for what in launched)
+
+
+def train_all(pipeline: Pipeline) -> list:
+    """Run it, and return the batches as the actor was given them."""
+    batches, update = [], pipeline.roles.actor.update
+
+    async def noted(batch, learn=True):
+        batches.append(batch)
+        return await update(batch, learn)
+
+    pipeline.roles.actor.update = noted
+    asyncio.run(pipeline.fit())
+    return batches
+
+
+@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_greedy_responses_are_baselines_and_nothing_else(tmp_path, staleness, judged):
+    pipeline = build(tmp_path, World(random.Random(0)), 3, staleness)
+    pipeline.cfg.algorithm.adv_estimator, pipeline.val = "remax", None
+    pipeline.cfg.data.max_response_length, pipeline.cfg.reward.overlong_buffer = 4, 2  # 3 tokens lose 1 / 2
+    pipeline.roles.rollout.train = Sampling(2, 1.0, 0, greedy=True)
+    pipeline.roles.reward_model = FakeJudge() if judged else None
+    batches = train_all(pipeline)
+    assert len(batches) == 3
+    for batch in batches:
+        assert [s.index for s in batch.samples] == [0, 1] * 3 and len(batch.advantages) == 6
+        # indices are rewards; the greedy one has index 2, and the judge adds ten times the index
+        of = 11.0 if judged else 1.0
+        assert [s.reward for s in batch.samples] == [0, of] * 3
+        assert {s.extra["baseline"] for s in batch.samples} == {2 * of - 0.5}
+        assert [set(a.tolist()) for a in batch.advantages] == [{-2 * of}, {-of}] * 3
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["samples"], row["reward/mean"]) for row in rows] == [(6, of / 2)] * 3
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [len(row["prompts"]) for row in ledger] == [3] * 3
+
+
+def test_a_greedy_response_of_other_weights_stops_the_run(tmp_path):
+    pipeline = build(tmp_path, World(random.Random(0)), 3, 1)
+    pipeline.cfg.algorithm.adv_estimator = "remax"
+    pipeline.roles.rollout.train, honest = Sampling(2, 1.0, 0, greedy=True), pipeline.roles.rollout.generate
+
+    async def forged(prompts, what, sampling):
+        samples, seconds = await honest(prompts, what, sampling)
+        samples[-1].versions[1] += what == "step 2"
+        return samples, seconds
+
+    pipeline.roles.rollout.generate = forged
+    with pytest.raises(StalenessError, match="step 2.*sample 2"):
+        asyncio.run(pipeline.fit())
+
+
+def test_greedy_responses_do_not_make_a_dull_group_informative(tmp_path):
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 2, 1, rows=60)
+    pipeline.cfg.algorithm.max_gen_batches, pipeline.val = 2, None
+    pipeline.roles.rollout.train, real = Sampling(2, 1.0, 0, greedy=True), pipeline.roles.rollout.generate
+
+    async def generate(prompts, what, sampling):
+        samples, seconds = await real(prompts, what, sampling)
+        for s in samples:
+            s.reward = float(s.index == 2)
+        return samples, seconds
+
+    pipeline.roles.rollout.generate = generate
+    asyncio.run(pipeline.fit())
+    assert [e[2] for e in world.events if "in place of" in str(e)].count("step 0, in place of 3 prompts") == 2
+
+
+def test_the_optimal_token_baseline_reads_the_trainers_own_distribution(tmp_path):
+    pipeline = build(tmp_path, World(random.Random(0)), 1, 1)
+    pipeline.cfg.algorithm.adv_estimator, pipeline.val = "optimal_token_baseline", None
+    (batch,) = train_all(pipeline)
+    # rewards 0 and 1; energies t (1 - 2 / e + .4) and t (1 - 2 / e + .5), whose ratio is the same at each t
+    energies = [1 - 2 * np.exp(-1) + square for square in (0.4, 0.5)]
+    baseline = energies[1] / sum(energies)
+    for s, advantage in zip(batch.samples, batch.advantages, strict=True):
+        np.testing.assert_allclose(advantage, s.index - baseline, rtol=1e-5)
+
+
+@pytest.mark.parametrize("lacking", [(), ("form",), ("form", "right")])
+@pytest.mark.parametrize("estimator", ["gdpo", "dr_grpo"])
+def test_parts_of_the_reward(tmp_path, estimator, lacking):
+    """They are reported, and gdpo normalises them one by one; it alone must have them, of every sample."""
+    pipeline = build(tmp_path, World(random.Random(0)), 1, 1)
+    pipeline.cfg.algorithm.adv_estimator, pipeline.val = estimator, None
+    real = pipeline.roles.rollout.generate
+
+    async def generate(prompts, what, sampling):
+        samples, seconds = await real(prompts, what, sampling)
+        for k, s in enumerate(samples if len(lacking) < 2 else ()):
+            s.extra["reward_parts"] = {"right": float(s.index), "form": 100.0 * (k in (0, 3, 5))}
+        for name in lacking[:1] if len(lacking) == 1 else ():
+            del samples[-1].extra["reward_parts"][name]
+        return samples, seconds
+
+    pipeline.roles.rollout.generate = generate
+    if estimator == "gdpo" and lacking:
+        match = (
+            "gdpo: sample 5, of prompt .* has no part 'form'" if len(lacking) == 1 else "gdpo: needs rewards in parts"
+        )
+        with pytest.raises(ConfigError, match=match):
+            asyncio.run(pipeline.fit())
+        return
+    (batch,) = train_all(pipeline)
+    (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    if len(lacking) < 2:
+        assert (row["reward/right/mean"], row["reward/form/mean"]) == (0.5, 40.0 if lacking else 50.0)
+    if estimator == "gdpo":
+        # each part is -s, s in every group of two; form is against right in the first and with it in the others
+        s = np.sqrt(0.5)
+        x = np.array([0, 0, -2 * s, 2 * s, -2 * s, 2 * s])
+        np.testing.assert_allclose([a[0] for a in batch.advantages], x / x.std(ddof=1), rtol=1e-4, atol=1e-5)
 
 
 def test_rollout_and_training_overlap_only_one_step_off(tmp_path):

@@ -154,5 +154,10 @@ def test_rewards_are_mixed_by_weight_and_keep_their_parts():
     mix(samples, [3.0, -1.0], cfg)
     assert [s.reward for s in samples] == [3.5, -0.5]
     assert samples[0].extra["reward_parts"] == {"function": 1.0, "model": 3.0}
+    samples[0].extra["reward_parts"] = {"right": 1.0, "form": 0.5}
+    mix(samples[:1], [2.0], cfg)
+    assert samples[0].extra["reward_parts"] == {"right": 1.0, "form": 0.5, "model": 2.0}
+    with pytest.raises(RoleError, match="a part named model"):
+        mix(samples[:1], [2.0], cfg)
     with pytest.raises(RoleError, match=r"prompt \(0, 0\), sample 0 is nan"):
         mix(samples, [math.nan, 0.0], cfg)

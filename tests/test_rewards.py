@@ -208,14 +208,27 @@ def test_results_taken(own: str, result: str) -> None:
     assert type(reward) is float and reward == float(value["reward"] if isinstance(value, dict) else value)
 
 
+@pytest.mark.parametrize("result", ["{'right': True, 'form': np.float32(.5)}", "{'right': 1}"])
+def test_parts_taken(own: str, result: str) -> None:
+    (parts,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
+    assert parts == eval(result, {"np": np}) and all(type(part) is float for part in parts.values())
+
+
 @pytest.mark.parametrize(
     "result",
-    ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]", "np.zeros(2)", "10**400", "1j"],
-)
+    ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]", "np.zeros(2)", "10**400", "1j",
+     "{'right': 1.0, 'form': None}", "{'right': float('nan')}", "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}"],
+)  # fmt: skip
 def test_results_refused(own: str, result: str) -> None:
     with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ") as e:
         Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result, n=4)])
     assert "\n" not in str(e.value)
+
+
+def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
+    """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
+    with pytest.raises(RewardError, match='what others call "score" is "reward" here'):
+        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("{'score': 1.0, 'acc': 1.0}")])
 
 
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from agent_loop.single_turn import Generated
 from one_step_off.config import Config
+from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling, engine_args, sample_seed, stamps_of
@@ -55,7 +56,8 @@ class FakeScorer:
         await asyncio.sleep(self.delay)
         if any(i.response == self.fail_on for i in items):
             raise ValueError("bad reward")
-        return [None if i.response == "late" else float(i.index) for i in items]
+        special = {"late": None, "parts": {"right": 1.0, "form": 0.5}}
+        return [special.get(i.response, float(i.index)) for i in items]
 
 
 def item(index: int, response: str = "x") -> RewardItem:
@@ -83,16 +85,44 @@ def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
     assert asyncio.run(main()) == 3.0
 
 
-@pytest.mark.parametrize(("response", "reward", "extra"), [("late", 0.0, {"reward_timeout": True}), ("x", 3.0, {})])
-def test_what_could_not_be_judged_in_time_counts_as_zero_and_says_so(response, reward, extra):
-    async def generated(ids, seed, sampling):
-        return Generated(np.arange(2), np.zeros(2), np.zeros(2), 0, "stop")
+async def generated(ids, seed, sampling):
+    return Generated(np.arange(2), np.full(2, sampling.temperature), np.zeros(2), 0, "stop")
 
+
+@pytest.mark.parametrize(
+    ("response", "reward", "extra"),
+    [
+        ("late", 0.0, {"reward_timeout": True}),
+        ("x", 3.0, {}),
+        ("parts", 1.5, {"reward_parts": {"right": 1.0, "form": 0.5}}),
+    ],
+)
+def test_what_the_scorer_says_of_a_sample(response, reward, extra):
     replica = RolloutReplica(Config(), 0, "cpu", FakeScorer())
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: response), generated
     prompt = Prompt((0, 0), np.arange(2), "q", "1")
     sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
     assert (sample.reward, sample.extra) == (reward, extra)
+
+
+@pytest.mark.parametrize("estimator", ["remax", "grpo", f"{__name__}:generated"])
+def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baselines(estimator):
+    cfg = Config()
+    cfg.algorithm.adv_estimator, cfg.rollout.n = estimator, 2
+    generated.needs, wanted = ("baselines",), estimator != "grpo"
+    group = RolloutGroup([], cfg, seeded=True)
+    assert (group.train.greedy, group.val.greedy) == (wanted, False)
+    replica = RolloutReplica(cfg, 0, "cpu", FakeScorer())
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
+    replica.stamp = (0, 0)
+    prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(2)]
+    samples, _ = asyncio.run(replica.rollout(prompts, group.train))
+    found = [(s.prompt_id[1], s.index, s.log_probs[0], s.extra) for s in samples]
+    greedy = {"greedy": True}
+    assert found == [(row, i, float(i < 2), greedy if i == 2 else {}) for row in range(2) for i in range(2 + wanted)], (
+        "its temperature is 0, and it is scored like the others"
+    )
+    assert [s.reward for s in samples] == [float(s.index) for s in samples]
 
 
 def test_nothing_is_generated_before_verified_weights():
@@ -125,6 +155,47 @@ def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
         asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
 
 
+class SleepyEngine:
+    """Writes down what it is told; awake it must not be woken, asleep it must not be put to sleep again."""
+
+    def __init__(self) -> None:
+        self.told: list = []
+
+    async def sleep(self, level: int) -> None:
+        self.told.append(f"sleep {level}")
+
+    async def wake_up(self, tags: list[str]) -> None:
+        self.told += tags
+
+    async def collective_rpc(self, method: str, args: tuple) -> list[dict]:
+        self.told.append(method)
+        return [{"bytes": 1.0}]
+
+    async def pause_generation(self, **_) -> None: ...
+    async def update_weight_version(self, _) -> None: ...
+    async def resume_generation(self) -> None: ...
+
+
+def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync():
+    for device, told in (
+        ("cuda", ["sync_weights", "sleep 2", "weights", "sync_weights", "kv_cache"]),
+        ("cpu", ["sync_weights", "sync_weights"]),
+    ):
+        replica = RolloutReplica(Config(), 0, device, FakeScorer())
+        replica.engine = SleepyEngine()
+
+        async def turns(replica=replica):
+            await replica.sync((0, 0))
+            await replica.sleep()
+            await replica.sleep()  # every role that comes to its turn asks
+            with pytest.raises(RuntimeError, match="no verified weights"):
+                await replica.rollout([], Sampling(1, 1.0, None))
+            await replica.sync((0, 1))
+
+        asyncio.run(turns())
+        assert replica.engine.told == told and replica.stamp == (0, 1)
+
+
 def test_engine_arguments():
     cfg = Config()
     cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
@@ -133,4 +204,7 @@ def test_engine_arguments():
     assert cpu["kv_cache_memory_bytes"] == 256 << 20 and not cpu["enable_chunked_prefill"]
     assert cpu["max_num_batched_tokens"] >= cpu["max_model_len"] == 512 + 1024
     assert gpu["gpu_memory_utilization"] == 0.85 and "kv_cache_memory_bytes" not in gpu
+    assert not gpu["enable_sleep_mode"]
+    cfg.placement.roles = {"rollout": "all", "actor": "all"}
+    assert engine_args(cfg, "cuda")["enable_sleep_mode"]
     assert cpu["logprobs_mode"] == gpu["logprobs_mode"] == "processed_logprobs"

@@ -1,0 +1,94 @@
+"""The weight stream without a network, between processes on one device: the sender's buckets, mapped by receivers.
+
+On CPU a bucket is shared memory, on a GPU it goes by CUDA IPC. A message says which bucket is full and an answer that it
+may be packed anew; both go over the sender's store. Nothing is copied on the way: a receiver loads out of the sender's
+buffer. Shared memory has no name, so whatever dies leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import reduce_tensor
+
+
+def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """Zeros, uint8 [size], and the handle by which other processes of this user on this device map them.
+
+    Raises:
+        OSError: there is not so much memory.
+    """
+    if device.type == "cuda":
+        buffer = torch.zeros(size, dtype=torch.uint8, device=device)
+        return buffer, pickle.dumps(reduce_tensor(buffer))
+    fd = os.memfd_create("weight_sync")
+    os.posix_fallocate(fd, 0, max(size, 1))  # without it a lack of memory would show as a bus error, much later
+    path = f"/proc/{os.getpid()}/fd/{fd}"
+    return _mapped(path, size), pickle.dumps((_mapped, (path, size)))
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+
+
+class SharedOutlet:
+    """The sender's end. `buffers`: uint8, to be packed in turn; every message waits for all `readers` (numbers)."""
+
+    def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
+        self.store, self.readers, self.device, self.count = store, readers, device, 0
+        self.open: list[str] = []  # keys of the last message and its answers
+        made = [shared_buffer(size, device) for size in sizes]
+        self.buffers = [buffer for buffer, _ in made]
+        store.set("buffers", pickle.dumps([handle for _, handle in made]))
+
+    def publish(self, tensor: torch.Tensor) -> None:
+        """Tell all readers: of one of the buffers only which it is, of any other tensor its bytes."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # readers look at once, on streams of their own
+        starts = [buffer.data_ptr() for buffer in self.buffers]
+        here = tensor.data_ptr()
+        self.count += 1
+        message = str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
+        self.open = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
+        self.store.set(self.open[0], message)
+
+    def wait(self, timeout_s: float) -> None:
+        """Until every reader is done with the last message. Raises DistError after `timeout_s`."""
+        self.store.wait(self.open, timedelta(seconds=timeout_s))
+        while self.open:
+            self.store.delete_key(self.open.pop())
+
+
+class SharedInlet:
+    """A receiver's end, as reader `number`; its peer must hold a SharedOutlet. `timeout_s`: for any message."""
+
+    def __init__(self, store: dist.Store, number: int, device: torch.device, timeout_s: float) -> None:
+        self.store, self.number, self.device, self.count = store, number, device, 0
+        self.limit = timedelta(seconds=timeout_s)
+        made = [pickle.loads(handle) for handle in pickle.loads(store.get("buffers"))]
+        self.buffers = [rebuild(*args) for rebuild, args in made]
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """The next message, into `tensor`."""
+        data = torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype)
+        tensor.copy_(data.view(tensor.shape))
+        self.release()
+
+    def bucket(self, size: int) -> torch.Tensor:
+        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`."""
+        return self.buffers[int(self._next())][:size]
+
+    def release(self) -> None:
+        """Answer that the last message may be overwritten."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        self.store.set(f"answer{self.count}.{self.number}", b"")
+
+    def _next(self) -> bytes:
+        self.count += 1
+        self.store.wait([f"message{self.count}"], self.limit)
+        return self.store.get(f"message{self.count}")
