@@ -135,3 +135,21 @@ def same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
         micro.input_ids = np.pad(micro.input_ids, ((0, rows - had[0]), (0, width - had[1])))
         micro.at = micro.at // had[1] * width + micro.at % had[1]
     return rows, width
+
+
+def columns(width: int, rank: int, ranks: int) -> np.ndarray:
+    """The columns that one of `ranks` context-parallel ranks has: of 2 * `ranks` blocks one, and its mirror image, so that
+    all attend to as much. The blocks must be equal where there are several ranks."""
+    blocks = np.array_split(np.arange(width), 2 * ranks)
+    return np.concatenate([blocks[rank], blocks[-1 - rank]])
+
+
+def part(laid: MicroBatch, rank: int, ranks: int) -> tuple[MicroBatch, np.ndarray]:
+    """What that rank has of a padded micro-batch, and which of the wanted tokens."""
+    width = laid.input_ids.shape[1]
+    own, place = columns(width, rank, ranks), np.full(width, -1)
+    place[own] = np.arange(len(own))
+    row, column = laid.at // width, place[laid.at % width]
+    mine = np.flatnonzero(column >= 0)
+    at = (row * len(own) + column)[mine]
+    return MicroBatch(laid.input_ids[:, own], None, at, laid.tokens[mine], []), mine

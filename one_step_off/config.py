@@ -90,6 +90,9 @@ class BackendConfig:
     tensor_parallel_size: Optional[int] = key(None, "megatron: ranks that share each layer; null: as the actor", low=1)
     pipeline_parallel_size: Optional[int] = key(None, "megatron: stages of layers; null: as the actor", low=1)
     virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
+    context_parallel_size: Optional[int] = key(
+        None, "megatron: ranks that share each sequence; null: as the actor", low=1
+    )
     expert_parallel_size: Optional[int] = key(None, "megatron: ranks that share the experts; null: as the actor", low=1)
     sequence_parallel: Optional[bool] = key(None, "megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
@@ -121,6 +124,7 @@ class ActorConfig(TrainedConfig):
     backend: str = key("fsdp", "training back end", choices="fsdp megatron")
     tensor_parallel_size: int = key(1, "megatron: ranks that share each layer", low=1)
     pipeline_parallel_size: int = key(1, "megatron: stages of layers", low=1)
+    context_parallel_size: int = key(1, "megatron: ranks that share each sequence", low=1)
     expert_parallel_size: int = key(1, "megatron: ranks that share the experts", low=1)
     sequence_parallel: bool = key(False, "megatron: split norms over the tensor-parallel ranks too")
     micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
@@ -281,8 +285,7 @@ def settings_of(cfg: Config, role: str) -> Any:
 def shares_of(cfg: Config, role: str) -> int:
     """Into how many shares a role's ranks split a batch: all of them, or under Megatron those that hold one model."""
     own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
-    whole = own.tensor_parallel_size * own.pipeline_parallel_size if own.backend == "megatron" else 1
-    return ranks // whole
+    return ranks // (own.tensor_parallel_size * own.pipeline_parallel_size * own.context_parallel_size)
 
 
 def path_of(cfg: Config, role: str) -> str:

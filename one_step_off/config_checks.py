@@ -7,6 +7,7 @@ those before it. What only the contents of files tell, `launch.prepare` checks.
 import difflib
 import importlib.util
 import itertools
+import math
 import os
 import re
 import sys
@@ -25,6 +26,8 @@ BUILT_IN_REWARDS = ("gsm8k", "math")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
 GENERATORS = ("word_problems", "addition", "gsm_symbolic")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
+
+MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")
 
 # Fields of SamplingParams that only say where a sample ends or how it is written out, and what each takes. Anything
 # else might change the distribution that is sampled from, which the trainer does not know of, so nothing else passes.
@@ -151,39 +154,35 @@ def _placement(cfg: Config) -> Iterator[str]:
 
 
 def _layouts(cfg: Config, device: str) -> Iterator[str]:
-    for role, pool in cfg.placement.roles.items():
-        if role != "rollout":
-            yield from _layout(role, settings_of(cfg, role), sum(cfg.placement.pools[pool]), device)
-
-
-def _layout(role: str, own: Any, ranks: int, device: str) -> Iterator[str]:
     """What one back end can do and the other cannot, and sizes of model parallelism that do not make up the ranks."""
-    megatron = own.backend == "megatron"
-    if megatron and not _installed("megatron.core"):
-        yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
-    sizes = {name: getattr(own, f"{name}_parallel_size") for name in ("tensor", "pipeline", "expert")}
-    whole = sizes["tensor"] * sizes["pipeline"]
-    for name, size in sizes.items():
-        if not megatron and size > 1:
-            yield f"{role}.{name}_parallel_size={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
-    if megatron and ranks % whole:
-        of = f"{role}.tensor_parallel_size={sizes['tensor']} times pipeline_parallel_size={sizes['pipeline']}"
-        yield f"{of}: does not divide the {ranks} ranks of the {role}; change placement.pools or the sizes"
-    if megatron and (ranks // sizes["pipeline"]) % (sizes["tensor"] * sizes["expert"]):
-        of = f"{role}.expert_parallel_size={sizes['expert']} times tensor_parallel_size={sizes['tensor']}"
-        yield f"{of}: does not divide the {ranks // sizes['pipeline']} ranks of each stage; use {role} sizes that do"
-    if megatron and sizes["expert"] > 1 and sizes["tensor"] > 1 and device == "cpu":
-        yield f"{role}.expert_parallel_size={sizes['expert']}: gloo cannot join it with tensor parallelism; set one to 1"
-    if megatron and sizes["expert"] > 1 and sizes["tensor"] > 1 and not own.sequence_parallel:
-        yield f"{role}.sequence_parallel=false: experts and tensor parallelism together need it; set it to true"
-    if own.sequence_parallel and sizes["tensor"] == 1:
-        yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
-    if own.virtual_pipeline_parallel_size and sizes["pipeline"] == 1:
-        where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
-        yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
-    for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
-        if megatron and getattr(own, name, off) != off:
-            yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
+    for role, pool in ((role, pool) for role, pool in cfg.placement.roles.items() if role != "rollout"):
+        own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[pool])
+        sizes = {f"{n}_parallel_size": getattr(own, f"{n}_parallel_size") for n in MODEL_PARALLEL}
+        tp, pp, _, ep = sizes.values()
+        if own.sequence_parallel and tp == 1:
+            yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
+        if own.virtual_pipeline_parallel_size and pp == 1:
+            where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
+            yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
+        if own.backend == "fsdp":
+            for name, size in ((name, size) for name, size in sizes.items() if size > 1):
+                yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
+            continue
+        if not _installed("megatron.core"):
+            yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        if ranks % (whole := math.prod(sizes.values()) // ep):
+            of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
+            yield f"{role}: {of} take {whole} ranks together; that does not divide its {ranks}; change placement.pools"
+        if (ranks // pp) % (tp * ep):
+            of = f"{role}.expert_parallel_size={ep} times tensor_parallel_size={tp}"
+            yield f"{of}: does not divide the {ranks // pp} ranks of each stage; use {role} sizes that do"
+        if ep > 1 and tp > 1 and device == "cpu":
+            yield f"{role}.expert_parallel_size={ep}: gloo cannot join it with tensor parallelism; set one to 1"
+        if ep > 1 and tp > 1 and not own.sequence_parallel:
+            yield f"{role}.sequence_parallel=false: experts and tensor parallelism together need it; set it to true"
+        for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
+            if getattr(own, name, off) != off:
+                yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
 
 
 def _batch(cfg: Config) -> Iterator[str]:
@@ -407,7 +406,10 @@ def _output(cfg: Config) -> Iterator[str]:
 
 def _installed(package: str) -> bool:
     """Whether a package can be imported, without doing so. A mere folder of that name (W&B makes wandb/) is none."""
-    found = sys.modules.get(package) or importlib.util.find_spec(package)
+    try:
+        found = sys.modules.get(package) or importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even the package around it
+        return False
     return getattr(found, "origin", None) is not None or getattr(found, "__file__", None) is not None
 
 

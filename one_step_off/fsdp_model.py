@@ -293,12 +293,9 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tup
     return items
 
 
-def write_checkpoint(model: PreTrainedModel, state: dict[str, Tensor], cfg: Config, folder: str) -> None:
-    """Write a gathered state dict as a Hugging Face checkpoint in model.dtype (rank 0 alone, no collective)."""
-    dtype = getattr(torch, cfg.model.dtype)
+def write_checkpoint(model: PreTrainedModel, whole: dict[str, Tensor], cfg: Config, folder: str) -> None:
+    """Write whole tensors in model.dtype as a Hugging Face checkpoint (rank 0 alone, no collective)."""
     # The sharded model's class is FSDP's; this one has the architecture's own.
-    plain = _empty(cfg, "actor", "sdpa", dtype)
+    plain = _empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))
     plain.generation_config = model.generation_config
-    names = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
-    kept = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items() if k in names}  # tied: once
-    plain.save_pretrained(folder, state_dict=kept)
+    plain.save_pretrained(folder, state_dict=whole)

@@ -15,7 +15,7 @@ import datetime
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -42,9 +42,6 @@ from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
-Work = tuple[batching.MicroBatch, dict[str, Tensor]]
-"""A micro-batch of training: as the model takes it, and what `TrainedWorker._per_token` finds of its tokens."""
-
 
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
@@ -56,9 +53,9 @@ class ModelWorker(UsageProbe):
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
-        # The part of a batch that is this rank's, of how many; of what a micro-batch's width and their number must be
-        # multiples.
-        self.share, self.shares, self.multiple, self.rounds = rank, world_size, 1, 1
+        # The part of a batch that is this rank's, of how many, and whether it tells what it finds of it; of what a
+        # micro-batch's width and their number must be multiples.
+        self.share, self.shares, self.tells, self.multiple, self.rounds = rank, world_size, True, 1, 1
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
@@ -103,26 +100,40 @@ class ModelWorker(UsageProbe):
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
 
-        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2].
+        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2]. Empty where others tell it.
         """
-        lengths, result = [len(s) for s in sequences], {}
+        lengths, result, found = [len(s) for s in sequences], {}, []
         micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
-        work = [self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]) for micro in micros]
-        for micro, laid, found in zip(micros, work, self._run_forward(work, temperature, more, shared), strict=False):
-            ends = np.cumsum(laid.counts)[:-1]
-            result.update(zip(micro, np.split(found.float().cpu().numpy(), ends), strict=False))  # empty: no index
+        work = [(self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]),) for micro in micros]
+
+        def keep(laid: batching.MicroBatch) -> Tensor:
+            answer, figure = self._forward(laid, temperature, more)
+            found.append(answer if figure is None else torch.stack([answer, figure], -1))
+            return found[-1].sum()
+
+        self._run(work, keep, Clock(self.device))
+        if self.tells:
+            for micro, (laid,), answer in zip(micros, work, found, strict=True):
+                answers = np.split(answer.float().cpu().numpy(), np.cumsum(laid.counts)[:-1])
+                result.update(zip(micro, answers, strict=False))  # an empty one has no index
         return result
 
-    def _lay(self, sequences: list[np.ndarray], wanted: list[np.ndarray]) -> batching.MicroBatch:
+    def _lay(self, sequences: Arrays, wanted: Arrays) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.multiple)
 
-    def _run_forward(
-        self, work: list[batching.MicroBatch], temperature: float, more: str, shared: bool
-    ) -> list[Tensor]:
-        """What `_scores` finds of each micro-batch; where not `shared`, the same on every rank."""
-        found = [side_by_side(*self._forward(laid, temperature, more)) for laid in work]
-        self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
-        return found
+    def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
+        """Take the `result`, a scalar, of each item, whose first part is its `MicroBatch`. Where gradients are on, derive
+        it: they are summed over all items and ranks."""
+        train = torch.is_grad_enabled()
+        for item in work:
+            with clock("forward"):
+                value = result(*item)
+            if train:
+                with clock("backward"):
+                    # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
+                    (value * self.world_size).backward()
+        if not train:
+            self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
         arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
@@ -208,23 +219,14 @@ class TrainedWorker(ModelWorker):
         weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
         micros = self._plan([s.length for s in samples], self.shares)[self.share]
 
-        def work() -> Iterator[Work]:
+        def work() -> Iterator[tuple]:
             for micro in micros:
                 wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
                 laid = self._lay([_sequence(samples[k]) for k in micro], wanted)
-                yield laid, self._per_token(batch, [mini[k] for k in micro], weights[micro])
+                yield laid, self._per_token(batch, [mini[k] for k in micro], weights[micro]), stats, first
 
-        self._run_training(work(), stats, clock, first)
+        self._run(work(), self._micro_loss, clock)
         stats.add(tokens_total=sum(samples[k].length for micro in micros for k in micro))
-
-    def _run_training(self, work: Iterator[Work], stats: Stats, clock: Clock, first: bool) -> None:
-        """`_micro_loss` and its backward pass for each micro-batch, the gradients summed over all and all ranks."""
-        for laid, of in work:
-            with clock("forward"):
-                loss = self._micro_loss(laid, of, stats, first)
-            with clock("backward"):
-                # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
-                (loss * self.world_size).backward()
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
         """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
@@ -291,7 +293,7 @@ class TrainedWorker(ModelWorker):
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
-        sums, maxima = self._reduced(stats)
+        sums, maxima = stats.reduce(self.tells)
         own = {
             "loss": sums["loss"] / minis,
             "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
@@ -301,10 +303,6 @@ class TrainedWorker(ModelWorker):
             "tokens_total": sums["tokens_total"],
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
-
-    def _reduced(self, stats: Stats) -> tuple[dict[str, float], dict[str, float]]:
-        """Sums and maxima over the whole batch, the same on every rank."""
-        return tuple(stats.reduce())
 
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
@@ -369,10 +367,10 @@ class PolicyWorker(TrainedWorker):
         return self._of_responses(batch, "squares")
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer, or none of it). Every
         rank scores everything: the canary's few sequences cost less than gathering would."""
         scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
-        return [scores[i] for i in range(len(sequences))]
+        return [scores[i] for i in sorted(scores)]
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         columns = {"mu": [s.log_probs for s in batch.samples], "advantage": batch.advantages}
@@ -441,27 +439,39 @@ class PolicyWorker(TrainedWorker):
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        whole, problem, error = self._whole_tensors(), [None], None
+        whole, problem, error = self._whole(), [None], None
         if self.rank == 0:
             try:
                 self._write(whole, path)
             except Exception as e:  # a full disk, say; the other ranks must not wait for a rank that has left
                 problem, error = [f"{type(e).__name__}: {e}"], e
-                for _ in whole:
-                    pass
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
 
-    def _whole_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """On rank 0 every tensor by its name, on the CPU (collective)."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return iter(get_model_state_dict(self.model, options=options).items())
+    @torch.no_grad()
+    def _whole(self) -> dict[str, Tensor]:
+        """On rank 0 every tensor that is streamed, on the CPU (collective)."""
+        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(plans, self.weight_plan())
+        own = (tensor.cpu() for tensor in self.weight_tensors())
+        if self.rank:
+            for tensor in own:
+                dist.send(tensor, 0)
+            return {}
+        whole = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for plan in plans for p in plan}
+        for rank, piece in ((rank, piece) for rank, plan in enumerate(plans) for piece in plan):
+            block = torch.empty(piece.block, dtype=whole[piece.name].dtype) if rank else next(own)
+            if rank:
+                dist.recv(block, rank)
+            rows = torch.atleast_1d(whole[piece.name])  # the same memory
+            rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
+        return whole
 
-    def _write_model(self, whole: Iterator[tuple[str, Tensor]], folder: str) -> None:
-        fsdp_model.write_checkpoint(self.model, dict(whole), self.cfg, folder)
+    def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
+        fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
 
-    def _write(self, whole: Iterator[tuple[str, Tensor]], path: str) -> None:
+    def _write(self, whole: dict[str, Tensor], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
         self._write_model(whole, temporary)
         model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
@@ -517,8 +527,3 @@ class RewardModelWorker(ModelWorker):
 
 def _sequence(sample: Sample) -> np.ndarray:
     return np.concatenate([sample.prompt_ids, sample.response_ids])
-
-
-def side_by_side(found: Tensor, figure: Tensor | None) -> Tensor:
-    """[n], or with a second figure [n, 2]."""
-    return found if figure is None else torch.stack([found, figure], -1)

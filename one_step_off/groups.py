@@ -123,7 +123,7 @@ class TrainGroup:
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
-        return (await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences))[0]
+        return next(filter(None, await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)))
 
     async def save_state(self, folder: str) -> None:
         """Write the role's part of a checkpoint."""

@@ -4,8 +4,6 @@ Transformer Engine's layers on GPUs; Megatron's local ones, in plain torch, on C
 for reach the head, whose vocabulary stays split over the tensor-parallel ranks.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -26,6 +24,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
 from one_step_off.fsdp_model import SCALAR_ROLES
 from one_step_off.megatron_weights import head_dim
@@ -99,6 +98,7 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "pipeline_model_parallel_size": own.pipeline_parallel_size,
         "virtual_pipeline_model_parallel_size": own.virtual_pipeline_parallel_size,
         "expert_model_parallel_size": own.expert_parallel_size,
+        "context_parallel_size": own.context_parallel_size,
         "sequence_parallel": own.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -112,7 +112,6 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "perform_initialization": False,  # every weight is loaded
         "use_cpu_initialization": not cuda,
         "batch_p2p_comm": cuda,
-        "masked_softmax_fusion": False,
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "apply_rope_fusion": False,
@@ -145,6 +144,25 @@ class _Norm(nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel
 
 
+class _Attention(nn.Module):
+    """The local layers' causal attention, by torch's own kernel. Under context parallelism, which Megatron leaves to
+    Transformer Engine, this rank's queries meet the keys and values of all ranks."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+        """All are [positions, rows, heads, width]; the result has the heads side by side."""
+        group, mask = mpu.get_context_parallel_group(), None
+        if group.size() > 1:
+            key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
+            at = [torch.from_numpy(batching.columns(len(key), r, group.size())) for r in range(group.size())]
+            mask = torch.cat(at) <= at[group.rank()][:, None]
+        laid = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        found = F.scaled_dot_product_attention(*laid, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
+        return found.permute(2, 0, 1, 3).flatten(2)
+
+
 class _ScalarHead(nn.Module):
     """One number per token, in place of the language model head; held by every tensor-parallel rank alike."""
 
@@ -166,8 +184,9 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
             spec.layer_norm = _Norm
             for layer in (layer.submodules for layer in spec.layer_specs):
                 layer.input_layernorm = layer.pre_mlp_layernorm = _Norm
+                attention = layer.self_attention.submodules
+                attention.core_attention = _Attention
                 if config.qk_layernorm:
-                    attention = layer.self_attention.submodules
                     attention.q_layernorm = attention.k_layernorm = _Norm
         chunk = GPTModel(
             config,
@@ -187,9 +206,6 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
             chunk.output_layer = _ScalarHead(config, device)
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
     return chunks
-
-
-# ---- log-probs --------------------------------------------------------------------------------------------------
 
 
 def at_positions(
@@ -223,6 +239,12 @@ def at_positions(
     found = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
     log_probs, entropies = zip(*found, strict=True)
     return torch.cat(log_probs)[: len(at)], None if entropy == "none" else torch.cat(entropies)[: len(at)]
+
+
+def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:
+    """What every context-parallel rank found of its tokens, `mine` of all `count`."""
+    whole = found.new_zeros(count).index_copy(0, mine, found)
+    return reduce_from_tensor_model_parallel_region(whole, group=mpu.get_context_parallel_group())
 
 
 def split_log_probs(

@@ -5,15 +5,12 @@ the names of CUDA tensor types. Inside `cuda_is_cpu()` all of that is answered f
 for the whole process would mislead other libraries.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 import torch
-from megatron.core.fusions import fused_softmax
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
@@ -29,6 +26,7 @@ class _CudaIsCpu(TorchFunctionMode):
             return args[0]
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
         answer = func(*args, **kwargs)
         if func is torch.Tensor.type and len(args) == 1:  # perhaps inside another of these
             return "torch.cuda." + answer.rsplit(".", 1)[1]
@@ -49,7 +47,7 @@ class _Stream:
 
     wait_stream = wait_event = synchronize = _pass
 
-    def record_event(self) -> _Stream:
+    def record_event(self) -> Self:
         """An event that is over."""
         return self
 
@@ -88,8 +86,6 @@ PATCHES = [
     (torch.cuda, "manual_seed", lambda seed: None),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (megatron_random, "_set_cuda_rng_state", _set_state),
-    # Recomputed in the backward pass, where no function mode acts.
-    (fused_softmax, "get_default_causal_mask", lambda n: torch.ones(n, n, dtype=torch.bool).triu(1)),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_lists),
 ]
 

@@ -5,8 +5,6 @@ local parameter. So the same parts serve to load (written) and to stream and exp
 than its own shard and one HF tensor.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator
@@ -179,7 +177,8 @@ def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPie
     sent, loads = [], {}
     name = str(wire_dtype).removeprefix("torch.")
     for part in found:
-        group = mpu.get_expert_data_parallel_group() if part.expert else mpu.get_data_parallel_group()
+        whole = mpu.get_data_parallel_group(with_context_parallel=True)
+        group = mpu.get_expert_data_parallel_group() if part.expert else whole
         load = loads.setdefault(part.expert, [0] * group.size())
         replica = load.index(min(load))
         # Counted by the whole tensor, which all tensor-parallel ranks know alike: they must agree on the replica.

@@ -13,8 +13,6 @@ A back end has a class per role, as `fsdp_workers.py` does, where the methods ar
     reward_model   score_sequences
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

@@ -45,7 +45,8 @@ if [[ "$on" == cpu ]]; then
         1) say "found 1 GPU, but generation and training run at the same time, each on its own: $tiny" ;;
         *) say "EXTRA=cpu: $tiny" ;;
     esac
-    args=("config=$root/config/gsm8k_tiny_cpu.yaml" "actor.backend=$backend")
+    args=("config=$root/config/gsm8k_tiny_cpu.yaml")
+    [[ "$backend" == fsdp ]] || args+=("actor.backend=$backend")
 elif ((gpus < 2)); then
     die "EXTRA=gpu: found $gpus GPU(s), needs 2: generation and training run at the same time, each on its own." \
         "Without EXTRA a tiny model is trained on the CPU"

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from one_step_off import config_checks, word_problems
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, shares_of
 from one_step_off.config_checks import validate
 from one_step_off.config_io import KEYS, help_text, load, placement_text, resolved_yaml, seat_cores
 from one_step_off.cores import count_gpus, plan_cores
@@ -157,6 +157,9 @@ BAD = [
         [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
         ["share the pool all", "rollout.tensor_parallel_size=1"],
     ),
+    (["actor.tensor_parallel_size=2"], ["actor.tensor_parallel_size=2", "is Megatron's", "actor.backend=megatron"]),
+    (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
+    (["actor.virtual_pipeline_parallel_size=2"], ["virtual_pipeline_parallel_size=2", "needs stages"]),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
@@ -229,6 +232,32 @@ BAD = [
     (["config=/nowhere/x.yaml"], ["config=/nowhere/x.yaml", "No such file", "check the path"]),
     (["config=/tmp"], ["config=/tmp", "directory"]),
 ]
+
+
+MEGATRON = [
+    (["actor.context_parallel_size=3"], ["context_parallel_size=3", "take 3 ranks", "placement.pools"]),
+    (
+        ["actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=4"],
+        ["tensor_parallel_size=2, pipeline_parallel_size=4 take 8 ranks", "its 4"],
+    ),
+    (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
+    (["actor.expert_parallel_size=2", "actor.tensor_parallel_size=2"], ["expert_parallel_size=2", "gloo"]),
+    (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
+    (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), MEGATRON)
+def test_layouts_of_megatron(argv, words, monkeypatch):
+    monkeypatch.setattr(config_checks, "_installed", lambda package: True)
+    line = fault("placement.pools.actor=[4]", "actor.backend=megatron", *argv)
+    for word in words:
+        assert word in line
+    cfg = good("placement.pools.actor=[4]", "actor.backend=megatron", "actor.tensor_parallel_size=2")
+    validate(cfg, 0)
+    assert shares_of(cfg, "actor") == 2
+    monkeypatch.setattr(config_checks, "_installed", lambda package: False)
+    assert "MEGATRON=1 shell/setup.sh" in fault("actor.backend=megatron")
 
 
 @pytest.mark.parametrize(("argv", "parts"), BAD, ids=[" ".join(a)[:70] or "none" for a, _ in BAD])

@@ -19,9 +19,10 @@ from megatron.core.distributed import finalize_model_grads
 
 from one_step_off import megatron_weights
 from one_step_off.distributed_util import BucketPlan
-from one_step_off.megatron_workers import MegatronPolicyWorker
+from one_step_off.megatron_workers import WORKERS, MegatronPolicyWorker
+from one_step_off.roles import WORKERS as FSDP_WORKERS
 from one_step_off.workers import WeightPiece
-from tests.test_fsdp_workers import OBJECTIVES, by_hand, config, free_port, hf_log_probs, hf_model, make_batch
+from tests.test_fsdp_workers import OBJECTIVES, by_hand, config, free_port, hf_log_probs, hf_model, make_batch, start
 
 STEPS = 3
 SIZES = {
@@ -50,6 +51,7 @@ def case(name, model, world, **layout):
 
 
 TP, PP, EP = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}, {"expert_parallel_size": 2}
+CP = {"context_parallel_size": 2}
 SP, VPP = {"sequence_parallel": True}, {"virtual_pipeline_parallel_size": 2}
 CASES = [
     case("one", "llama", 1),
@@ -60,11 +62,14 @@ CASES = [
     case("pp2_qwen2", "qwen2", 2, **PP),
     case("pp2_qwen3", "qwen3", 2, **PP, activation_checkpointing=True),
     case("vpp2", "qwen2", 2, **PP, **VPP),
+    case("cp2", "qwen3", 2, **CP, activation_checkpointing=True),
     case("dp2", "qwen2", 2),
     case("ep2", "moe", 2, **EP),
     case("tp2_dp2", "qwen2", 4, **TP),
     case("tp2_pp2", "qwen3", 4, **TP, **PP),
     case("pp2_ep2", "moe", 4, **PP, **EP),
+    case("tp2_cp2", "llama", 4, **TP, **SP, **CP),
+    case("vpp2_cp2", "qwen2", 4, **PP, **VPP, **CP),
 ]
 
 
@@ -109,6 +114,7 @@ def run_rank(rank, cases, out):
         worker.setup("127.0.0.1", port)
         batch = make_batch(cfg.model.path)
         result = {"pieces": sent_by(worker), "log_probs": worker.log_prob(batch)}
+        result["squares"] = worker.log_prob_and_squares(batch)
         result["scores"] = worker.score([s.response_ids for s in batch.samples])
         result["metrics"] = worker.update(batch)
         result["gradients"] = worker.gradients
@@ -230,12 +236,20 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
         union |= r["log_probs"]
         told = [{k: v for k, v in x["metrics"].items() if not k.endswith("_s")} for x in (r, ranks[0])]
         assert told[0] == told[1] and r["skipped"] == 1 and r["same"]
-        for a, b in zip(r["scores"], ranks[0]["scores"], strict=True):
-            np.testing.assert_array_equal(a, b)
+        assert r["squares"].keys() == r["log_probs"].keys() and bool(r["scores"]) == bool(r["log_probs"])
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():
         for i, s in enumerate(batch.samples):
             np.testing.assert_allclose(union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=1e-5, rtol=0)
+            ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
+            logits = plain(ids[None], use_cache=False).logits[0]
+            squares = (logits / 0.7).softmax(-1).square().sum(-1)[len(s.prompt_ids) - 1 : -1].numpy()
+            for r in (r for r in ranks if i in r["squares"]):
+                np.testing.assert_allclose(r["squares"][i], np.stack([union[i], squares], -1), atol=1e-5, rtol=0)
+            want = plain(ids[None, len(s.prompt_ids) :], use_cache=False).logits[0, :-1].log_softmax(-1)
+            want = want.gather(1, ids[len(s.prompt_ids) + 1 :, None])[:, 0].numpy()
+            for r in (r for r in ranks if r["scores"]):
+                np.testing.assert_allclose(r["scores"][i], want, atol=1e-5, rtol=0)
     assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(loss, abs=1e-5)
     assert ranks[0]["metrics"]["actor/tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples)
     stored = as_stored(plain, dict(plain.named_parameters()))
@@ -251,6 +265,73 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     total = sum(t.nbytes for t in trained.values())
     for r in ranks:
         assert sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
+
+
+# ---- the other roles --------------------------------------------------------------------------------------------
+
+
+def with_values(path):
+    batch, rng = make_batch(path), np.random.default_rng(1)
+    batch.values, batch.returns = ([rng.normal(0, 1, len(s.loss_mask)) for s in batch.samples] for _ in range(2))
+    return batch
+
+
+def found_by(worker, role, path):
+    """What the role is asked for, and of a critic again after two updates."""
+    batch = with_values(path)
+    if role == "reward_model":
+        return {"answers": [worker.score_sequences([s.response_ids for s in batch.samples])]}
+    if role == "ref":
+        return {"answers": [worker.log_prob(batch)]}
+    before, told = worker.values(batch), [worker.update(batch), worker.update(batch)]
+    told = [{k: v for k, v in x.items() if not k.endswith("_s")} for x in told]
+    return {"answers": [before, worker.values(batch)], "told": told}
+
+
+def run_roles(rank, cases, out):
+    torch.set_num_threads(1)
+    for name, role, cfg, port in cases:
+        worker = WORKERS[role](cfg, role, rank, 2, "cpu", total_steps=10)
+        worker.setup("127.0.0.1", port)
+        torch.save(found_by(worker, role, cfg.model.path), f"{out}/{name}_{role}_{rank}.pt")
+        end()
+
+
+def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
+    """A critic, a reward model and a reference, each on several layouts of two ranks, and on one rank under FSDP."""
+    path, scalar = str(checkpoints / "qwen2"), str(checkpoints / "scalar")
+    torch.manual_seed(2)
+    settings = {**MODELS["qwen2"]().to_dict(), "num_labels": 1, "pad_token_id": 0}
+    plain = transformers.AutoModelForSequenceClassification.from_config(transformers.Qwen2Config(**settings))
+    plain.save_pretrained(scalar)
+    layouts = {"tp2_sp": {**TP, **SP}, "pp2": PP, "cp2": CP, "dp2": {}}
+    changes = {
+        "critic__path": scalar,
+        "critic__lr": 1e-3,
+        "reward_model__path": scalar,
+        "actor__micro_batch_tokens": 60,
+    }
+    roles, cases = ("critic", "reward_model", "ref"), []
+    for name, layout in layouts.items():
+        own = {f"actor__{k}": v for k, v in layout.items()} | {"actor__backend": "megatron"}
+        cases += [(name, role, config(path, **changes, **own), free_port()) for role in roles]
+    mp.spawn(run_roles, args=(cases, str(tmp_path)), nprocs=2)
+    for role in roles:
+        worker = start(config(path, **changes), role, cls=FSDP_WORKERS[role])
+        want = found_by(worker, role, path)
+        dist.destroy_process_group()
+        for name in layouts:
+            ranks = [torch.load(f"{tmp_path}/{name}_{role}_{r}.pt", weights_only=False) for r in range(2)]
+            for k, answers in enumerate(want["answers"]):
+                union = ranks[0]["answers"][k] | ranks[1]["answers"][k]
+                assert sorted(union) == list(range(12))
+                for i, answer in answers.items():
+                    np.testing.assert_allclose(
+                        union[i], answer, atol=1e-4 if k else 1e-5, rtol=0, err_msg=f"{name} {role}"
+                    )
+            for k, told in enumerate(want.get("told", ())):
+                assert ranks[0]["told"][k] == ranks[1]["told"][k]
+                assert ranks[0]["told"][k] == pytest.approx(told, rel=1e-3, abs=1e-5)
 
 
 # ---- checkpoints ------------------------------------------------------------------------------------------------
@@ -276,8 +357,14 @@ def run_checkpoint(rank, cases, folder):
 
 
 def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
-    """Saved on TP=2; read on TP=2, PP=2, virtual stages and two replicas: the same weights, then the same step."""
-    layouts = {"saved": (TP, ""), "tp2": (TP, "saved"), "pp2": (PP, "saved"), "dp2": ({}, "saved")}
+    """Saved on TP=2; read on TP=2, PP=2, CP=2 and two replicas: the same weights, then the same step."""
+    layouts = {
+        "saved": (TP, ""),
+        "tp2": (TP, "saved"),
+        "pp2": (PP, "saved"),
+        "cp2": (CP, "saved"),
+        "dp2": ({}, "saved"),
+    }
     cases = []
     for name, (layout, load) in layouts.items():
         _, _, world, changes = case(name, "qwen2", 2, **layout)
@@ -286,7 +373,7 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
     found = {n: [torch.load(f"{tmp_path}/{n}_{r}.pt", weights_only=False) for r in range(2)] for n in layouts}
     before, after = (assembled(found["saved"], key) for key in ("before", "after"))
     assert any((before[n] != after[n]).any() for n in before)
-    for name in ("tp2", "pp2", "dp2"):
+    for name in ("tp2", "pp2", "cp2", "dp2"):
         assert found[name][0]["at"] == (1, 1)
         for n, tensor in assembled(found[name], "before").items():
             np.testing.assert_array_equal(tensor, before[n])
