@@ -170,7 +170,6 @@ class MegatronWorker(ModelWorker):
         return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config), dtype)
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
-        save_torch_state_dict(whole, folder)
         self.hf_config.dtype = getattr(torch, self.cfg.model.dtype)
         self.hf_config.save_pretrained(folder)
         try:
@@ -178,6 +177,7 @@ class MegatronWorker(ModelWorker):
         except OSError:  # the model came without
             generation = transformers.GenerationConfig.from_model_config(self.hf_config)
         generation.save_pretrained(folder)
+        save_torch_state_dict(whole, folder)
 
 
 class MegatronPolicyWorker(MegatronWorker, PolicyWorker):
