@@ -1,7 +1,5 @@
 """One turn: the prompt goes in, the response comes out."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 

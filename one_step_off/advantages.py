@@ -11,8 +11,6 @@ Only tokens whose mask is True exist for the estimators. Time steps go from one 
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -11,8 +11,6 @@ Sums over micro-batches and ranks are expressed as per-token weights with global
 gradient does not depend on how the batch was cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

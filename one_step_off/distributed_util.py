@@ -12,8 +12,6 @@ bucket the senders, in the order of the plan; each sender walks its own buckets 
 `near` a sender, on the same device, are not in its group: they read its buckets where they lie (shared_link.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import math
@@ -69,7 +67,7 @@ class BucketPlan:
     digest: int
 
     @staticmethod
-    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> BucketPlan:
+    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
         """Fill buckets with whole tensors, in the senders' order. A tensor over `bucket_bytes` gets one of its own.
 
         Args:
@@ -178,10 +176,7 @@ def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
 
 def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
     """Wait on the host until a broadcast has ended. gloo keeps the limit itself; NCCL's `wait` only orders streams.
-
-    Raises:
-        RuntimeError: not within `timeout_s`, or the transport failed.
-    """
+    Raises RuntimeError: not within `timeout_s`, or the transport failed."""
     if device.type == "cuda":
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
@@ -367,13 +362,9 @@ class Receiver(_End):
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, float]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
 
-        The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes
-        equal the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire,
-        load, verify) and "bytes".
-
-        Raises:
-            SyncError: other plan or version, time limit, broken peer, or a checksum that differs.
-        """
+        The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
+        the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire, load, verify)
+        and "bytes". Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs."""
         self._begin()
         header = torch.zeros(2, dtype=torch.int64, device=self.device)
         for s, inlet in enumerate(self.inlets):

@@ -10,6 +10,7 @@ cap), because log-probs are computed here in chunks and not by the model's own f
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -186,23 +187,14 @@ def _policy_forward(
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
 
     It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around
-    that method alone. Only wanted positions are projected, `chunk` at a time, and in training each chunk is recomputed
-    in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary.
+    that method alone.
     """
-    hidden = _hidden_at(self, input_ids, position_ids, at)
-    targets = tokens if len(tokens) else tokens.new_zeros(1)
 
     def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
         return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
 
-    if torch.is_grad_enabled() and len(targets) > chunk:
-        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
-    parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    log_probs, entropies = zip(*parts, strict=True)
-    # Clones: FSDP2's backward hook must not sit on a view.
-    of_all = None if entropy == "none" else torch.cat(entropies)[: len(at)].clone()
-    return torch.cat(log_probs)[: len(at)].clone(), of_all
+    return in_chunks(project, _hidden_at(self, input_ids, position_ids, at), tokens, chunk)
 
 
 def _scalar_forward(
@@ -211,6 +203,20 @@ def _scalar_forward(
     """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
     hidden = _hidden_at(self, input_ids, position_ids, at)
     return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
+
+
+def in_chunks(
+    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, tokens: Tensor, chunk: int
+) -> tuple[Tensor, Tensor | None]:
+    """`project` of hidden states and wanted tokens, `chunk` at a time; in training each is recomputed in the backward
+    pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary."""
+    targets = tokens if len(tokens) else tokens.new_zeros(1)  # a hidden state stands there that nobody asked for
+    if torch.is_grad_enabled() and len(targets) > chunk:
+        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
+    parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    joined = (None if part[0] is None else torch.cat(part)[: len(tokens)] for part in zip(*parts, strict=True))
+    # Clones: FSDP2's backward hook must not sit on a view.
+    return tuple(x if x is None else x.clone() for x in joined)
 
 
 def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:

@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.advantages import Arrays
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
+from one_step_off.distributed_util import SendingEnd
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -326,11 +327,8 @@ class TrainedWorker(ModelWorker):
         torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
 
     def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
-
-        Raises:
-            ConfigError: the checkpoint is of another model or cannot be read.
-        """
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective). Raises ConfigError:
+        the checkpoint is of another model or cannot be read."""
         try:
             self._read_state(os.path.join(folder, self.role))
         except Exception as e:
@@ -523,6 +521,13 @@ class RewardModelWorker(ModelWorker):
         longer = [np.append(s, 0) for s in sequences]
         found = self._scores(longer, [np.array([len(s)]) for s in sequences], 1.0)
         return {i: float(score[0]) for i, score in found.items()}
+
+
+class ActorWorker(SendingEnd, PolicyWorker):
+    """The role "actor", whose ranks also send the weights."""
+
+
+WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
 
 
 def _sequence(sample: Sample) -> np.ndarray:

@@ -4,8 +4,6 @@
 the bridge between the two. The pipeline is tested with stand-ins that have the same methods.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
@@ -231,11 +229,8 @@ class WeightSync:
         )
 
     async def __call__(self, stamp: Stamp) -> dict[str, float]:
-        """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary.
-
-        Raises:
-            SyncError or PhaseTimeout, naming who, which phase, bucket and version.
-        """
+        """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary. Raises
+        SyncError or PhaseTimeout, naming who, which phase, bucket and version."""
         begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK

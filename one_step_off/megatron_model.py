@@ -4,7 +4,6 @@ Transformer Engine's layers on GPUs; Megatron's local ones, in plain torch, on C
 for reach the head, whose vocabulary stays split over the tensor-parallel ranks.
 """
 
-import functools
 from typing import Any
 
 import torch
@@ -22,11 +21,10 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
-from one_step_off.fsdp_model import SCALAR_ROLES
+from one_step_off.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.megatron_weights import head_dim
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
@@ -35,11 +33,8 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 def read_config(cfg: Config, role: str) -> Any:
-    """The model's config.json, once it is sure that Megatron makes the same model of it.
-
-    Raises:
-        ConfigError: a family, or a variant of one, that this back end does not know, or sizes that do not divide.
-    """
+    """The model's config.json, once it is sure that Megatron makes the same model of it. Raises ConfigError: a family,
+    or a variant of one, that this back end does not know, or sizes that do not divide."""
     path, own = path_of(cfg, role), settings_of(cfg, role)
     hf = transformers.AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
     where = f"{role}.backend=megatron with {path!r}"
@@ -112,11 +107,6 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "perform_initialization": False,  # every weight is loaded
         "use_cpu_initialization": not cuda,
         "batch_p2p_comm": cuda,
-        "bias_activation_fusion": False,
-        "bias_dropout_fusion": False,
-        "apply_rope_fusion": False,
-        "gradient_accumulation_fusion": False,
-        "persist_layer_norm": False,
     }
     if isinstance(own, TrainedConfig) and own.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -130,7 +120,6 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
             "moe_router_pre_softmax": not hf.norm_topk_prob,
             "moe_router_dtype": "fp32",
             "moe_router_load_balancing_type": "none",  # an auxiliary loss would move the policy off its objective
-            "moe_aux_loss_coeff": 0.0,
             "moe_grouped_gemm": cuda,
         }
     return TransformerConfig(**settings)
@@ -233,12 +222,7 @@ def at_positions(
         logits = F.linear(copy_to_tensor_model_parallel_region(hidden), weight)[:, :rows].float()
         return split_log_probs(logits, tokens, first, temperature, entropy)
 
-    targets = tokens if len(tokens) else tokens.new_zeros(1)
-    if torch.is_grad_enabled() and len(targets) > chunk:
-        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
-    found = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    log_probs, entropies = zip(*found, strict=True)
-    return torch.cat(log_probs)[: len(at)], None if entropy == "none" else torch.cat(entropies)[: len(at)]
+    return in_chunks(project, hidden, tokens, chunk)
 
 
 def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:

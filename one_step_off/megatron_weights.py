@@ -16,7 +16,7 @@ import torch
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from one_step_off.config import ConfigError
+from one_step_off.config import Config, ConfigError, path_of
 from one_step_off.workers import WeightPiece
 
 ATTENTION, EXPERT = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp.experts.{expert}."
@@ -162,11 +162,15 @@ class CheckpointReader:
 
 
 @torch.no_grad()
-def load(found: list[Part], reader: CheckpointReader, seed: int, spread: float) -> None:
-    """Fill the local parameters; a scalar head that the checkpoint lacks begins random, the same on every rank."""
-    for part in found:
+def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> None:
+    """Fill the local parameters; a scalar head that the checkpoint lacks begins random, the same on every rank. Raises
+    ConfigError: as `CheckpointReader`."""
+    path = path_of(cfg, role)
+    reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
+    for part in parts(chunks, hf_config):
         if part.name == "score.weight" and part.name not in reader.files:
-            value = torch.randn(part.shape, generator=torch.Generator().manual_seed(seed)) * spread
+            generator = torch.Generator().manual_seed(cfg.trainer.seed)
+            value = torch.randn(part.shape, generator=generator) * hf_config.initializer_range
         else:
             value = reader.read(part)
         part.view.copy_(value.reshape(part.view.shape))

@@ -22,9 +22,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from one_step_off import batching, megatron_model, megatron_weights
-from one_step_off.config import TrainedConfig, path_of
-from one_step_off.distributed_util import SendingEnd
-from one_step_off.fsdp_workers import CriticWorker, ModelWorker, PolicyWorker, RewardModelWorker
+from one_step_off.config import TrainedConfig
+from one_step_off.fsdp_workers import WORKERS as OF_FSDP
+from one_step_off.fsdp_workers import ModelWorker
 from one_step_off.megatron_shims import cuda_is_cpu
 from one_step_off.update_stats import Clock
 from one_step_off.workers import WeightPiece
@@ -56,12 +56,7 @@ class MegatronWorker(ModelWorker):
         self.multiple *= 2 * own.context_parallel_size if own.context_parallel_size > 1 else 1
         first = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
         self.tells = first and mpu.is_pipeline_last_stage()  # the others have the same, or nothing
-        path = path_of(cfg, self.role)
-        reader = megatron_weights.CheckpointReader(
-            "model.path" if path == cfg.model.path else f"{self.role}.path", path
-        )
-        found = megatron_weights.parts(self.models, self.hf_config)
-        megatron_weights.load(found, reader, cfg.trainer.seed, self.hf_config.initializer_range)
+        megatron_weights.load(cfg, self.role, self.models, self.hf_config)
         for model in self.models if not isinstance(own, TrainedConfig) else ():
             model.requires_grad_(False)
 
@@ -180,25 +175,5 @@ class MegatronWorker(ModelWorker):
         save_torch_state_dict(whole, folder)
 
 
-class MegatronPolicyWorker(MegatronWorker, PolicyWorker):
-    """The role "ref"."""
-
-
-class MegatronActorWorker(SendingEnd, MegatronPolicyWorker):
-    """The role "actor", whose ranks also send the weights."""
-
-
-class MegatronCriticWorker(MegatronWorker, CriticWorker):
-    """The role "critic"."""
-
-
-class MegatronRewardModelWorker(MegatronWorker, RewardModelWorker):
-    """The role "reward_model"."""
-
-
-WORKERS = {
-    "actor": MegatronActorWorker,
-    "ref": MegatronPolicyWorker,
-    "critic": MegatronCriticWorker,
-    "reward_model": MegatronRewardModelWorker,
-}
+# As FSDP's, with what a `MegatronWorker` has of its own before it.
+WORKERS = {role: type(f"Megatron{cls.__name__}", (MegatronWorker, cls), {}) for role, cls in OF_FSDP.items()}

@@ -1,7 +1,5 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass
@@ -35,11 +33,8 @@ def pin_process(cores: tuple[int, ...]) -> None:
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """Reserve every pool; returns pool name -> its seats, node by node.
 
-    Each node's share of a pool is one placement group that must lie on one node.
-
-    Raises:
-        ConfigError: the cluster has too little; says which pool, what it wants and what there is.
-    """
+    Each node's share of a pool is one placement group that must lie on one node. Raises ConfigError: the cluster has
+    too little; says which pool, what it wants and what there is."""
     resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
     groups: dict[tuple[str, int], PlacementGroup] = {}
     shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]

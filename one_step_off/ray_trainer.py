@@ -7,8 +7,6 @@
 The loop is `Pipeline._loop`; everything else in this file prepares a step or writes down what it did.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque

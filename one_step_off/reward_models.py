@@ -5,8 +5,6 @@
 The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight * (score of the model).
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -67,11 +65,8 @@ class RemoteRewardModel:
         self.on_span: OnSpan = lambda *_: None
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once.
-
-        Raises:
-            RoleError: a request failed `retries` + 1 times, or the server answered something else than scores.
-        """
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. Raises
+        RoleError: a request failed `retries` + 1 times, or the server answered something else than scores."""
         import aiohttp
 
         begin, size = time.perf_counter(), self.own.request_size

@@ -4,8 +4,6 @@ The limit is SIGALRM of this process. It interrupts Python code that never retur
 thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging
@@ -144,11 +142,8 @@ BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
 
 
 def resolve(cfg: RewardConfig) -> RewardFunction:
-    """The function that `reward.function` names, checked to be callable as the trainer will call it.
-
-    Raises:
-        ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit.
-    """
+    """The function that `reward.function` names, checked to be callable as the trainer will call it. Raises
+    ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
     spec = cfg.function
     if spec in BUILT_IN:
         if cfg.kwargs:
@@ -221,13 +216,9 @@ class Scorer:
     def score_batch(self, items: list[RewardItem]) -> list[Score]:
         """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
 
-        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0.
-
-        Raises:
-            RewardError: your function took too long, raised, or returned something else than a finite number, a dict
-                with one under "reward", or one of parts: {name: finite number}.
-            ValueError: this is not the main thread.
-        """
+        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. Raises RewardError: your
+        function took too long, raised, or returned something else than a finite number, a dict with one under "reward",
+        or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
         previous = signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]

@@ -1,7 +1,5 @@
 """Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any
@@ -10,8 +8,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from one_step_off.config import Config, settings_of
-from one_step_off.distributed_util import SendingEnd
-from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
+from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
@@ -32,12 +29,7 @@ ENGINE_ENV = {
 COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class ActorWorker(SendingEnd, PolicyWorker):
-    """The actor's ranks also send the weights."""
-
-
 TRAINED = ("actor", "critic")
-WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
 
 
 def worker_class(cfg: Config, role: str) -> type:
@@ -61,11 +53,8 @@ class Spawned:
     def __init__(
         self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet.
-
-        Raises:
-            ConfigError: the cluster has too little for a pool.
-        """
+        """Reserve the pools and create the processes; nothing is loaded yet. Raises ConfigError: the cluster has too
+        little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)

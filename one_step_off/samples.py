@@ -1,7 +1,5 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,11 +98,8 @@ class StalenessError(AssertionError):
 
 
 def assert_versions(batch: Batch) -> None:
-    """Check for every token that exactly the weights `batch.expected` made it.
-
-    Raises:
-        StalenessError: names the step, the sample, the token and both stamps.
-    """
+    """Check for every token that exactly the weights `batch.expected` made it. Raises StalenessError: names the step,
+    the sample, the token and both stamps."""
     incarnation, version = batch.expected
     for s in batch.samples:
         wrong = np.flatnonzero(s.versions != version)

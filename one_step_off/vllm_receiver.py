@@ -5,8 +5,6 @@ with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's t
 step may fall between them and meet half-loaded layers.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ A replica turns prompts into scored samples whose every token carries the stamp 
 Its engine is told the stamp after each verified sync; before the first one it generates nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib
@@ -50,11 +48,8 @@ def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
 
 
 def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
-    """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]).
-
-    Raises:
-        RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations.
-    """
+    """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]). Raises
+    RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations."""
     versions = np.full(length, -1, dtype=np.int32)
     incarnations = set()
     for span in spans or ():
@@ -119,14 +114,9 @@ class RolloutReplica(UsageProbe):
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | own))
 
     async def sync(self, stamp: Stamp) -> dict[str, float]:
-        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
-
-        Returns:
-            Seconds per phase (pause, wire, load, verify, ...), the slowest worker's, and bytes.
-
-        Raises:
-            SyncError: the engine is unusable then, and stays paused.
-        """
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches. Returns seconds per phase
+        (pause, wire, load, verify, ...), the slowest worker's, and bytes. Raises SyncError: the engine is unusable
+        then, and stays paused."""
         self.stamp, begin = None, time.perf_counter()
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
@@ -153,11 +143,8 @@ class RolloutReplica(UsageProbe):
             self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
-        """All trajectories of these prompts, scored, in order; and the seconds it took.
-
-        Raises:
-            RuntimeError: no verified weights, or the engine died.
-        """
+        """All trajectories of these prompts, scored, in order; and the seconds it took. Raises RuntimeError: no
+        verified weights, or the engine died."""
         begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")

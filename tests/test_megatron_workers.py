@@ -19,8 +19,8 @@ from megatron.core.distributed import finalize_model_grads
 
 from one_step_off import megatron_weights
 from one_step_off.distributed_util import BucketPlan
-from one_step_off.megatron_workers import WORKERS, MegatronPolicyWorker
-from one_step_off.roles import WORKERS as FSDP_WORKERS
+from one_step_off.fsdp_workers import WORKERS as FSDP_WORKERS
+from one_step_off.megatron_workers import WORKERS
 from one_step_off.workers import WeightPiece
 from tests.test_fsdp_workers import OBJECTIVES, by_hand, config, free_port, hf_log_probs, hf_model, make_batch, start
 
@@ -73,7 +73,7 @@ CASES = [
 ]
 
 
-class Recorder(MegatronPolicyWorker):
+class Recorder(WORKERS["actor"]):
     """Keeps the whole gradient's parts as they are before each optimiser step."""
 
     def _build_optimizer(self):
@@ -341,7 +341,7 @@ def run_checkpoint(rank, cases, folder):
     """Cases in turn: train one update, save; load in another layout; both go on for one more update."""
     torch.set_num_threads(1)
     for name, cfg, world, port, load in cases:
-        worker = MegatronPolicyWorker(cfg, "actor", rank, world, "cpu", total_steps=10)
+        worker = WORKERS["actor"](cfg, "actor", rank, world, "cpu", total_steps=10)
         worker.setup("127.0.0.1", port)
         batch = make_batch(cfg.model.path)
         if load:
