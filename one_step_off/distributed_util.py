@@ -131,11 +131,9 @@ def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiec
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane.
-
-    `flat` is uint8 [n], n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers
-    along rows and along lanes, mod 2^64. No temporary as large as the bucket is made.
-    """
+    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane. `flat` is uint8 [n],
+    n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers along rows and along
+    lanes, mod 2^64. No temporary as large as the bucket is made."""
     words = flat.view(torch.int64)
     whole = len(words) // _LANES * _LANES
     out = torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -188,9 +186,7 @@ def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
 
 class NetworkLink:
     """Either end of a sender's group; the sender may go on while a broadcast is on its way, and a receiver waits.
-
-    `buffer` (uint8, receivers only): where buckets arrive.
-    """
+    `buffer` (uint8, receivers only): where buckets arrive."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, buffer: torch.Tensor | None = None
@@ -277,10 +273,8 @@ class Sender(_End):
         self.address = (self.host, self.store.port)
 
     def connect(self, receivers: int, near: Sequence[int] = ()) -> None:
-        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile.
-
-        `near`: the receivers that are on this sender's device.
-        """
+        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
+        receivers that are on this sender's device."""
         with self._phase("connect"):
             self.outlets: list[NetworkLink | SharedOutlet] = []
             # Two buffers: the next bucket is packed while one is on the wire.
@@ -294,10 +288,8 @@ class Sender(_End):
                 self.outlets.append(self._join(self.store, self.index, 0, receivers - len(near) + 1))
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, float]:
-        """Send this rank's pieces, in the order of its plan, as weight version `version`.
-
-        Returns seconds per phase (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket.
-        """
+        """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
+        (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket."""
         self._begin()
         data, buffers = iter(tensors), itertools.cycle(self.buffers)
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)

@@ -184,11 +184,9 @@ def _policy_forward(
     entropy: str,
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
-
-    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around
-    that method alone.
-    """
+    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
+    model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
+    alone."""
 
     def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())

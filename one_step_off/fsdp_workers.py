@@ -100,9 +100,7 @@ class ModelWorker(UsageProbe):
         self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
-
-        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2]. Empty where others tell it.
-        """
+        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2]. Empty where others tell it."""
         lengths, result, found = [len(s) for s in sequences], {}, []
         micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
         work = [(self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]),) for micro in micros]
@@ -151,10 +149,8 @@ class ModelWorker(UsageProbe):
 
 class TrainedWorker(ModelWorker):
     """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
-
     `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
-    schedule; a skipped step counts too.
-    """
+    schedule; a skipped step counts too."""
 
     version = 0
     optimizer_steps = 0
@@ -189,11 +185,9 @@ class TrainedWorker(ModelWorker):
         self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
-
-        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises
-        StalenessError: before anything is changed, on every rank.
-        """
+        """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
+        `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises StalenessError:
+        before anything is changed, on every rank."""
         assert_versions(batch)
         if not learn:
             self.version += 1

@@ -47,10 +47,8 @@ async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
 
 
 async def named(who: str, work: Awaitable[T]) -> T:
-    """Await one process's answer; its failure is raised with `who` in front.
-
-    ConfigError, StalenessError and SyncError keep their kind; anything else, its death included, is a RoleError.
-    """
+    """Await one process's answer; its failure is raised with `who` in front. ConfigError, StalenessError and SyncError
+    keep their kind; anything else, its death included, is a RoleError."""
     try:
         return await work
     except Exception as e:
@@ -74,10 +72,8 @@ async def every(limit_s: float, what: str, actors: list[Any], method: str, *args
 
 
 class TrainGroup:
-    """All ranks of one role. Their methods are collective: every call goes to every rank.
-
-    Roles in one pool share `turn`, so that they take turns on its devices; in different pools they run at once.
-    """
+    """All ranks of one role. Their methods are collective: every call goes to every rank. Roles in one pool share
+    `turn`, so that they take turns on its devices; in different pools they run at once."""
 
     def __init__(self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = "") -> None:
         """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""

@@ -200,11 +200,9 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
 def at_positions(
     at: Tensor, tokens: Tensor, vocabulary: int, temperature: float, entropy: str, chunk: int, **hook: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens, float32 [n].
-
-    See `batching.MicroBatch` for `at` and `tokens`, `core_algos.log_probs_and_entropy` for the rest; `hook` is what
-    GPTModel gives. With a scalar head, its output at those positions.
-    """
+    """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens, float32 [n]. See
+    `batching.MicroBatch` for `at` and `tokens`, `core_algos.log_probs_and_entropy` for the rest; `hook` is what
+    GPTModel gives. With a scalar head, its output at those positions."""
     hidden, head = hook["hidden_states"], hook["output_layer"]
     if hook["config"].sequence_parallel:
         # What follows is the same on every rank, and its gradient whole; so backward only takes this rank's part.
@@ -235,9 +233,7 @@ def split_log_probs(
     logits: Tensor, tokens: Tensor, first: int, temperature: float, entropy: str
 ) -> tuple[Tensor, Tensor | None]:
     """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the tensor-parallel ranks.
-
-    `logits`: float32 [n, entries from `first` on].
-    """
+    `logits`: float32 [n, entries from `first` on]."""
     # Only sums are reduced, and all that depends on them is the same on every rank, so their gradient is identity.
     reduce = reduce_from_tensor_model_parallel_region
     logits = logits / temperature

@@ -56,9 +56,7 @@ TABLE = {
 @dataclass
 class Part:
     """The block [start, stop) along `dim` of the HF tensor `name` of `shape`; `view` shows it in the local parameter.
-
-    `mine`: this tensor-parallel rank sends it; of what all ranks hold alike, only the first is asked to.
-    """
+    `mine`: this tensor-parallel rank sends it; of what all ranks hold alike, only the first is asked to."""
 
     name: str
     shape: tuple[int, ...]

@@ -22,11 +22,9 @@ Find = Callable[[PromptId], Prompt | None]
 
 
 def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:
-    """Prompt and response as the reward model reads them: int32 token ids, one array per sample.
-
-    Where both tokenizers are the same these are the very tokens of the policy. Else the texts are written anew: through
-    the reward model's chat template where it has one and the prompt is a chat, or as plain text.
-    """
+    """Prompt and response as the reward model reads them: int32 token ids, one array per sample. Where both tokenizers
+    are the same these are the very tokens of the policy. Else the texts are written anew: through the reward model's
+    chat template where it has one and the prompt is a chat, or as plain text."""
     if ours.get_vocab() == theirs.get_vocab():
         return [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
     texts = []

@@ -73,11 +73,9 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises.
-
-    Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form,
-    as `\\frac{1}{2}`, goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0.
-    """
+    """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises. Plain numbers
+    are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form, as `\\frac{1}{2}`,
+    goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0."""
     _, _, rest = response.rpartition("####")
     answer = rest.split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
     if "####" not in response or not answer:
@@ -124,10 +122,8 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
 
 
 def math(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises.
-
-    Where the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0.
-    """
+    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises. Where
+    the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
     answer = _last_boxed(response)
     if answer is not None:
         same = answer.strip() == ground_truth.strip() != ""
@@ -196,11 +192,9 @@ def _on_alarm(signum: int, frame: Any) -> None:
 
 
 class Scorer:
-    """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only.
-
-    The limit interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted
-    when it returns to Python; a function that sets SIGALRM itself replaces the limit for its own sample.
-    """
+    """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only. The limit
+    interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted when it returns
+    to Python; a function that sets SIGALRM itself replaces the limit for its own sample."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         """Resolve the function. Raises ConfigError, see `resolve`."""

@@ -126,10 +126,8 @@ class Spawned:
         return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
 
     async def setup(self) -> None:
-        """Load every model and engine, and connect the weight sync.
-
-        All at once, but in a shared pool: there vLLM finds out how much memory is its own while it is alone.
-        """
+        """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds
+        out how much memory is its own while it is alone."""
         rollout, loading = self.roles.rollout, [group.setup() for group in self.groups.values()]
         if any(group.colocated for group in self.groups.values()):
             await rollout.setup()

@@ -14,11 +14,8 @@ Stamp = tuple[int, int]
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of data, tokenised.
-
-    `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from, `messages` the chat;
-    `ground_truth` and `data_source` go to the reward function.
-    """
+    """One row of data, tokenised. `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from,
+    `messages` the chat; `ground_truth` and `data_source` go to the reward function."""
 
     id: PromptId
     ids: np.ndarray

@@ -99,11 +99,9 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The groups end with the process."""
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused.
-
-        The reload processes a fused layer (qkv, gate and up) when its last part has come; parts that came
-        earlier wait as references into the bucket.
-        """
+        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused. The reload
+        processes a fused layer (qkv, gate and up) when its last part has come; parts that came earlier wait as
+        references into the bucket."""
         self.loaded |= self.model.load_weights(tensors)
         for layer in self.model.modules() if len(self.receiver.plan.buckets) > 1 else ():
             for _, bound in get_layerwise_info(layer).loaded_weights:

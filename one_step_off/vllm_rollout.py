@@ -24,11 +24,9 @@ from one_step_off.usage import UsageProbe
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded.
-
-    `top_p` other than 1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training.
-    `greedy`: one more response, at temperature 0, with index n and `extra["greedy"]`: a baseline, never trained on.
-    """
+    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded. `top_p` other than
+    1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training. `greedy`: one more response, at
+    temperature 0, with index n and `extra["greedy"]`: a baseline, never trained on."""
 
     n: int
     temperature: float
@@ -39,10 +37,8 @@ class Sampling:
 
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int) -> int:
-    """A seed of its own for each sample: 63 bits of a hash of (run seed, epoch, row, index).
-
-    Neighbouring integers would not do: vLLM derives further seeds by adding to them, so they would collide.
-    """
+    """A seed of its own for each sample: 63 bits of a hash of (run seed, epoch, row, index). Neighbouring integers
+    would not do: vLLM derives further seeds by adding to them, so they would collide."""
     text = f"{seed}/{prompt_id[0]}/{prompt_id[1]}/{index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
