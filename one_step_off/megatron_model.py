@@ -4,6 +4,7 @@ Transformer Engine's layers on GPUs; Megatron's local ones, in plain torch, on C
 for reach the head, whose vocabulary stays split over the tensor-parallel ranks.
 """
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
-from one_step_off.fsdp_model import SCALAR_ROLES, in_chunks
+from one_step_off.fsdp_model import SCALAR_HEAD, SCALAR_ROLES, in_chunks
 from one_step_off.megatron_weights import head_dim
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
@@ -152,14 +153,6 @@ class _Attention(nn.Module):
         return found.permute(2, 0, 1, 3).flatten(2)
 
 
-class _ScalarHead(nn.Module):
-    """One number per token, in place of the language model head; held by every tensor-parallel rank alike."""
-
-    def __init__(self, config: TransformerConfig, device: torch.device) -> None:
-        super().__init__()
-        self.score = nn.Linear(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
-
-
 def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTModel]:
     """This rank's chunks of the role's model, one per virtual stage, without weights; Megatron's groups exist."""
     config = _transformer_config(cfg, role, hf, device)
@@ -191,8 +184,8 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
             rope_scaling_factor=rope.get("factor", 8.0),
             vp_stage=stage,
         )
-        if scalar and chunk.post_process:
-            chunk.output_layer = _ScalarHead(config, device)
+        if scalar and chunk.post_process:  # the head is held by every tensor-parallel rank alike
+            chunk.output_layer = nn.Sequential(OrderedDict({SCALAR_HEAD: nn.Linear(hf.hidden_size, 1, bias=False)}))
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
     return chunks
 
@@ -210,8 +203,8 @@ def at_positions(
     # Megatron has [width, rows, hidden]. Where nothing is wanted one position stands in, whose gradient is zero.
     hidden = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
     hidden = hidden.index_select(0, at if len(at) else at.new_zeros(1))
-    if isinstance(head, _ScalarHead):
-        return head.score(hidden).float().squeeze(-1)[: len(at)], None
+    if isinstance(head, nn.Sequential):
+        return head(hidden).float().squeeze(-1)[: len(at)], None
     weight = head.weight if hook["output_weight"] is None else hook["output_weight"]
     first = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
     rows = max(0, min(weight.shape[0], vocabulary - first))  # without the padding

@@ -8,6 +8,8 @@ A micro-batch holds whole sequences, so ratios of sequences are exact however th
 of tensors alone: a config is checked against the names here, and must not wait for torch.
 """
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
