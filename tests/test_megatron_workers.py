@@ -301,9 +301,9 @@ def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
     """A critic, a reward model and a reference, each on several layouts of two ranks, and on one rank under FSDP."""
     path, scalar = str(checkpoints / "qwen2"), str(checkpoints / "scalar")
     torch.manual_seed(2)
-    settings = {**MODELS["qwen2"]().to_dict(), "num_labels": 1, "pad_token_id": 0}
-    plain = transformers.AutoModelForSequenceClassification.from_config(transformers.Qwen2Config(**settings))
-    plain.save_pretrained(scalar)
+    plain = MODELS["qwen2"]()
+    plain.num_labels = 1
+    transformers.AutoModelForSequenceClassification.from_config(plain).save_pretrained(scalar)
     layouts = {"tp2_sp": {**TP, **SP}, "pp2": PP, "cp2": CP, "dp2": {}}
     changes = {
         "critic__path": scalar,
