@@ -1,8 +1,8 @@
-"""The Megatron-core training back end: the roles of `fsdp_workers.py` over tensor, pipeline, expert and data parallelism.
+"""The Megatron-core training back end: the roles of `fsdp_workers.py` with every layer, model and sequence divided.
 
 What a role computes (losses, metrics, columns, schedule of learning rates) is inherited; here is how. A rank is one of
-`tensor * pipeline` that hold one model together; each such set takes a share of the batch. Loss and log-probs exist on
-the last pipeline stage, the same on each of its tensor-parallel ranks.
+`tensor * pipeline * context` that hold one model together; each such set takes a share of the batch. Loss and log-probs
+exist on the last pipeline stage, the same on each of its ranks: one of them tells.
 """
 
 import math
