@@ -225,14 +225,23 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
     if "ref" in roles and a.kl_coef == 0:
         yield "placement.roles.ref: nothing uses it while algorithm.kl_coef=0; remove the role or raise kl_coef"
-    if cfg.trainer.critic_warmup and "critic" not in roles:
-        yield f"trainer.critic_warmup={cfg.trainer.critic_warmup}: needs the role critic; set placement.roles.critic"
+    warmup, steps = cfg.trainer.critic_warmup, cfg.trainer.total_steps
+    if warmup and "critic" not in roles:
+        yield f"trainer.critic_warmup={warmup}: needs the role critic; set placement.roles.critic"
+    if warmup and steps is not None and warmup >= steps:
+        yield f"trainer.critic_warmup={warmup}: leaves the actor none of trainer.total_steps={steps}; make it smaller"
     if ("reward_model" in roles) != bool(rm.path):
         yield f"reward_model.path={show(rm.path)}: goes with placement.roles.reward_model; set both or neither"
     if rm.path and rm.url:
         yield f"reward_model.url={show(rm.url)}: so is reward_model.path; set one of them"
     if rm.url and not re.fullmatch(r"https?://[^\s/]+.*", rm.url):
         yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..."
+    if cfg.reward.weight != 1 and not (rm.path or rm.url):
+        alone = "weighs reward.function against a reward model, and there is none"
+        yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"
+    if a.max_gen_batches > 1 and (rm.path or rm.url):
+        late = "looks at the rewards before a reward model has scored; set it to 1, or do without the reward model"
+        yield f"algorithm.max_gen_batches={a.max_gen_batches}: {late}"
     for role in ("critic", "ref", "reward_model"):
         if role in roles and getattr(cfg, role).path:
             yield from _model_path(f"{role}.path", getattr(cfg, role).path)
@@ -273,6 +282,10 @@ def _algorithm(cfg: Config) -> Iterator[str]:
                 yield f"{where}: no such setting of {spec}; {mend}"
             elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
                 yield f"{where}: must be a number"
+            elif name == "share" and not 0 < value <= 1:
+                yield f"{where}: must be above 0 and at most 1"
+            elif name == "weights" and not _numbers_by_name(value):
+                yield f"{where}: must be numbers by name, as {{function: 1, model: 0.5}}"
             elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
                 yield f"{where}: must be a whole number from 2 to rollout.n={n}"
     known = a.adv_estimator in ADVANTAGE_ESTIMATORS
@@ -284,10 +297,19 @@ def _algorithm(cfg: Config) -> Iterator[str]:
         yield "algorithm.kl_in_reward=true: nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
     if a.kl_target is not None and not a.kl_in_reward:
         yield f"algorithm.kl_target={a.kl_target:g}: adapts the KL in the reward only; set algorithm.kl_in_reward=true"
+    samples = cfg.data.train_batch_size * n
+    if a.kl_target is not None and a.kl_horizon < samples:
+        yield f"algorithm.kl_horizon={a.kl_horizon}: shorter than one step of {samples} samples; use ten times as many"
     if a.max_gen_batches > 1 and n == 1:
         yield f"algorithm.max_gen_batches={a.max_gen_batches}: one sample alone scores like itself; raise rollout.n"
     if cfg.reward.overlong_buffer > longest:
         yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"
+
+
+def _numbers_by_name(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(k, str) and isinstance(v, (int, float)) and not isinstance(v, bool) for k, v in value.items()
+    )
 
 
 def _sampling(cfg: Config) -> Iterator[str]:

@@ -241,7 +241,8 @@ class TrainedWorker(ModelWorker):
         """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-        steps = self._total_steps and self._total_steps * per_step
+        waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
+        steps = self._total_steps and (self._total_steps - waits) * per_step
         rate = core_algos.learning_rate(
             self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         )

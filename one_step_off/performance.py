@@ -75,24 +75,24 @@ class Meter:
     trainer: int
     device_name: str = ""
 
-    def step(self, batch: Batch, generate_s: float, train_s: float, step_s: float) -> dict[str, float | None]:
-        """The figures of one step. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
+    def step(self, batch: Batch, generate_s: float, update_s: float, step_s: float) -> dict[str, float | None]:
+        """The figures of one step: of generation, and of the actor's update, in which nothing is done while the critic
+        warms up alone. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
         lengths = np.array([s.length for s in batch.samples])
         made = np.array([len(s.response_ids) for s in batch.samples])
-        epochs = self.cfg.actor.ppo_epochs
+        epochs = self.cfg.actor.ppo_epochs * (batch.step >= self.cfg.trainer.critic_warmup)
         found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
-        found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, train_s)
+        found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, update_s)
         if self.shape is None:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
-        # Reference and proximal log-probs are within time/train_s. Backward costs as much as two forward passes.
-        passes = (batch.ref_log_probs is not None) + (batch.old_log_probs is not None) + 3 * epochs
         generated = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
         # The table is for bf16; fp32 runs have another peak.
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         for group, flops, seconds, devices in (
             ("rollout", generated, generate_s, self.rollout),
-            ("trainer", passes * self.shape.forward_flops(lengths), train_s, self.trainer),
+            # Backward costs as much as two forward passes.
+            ("trainer", 3 * epochs * self.shape.forward_flops(lengths), update_s, self.trainer),
         ):
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))

@@ -41,7 +41,7 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == cfg.placement.roles["rollout"] else 1
         count = seats_per_node(cfg, pool)[node]
-        group = placement_group([{resource: width, "CPU": width} for _ in range(count)], strategy="STRICT_PACK")
+        group = placement_group([{resource: width}] * count, strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
             free = ray.available_resources().get(resource, 0)
             raise ConfigError(

@@ -184,7 +184,7 @@ class Pipeline:
         return self.background.create_task(self._generate(step, prompts))
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
-        rollout, begin = self.roles.rollout, time.perf_counter()
+        rollout = self.roles.rollout
         samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train)
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
@@ -196,9 +196,13 @@ class Pipeline:
             more, took = await rollout.generate(self.stream.next_batch(len(dull)), what, rollout.train)
             more[0].extra["replaces"] = [list(prompt) for prompt in dull]
             samples, seconds = [s for s in samples if s.prompt_id not in dull] + more, seconds + took
-        self.rollouts_ended = time.perf_counter()
-        self.tracker.span("rollout", "generate", step, begin, self.rollouts_ended)
+        self._rollouts_end("generate", step, seconds)
         return samples, seconds
+
+    def _rollouts_end(self, what: str, step: int, seconds: float) -> None:
+        """They took so long; the wait for their turn before that is not theirs."""
+        self.rollouts_ended = time.perf_counter()
+        self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
 
     async def _collect(self, step: int, task: asyncio.Future) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it."""
@@ -311,6 +315,6 @@ class Pipeline:
     async def _evaluate(self, version: int) -> None:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
-        self.rollouts_ended = time.perf_counter()
+        self._rollouts_end("evaluate", version, seconds)
         assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)

@@ -3,7 +3,8 @@
 # Safe to call again: a finished venv is recognised in about a second.
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
-#   EXTRA=cpu|gpu             which vLLM to install (default: gpu where two or more GPUs are visible, else cpu)
+#   EXTRA=cpu|gpu             which vLLM to install (default: gpu where MIN_GPUS are visible, else cpu)
+#   MIN_GPUS=N                how many GPUs a GPU run needs at least (default: 2)
 #   MEGATRON=1                Megatron-core too, for backend: megatron (Transformer Engine, for GPUs, is yours to install)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
@@ -62,7 +63,7 @@ choose_extra() {
         return
     fi
     gpus="$(count_gpus)"
-    if ((gpus >= 2)); then echo gpu; else echo cpu; fi
+    if ((gpus >= ${MIN_GPUS:-2})); then echo gpu; else echo cpu; fi
 }
 
 choose_venv() {

@@ -167,6 +167,26 @@ BAD = [
         ["algorithm.kl_coef=0.1", "placement.roles.ref=actor", "algorithm.kl_estimator=k1"],
         ["algorithm.kl_estimator=k1", "gradient has mean zero", "use k2 or k3"],
     ),
+    (["trainer.critic_warmup=1"], ["trainer.critic_warmup=1", "placement.roles.critic"]),
+    (
+        ["placement.roles.critic=actor", "algorithm.adv_estimator=gae", "trainer.critic_warmup=2"],
+        ["trainer.critic_warmup=2", "trainer.total_steps=2", "smaller"],
+    ),
+    (
+        ["algorithm.kl_coef=0.1", "placement.roles.ref=actor", "algorithm.kl_in_reward=true", "algorithm.kl_target=6"]
+        + ["algorithm.kl_horizon=3"],
+        ["algorithm.kl_horizon=3", "shorter than one step"],
+    ),
+    (["reward.weight=5"], ["reward.weight=5", "reward_model.path or reward_model.url"]),
+    (
+        ["reward_model.url=http://h:1/s", "algorithm.max_gen_batches=2"],
+        ["max_gen_batches=2", "before a reward model has scored"],
+    ),
+    (
+        ["algorithm.adv_estimator=gdpo", "reward_model.url=http://h:1/s", "algorithm.adv_kwargs={weights: 3}"],
+        ["adv_kwargs.weights=3", "numbers by name"],
+    ),
+    (["algorithm.policy_loss=kl_cov", "algorithm.policy_loss_kwargs={share: 5}"], ["kwargs.share=5", "at most 1"]),
     (["algorithm.rollout_correction=tis"], ["rollout_correction=tis", "twice", "recompute"]),
     (["actor.param_offload=true"], ["actor.param_offload=true", "CPU", "false"]),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),

@@ -256,3 +256,9 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stdout + built.stderr
     assert not list((tmp_path / "site").rglob("*.py"))
     assert "actor.lr" in (tmp_path / "site" / "config" / "index.html").read_text()
+
+
+def test_every_room_stands_in_the_architecture():
+    page = (ROOT / "docs/architecture.md").read_text()
+    rooms = [path.name for path in (ROOT / "one_step_off").glob("*.py") if path.name != "__init__.py"]
+    assert not [name for name in rooms if f"`{name}`" not in page]

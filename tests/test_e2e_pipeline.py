@@ -29,22 +29,35 @@ def half_letters(response: str, **_: object) -> float:
     return float(sum(c.isalpha() for c in response) / max(1, len(response)))
 
 
+def in_parts(response: str, **_: object) -> dict[str, float]:
+    """A reward in two parts that random models vary in."""
+    return {"even": float(len(response) % 2 == 0), "short": -0.01 * len(response)}
+
+
+IN_PARTS = f"{__name__}:in_parts"
 VARIED = {"reward.function": "tests.test_e2e_pipeline:half_letters", "trainer.val_before_train": True}
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "temperature"),
-    [("qwen2", True, 1.0), ("qwen3", True, 0.7), ("llama", True, 1.0), ("llama", False, 0.7)],
+    ("kind", "tied", "temperature", "estimator"),
+    [
+        ("qwen2", True, 1.0, "optimal_token_baseline"),
+        ("qwen3", True, 0.7, "gdpo"),
+        ("llama", False, 0.7, "grpo"),
+        pytest.param("llama", True, 1.0, "grpo", marks=pytest.mark.slow),
+    ],
 )
-def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature):
-    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's."""
+def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature, estimator):
+    """With fresh samples and one mini-batch theta is mu, so the engine's log-probs must equal the trainer's. Two of the
+    estimators need more than a reward per sample: squared probabilities, and rewards in parts."""
     from one_step_off import launch
 
     cfg = tiny_config(
         models(kind, tied),
         str(tmp_path),
-        **VARIED,
+        **VARIED | ({"reward.function": IN_PARTS} if estimator == "gdpo" else {}),
         **{"pipeline.staleness": 0, "rollout.temperature": temperature, "trainer.total_steps": 2},
+        **{"algorithm.adv_estimator": estimator},
     )
     assert launch.run(cfg) == 0
     metrics = rows(tmp_path, "metrics.jsonl")
@@ -55,6 +68,7 @@ def test_synchronous_ratio_is_one(models, tmp_path, kind, tied, temperature):
         assert row["ratio/max"] == pytest.approx(1.0, abs=2e-4)
         assert row["actor/grad_norm"] > 0
         assert row["canary/logprob_diff_max"] < 1e-4
+    assert len({s["advantage/mean"] for s in rows(tmp_path, "samples/step_000001.jsonl")}) > 4
 
 
 def evaluate_only(model: str, folder: Path) -> None:
@@ -176,6 +190,7 @@ def assert_all_gone(processes: list[psutil.Process]) -> None:
     assert not left, f"left behind: {left}"
 
 
+@pytest.mark.slow  # test_e2e_resume.py has another one
 def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
     run = start_run(models, tmp_path)
     wait_for_steps(tmp_path, 2, run)

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -109,6 +110,11 @@ def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
             for what in ("update", "actor_update", "critic_update")
         )
         assert (phase < actor + critic) == (name == "apart"), "side by side it takes less than the sum, in turns more"
+    on_one_core, on_two = (
+        np.median([row["time/update_s"] for row in rows(tmp_path / name, "metrics.jsonl")[1:]])
+        for name in ("together", "apart")
+    )
+    assert on_two < on_one_core, "a core each is worth something"
 
 
 def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models, tmp_path, capfd):
@@ -128,6 +134,7 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), "both replicas hold the trainer's weights"
     events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["tid"] != "sync")
+    assert {e["name"].split()[0] for e in events if e.get("tid") == "rollout"} == {"generate", "evaluate"}
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
     said = capfd.readouterr().out
     assert re.search(r"created pool all \[2\] on [0-9.]+: rollout, actor\n", said), said

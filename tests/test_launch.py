@@ -179,7 +179,7 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
 def test_an_evaluation_alone_says_whose_weights_it_takes(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
-    prepared = launch.Prepared(cfg, "cpu", None, [], None, "tiny:qwen2")
+    prepared = launch.Prepared(cfg, "cpu", None, [], None, {"model": "tiny:qwen2"})
     assert launch._evaluated(prepared) == f"evaluating model.path=tiny:qwen2: no checkpoint in {tmp_path}"
     (tmp_path / "hf_model").mkdir()
     assert launch._evaluated(prepared).endswith(f"; for the trained one set model.path={tmp_path}/hf_model")
@@ -197,3 +197,33 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         launch.require_cluster(address)
     for found_by_ray in ("auto", "ray://somewhere:10001"):
         launch.require_cluster(found_by_ray)
+
+
+def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_path):
+    """Critic and reference must read the policy's tokens; a reward model may have tokens of its own."""
+    from transformers import AutoTokenizer
+
+    other = Path(changed(models(), tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["a_word_of_its_own"])
+    tokenizer.save_pretrained(other)
+    for role, ours in (("ref", {"algorithm.kl_coef": 0.1}), ("critic", {"algorithm.adv_estimator": "gae"})):
+        for path, said in ((str(other), "its tokens mean something else"), ("no/model", "its config cannot be loaded")):
+            roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", role: "actor"}}
+            cfg = tiny_config(models(), str(tmp_path), **ours, **roles, **{f"{role}.path": path})
+            with pytest.raises(ConfigError, match=f"{role}.path={path}: {said}"):
+                launch.prepare(cfg, lambda line: None)
+    roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", "reward_model": "actor"}}
+    launch.prepare(
+        tiny_config(models(), str(tmp_path), **roles, **{"reward_model.path": str(other)}), lambda line: None
+    )
+
+
+def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
+    roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"}, "algorithm.kl_coef": 0.1}
+    cfg = tiny_config(models(), str(tmp_path), **roles, **{"ref.path": models()})
+    prepared = launch.prepare(cfg, lambda line: None)
+    prepared.asked_for |= {"model": "tiny:qwen2", "ref": "tiny:qwen3"}
+    launch.write_run_folder(prepared)
+    written = (tmp_path / "config.yaml").read_text()
+    assert "path: tiny:qwen2" in written and "path: tiny:qwen3" in written and models() not in written

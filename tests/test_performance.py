@@ -71,7 +71,7 @@ def batch_of(**extra: object) -> Batch:
 
 def test_rates_and_mfu_of_both_groups():
     meter = Meter(Config(), SHAPE, rollout=1, trainer=2, device_name="NVIDIA H100 80GB HBM3")
-    found = meter.step(batch_of(), generate_s=0.5, train_s=2.0, step_s=4.0)
+    found = meter.step(batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
     assert found["tokens_per_s/rollout"] == 6 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
     assert found["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
     assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
@@ -79,12 +79,14 @@ def test_rates_and_mfu_of_both_groups():
     assert found["mfu/rollout"] == pytest.approx(SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12)
 
 
-def test_log_prob_passes_and_epochs_count():
+def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     cfg = Config()
     cfg.actor.ppo_epochs = 2
-    found = Meter(cfg, SHAPE, 1, 1).step(batch_of(ref_log_probs=[], old_log_probs=[]), 1.0, 1.0, 1.0)
-    assert found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7]) + 2 * SHAPE.forward_flops([5, 7])
-    assert found["tokens_per_s/trainer"] == 24
+    found = Meter(cfg, SHAPE, 1, 1).step(batch_of(), 1.0, 1.0, 1.0)
+    assert found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7]) and found["tokens_per_s/trainer"] == 24
+    cfg.trainer.critic_warmup = 1
+    found = Meter(cfg, SHAPE, 1, 1).step(batch_of(), 1.0, 1.0, 1.0)
+    assert found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"] and found["flops_per_s/rollout"] > 0
 
 
 def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():

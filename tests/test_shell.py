@@ -132,3 +132,42 @@ def test_dapo_script(checkout: Path) -> None:
         f"python -P {PROGRAM} config={checkout}/config/dapo_7b.yaml model.path=c/d data.train_files=setup.cfg "
         "data.val_files=a/b trainer.test_freq=10 --dry-run [RAY_ADDRESS=h:1]"
     ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "venv", "pools"),
+    [
+        ("0", {}, ".venv", "{rollout: [1], actor: [1], critic: [1]}"),
+        ("3", {}, ".venv", "{rollout: [1], actor: [1], critic: [1]}"),
+        ("4", {}, ".venv-gpu", "{rollout: [1], actor: [2], critic: [1]}"),
+        ("8", {}, ".venv-gpu", "{rollout: [2], actor: [4], critic: [2]}"),
+        ("8", {"EXTRA": "cpu"}, ".venv", "{rollout: [1], actor: [1], critic: [1]}"),
+        ("2", {"RAY_ADDRESS": "h:1"}, ".venv-gpu", None),
+    ],
+)
+def test_split_placement_chooses_by_the_gpus(
+    checkout: Path, gpus: str, environment: dict[str, str], venv: str, pools: str | None
+) -> None:
+    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/real_setup.sh")
+    tool(
+        checkout / "shell/setup.sh",
+        f'[[ "${{1:-}}" != --print-venv ]] || exec bash {checkout}/shell/real_setup.sh "$@"',
+    )
+    for name in (".venv", ".venv-gpu"):
+        say = f'if [[ " $* " == *" -c "* ]]; then echo {gpus}; else echo "{name} $*" >>{checkout}/log; fi'
+        tool(checkout / name / "bin/python", say)
+    done, calls = run(checkout, "run_split_placement.sh", "trainer.seed=1", **environment)
+    assert done.returncode == 0, done.stderr
+    (call,) = calls
+    config = "ppo_gae" if venv == ".venv" else "split_placement"
+    assert call.startswith(f"{venv} -P {PROGRAM} config={checkout}/config/{config}.yaml") and call.endswith(
+        "trainer.seed=1"
+    )
+    assert (f"placement.pools={pools}" in call) if pools else "placement.pools" not in call
+
+
+def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
+    tool(checkout / "shell/setup.sh", f"[[ $# == 0 ]] || echo {checkout}/.venv-gpu")
+    tool(checkout / ".venv-gpu/bin/python", "echo 2")
+    done, _ = run(checkout, "run_split_placement.sh", EXTRA="gpu")
+    assert done.returncode == 2 and "found 2 GPUs, needs 4" in done.stderr

@@ -130,6 +130,7 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     tracker.meter = Meter(Config(), ModelShape(1000, 2, 8), 1, 1)
     tracker.report_usage({"memory/trainer_peak_bytes": 5.0}, "NVIDIA H100 80GB HBM3")
     for step in range(2):
+        tracker.span("actor", "update", step, tracker.begin + step, tracker.begin + step + 0.4)
         tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times(gen=0.5))
     tracker.report_usage({"memory/trainer_peak_bytes": 7.0, "memory/rollout_peak_bytes": 9.0}, "")
     summary = tracker.summary()
