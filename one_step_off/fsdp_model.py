@@ -118,6 +118,7 @@ def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTra
     with accelerate.init_empty_weights(include_buffers=False):
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
+    model.get_input_embeddings().padding_idx = None  # it would keep a gradient from the token where it is no padding
     return model
 
 

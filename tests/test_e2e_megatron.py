@@ -57,6 +57,8 @@ def test_learns_as_fsdp_does(models, tmp_path):
         found[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     fsdp, megatron = ([row["reward/mean"] for row in found[name]] for name in ("fsdp", "megatron"))
     assert len(fsdp) == 5 and fsdp == pytest.approx(megatron, abs=1e-3)
+    for name in ("actor/grad_norm", "actor/loss", "actor/entropy"):
+        assert found["fsdp"][0][name] == pytest.approx(found["megatron"][0][name], rel=1e-3, abs=1e-6), name
     assert len(set(fsdp)) > 1
     assert len(found["resumed"]) == 7, "the resumed run went on where the other had stopped"
     for row in found["resumed"]:
