@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib.util
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -106,12 +108,23 @@ def end():
     dist.destroy_process_group()
 
 
+def join(worker, name, folder):
+    """Set up at a port that rank 0 chooses now: one chosen at the start may be another program's by the time it is used."""
+    file = Path(folder) / f"{name}.port"
+    if worker.rank == 0:
+        (file.parent / f"{name}.tmp").write_text(str(free_port()))
+        (file.parent / f"{name}.tmp").rename(file)
+    while not file.exists():
+        time.sleep(0.05)
+    worker.setup("127.0.0.1", int(file.read_text()))
+
+
 def run_rank(rank, cases, out):
     torch.set_num_threads(1)
-    for name, cfg, world, port in cases:
+    for name, cfg, world in cases:
         print(f"rank {rank}: {name}", flush=True)
         worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
-        worker.setup("127.0.0.1", port)
+        join(worker, name, out)
         batch = make_batch(cfg.model.path)
         result = {"pieces": sent_by(worker), "log_probs": worker.log_prob(batch)}
         result["squares"] = worker.log_prob_and_squares(batch)
@@ -190,7 +203,7 @@ def results(checkpoints, tmp_path_factory):
         if world not in found:
             found[world] = None  # a world that failed is not started again for each of its cases
             cases = [
-                (name, config(str(checkpoints / model), **changes), world, free_port())
+                (name, config(str(checkpoints / model), **changes), world)
                 for name, model, w, changes in CASES
                 if w == world
             ]
@@ -290,9 +303,9 @@ def found_by(worker, role, path):
 
 def run_roles(rank, cases, out):
     torch.set_num_threads(1)
-    for name, role, cfg, port in cases:
+    for name, role, cfg in cases:
         worker = WORKERS[role](cfg, role, rank, 2, "cpu", total_steps=10)
-        worker.setup("127.0.0.1", port)
+        join(worker, f"{name}_{role}", out)
         torch.save(found_by(worker, role, cfg.model.path), f"{out}/{name}_{role}_{rank}.pt")
         end()
 
@@ -314,7 +327,7 @@ def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
     roles, cases = ("critic", "reward_model", "ref"), []
     for name, layout in layouts.items():
         own = {f"actor__{k}": v for k, v in layout.items()} | {"actor__backend": "megatron"}
-        cases += [(name, role, config(path, **changes, **own), free_port()) for role in roles]
+        cases += [(name, role, config(path, **changes, **own)) for role in roles]
     mp.spawn(run_roles, args=(cases, str(tmp_path)), nprocs=2)
     for role in roles:
         worker = start(config(path, **changes), role, cls=FSDP_WORKERS[role])
@@ -340,9 +353,9 @@ def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
 def run_checkpoint(rank, cases, folder):
     """Cases in turn: train one update, save; load in another layout; both go on for one more update."""
     torch.set_num_threads(1)
-    for name, cfg, world, port, load in cases:
+    for name, cfg, world, load in cases:
         worker = WORKERS["actor"](cfg, "actor", rank, world, "cpu", total_steps=10)
-        worker.setup("127.0.0.1", port)
+        join(worker, name, folder)
         batch = make_batch(cfg.model.path)
         if load:
             worker.load_state(f"{folder}/{load}")
@@ -368,7 +381,7 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
     cases = []
     for name, (layout, load) in layouts.items():
         _, _, world, changes = case(name, "qwen2", 2, **layout)
-        cases.append((name, config(str(checkpoints / "qwen2"), **changes), world, free_port(), load))
+        cases.append((name, config(str(checkpoints / "qwen2"), **changes), world, load))
     mp.spawn(run_checkpoint, args=(cases, tmp_path), nprocs=2)
     found = {n: [torch.load(f"{tmp_path}/{n}_{r}.pt", weights_only=False) for r in range(2)] for n in layouts}
     before, after = (assembled(found["saved"], key) for key in ("before", "after"))
