@@ -43,7 +43,7 @@ VARIED = {"reward.function": "tests.test_e2e_pipeline:half_letters", "trainer.va
     [
         ("qwen2", True, 1.0, "optimal_token_baseline"),
         ("qwen3", True, 0.7, "gdpo"),
-        ("llama", False, 0.7, "grpo"),
+        pytest.param("llama", False, 0.7, "grpo", marks=pytest.mark.slow),
         pytest.param("llama", True, 1.0, "grpo", marks=pytest.mark.slow),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.conftest import tiny_config
-from tests.test_e2e_pipeline import VARIED, assert_all_gone, family_of, rows, start_run, wait_for_steps
+from tests.test_e2e_pipeline import IN_PARTS, VARIED, assert_all_gone, family_of, rows, start_run, wait_for_steps
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -32,16 +32,36 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "hf_model" / "model.safetensors")
 
 
+def assert_greedy_baselines(folder: Path) -> None:
+    """ReMax: each prompt's samples have the reward of its greedy response as baseline, which is in no other figure."""
+    for step, row in enumerate(rows(folder, "metrics.jsonl")):
+        assert row["samples"] == 16 and row["staleness/max"] == min(step, 1)
+        samples = rows(folder, f"samples/step_{step:06d}.jsonl")
+        assert [s["index"] for s in samples] == [0, 1, 2, 3] * 4
+        baselines = {tuple(s["prompt_id"]): s["baseline"] for s in samples}
+        assert len(baselines) == 4 and len(rows(folder, "ledger.jsonl")[step]["prompts"]) == 4
+        for s in samples:
+            assert s["baseline"] == baselines[tuple(s["prompt_id"])]
+            assert s["reward"] == pytest.approx(sum(s["reward_parts"].values()))
+            assert s["advantage/mean"] == pytest.approx(s["reward"] - s["baseline"], abs=1e-5)
+        assert row["reward/even/mean"] + row["reward/short/mean"] == pytest.approx(row["reward/mean"])
+    saved = [json.loads(x) for x in (folder / "checkpoints/step_000006/samples.jsonl").read_text().splitlines()]
+    assert [s["index"] for s in saved if s["extra"].get("greedy")] == [4] * 4, "a checkpoint keeps them"
+
+
 def test_six_and_six_steps_equal_twelve(models, tmp_path):
-    """The first half ends by a failure after its checkpoint of step 6, in the middle of step 8."""
+    """The first half ends by a failure after its checkpoint of step 6, in the middle of step 8. By an estimator that has
+    more in flight than samples: ReMax, with rewards in parts."""
     from one_step_off import launch, ray_trainer
 
     def cfg(folder: str):
         return tiny_config(
             models(),
             str(tmp_path / folder),
-            **VARIED,
-            **{
+            **VARIED
+            | {
+                "algorithm.adv_estimator": "remax",
+                "reward.function": IN_PARTS,
                 "trainer.total_steps": 12,
                 "trainer.save_freq": 6,
                 "trainer.test_freq": 4,
@@ -68,6 +88,7 @@ def test_six_and_six_steps_equal_twelve(models, tmp_path):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert rows(whole, "ledger.jsonl") == rows(halves, "ledger.jsonl")
     assert learnt(whole) == learnt(halves)
+    assert_greedy_baselines(whole)
     one, two = weights(whole), weights(halves)
     assert set(one) == set(two) and all(torch.equal(one[n], two[n]) for n in one)
     summary = json.loads((halves / "summary.json").read_text())
