@@ -89,7 +89,9 @@ class BackendConfig:
     micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
     tensor_parallel_size: Optional[int] = key(None, "megatron: ranks that share each layer; null: as the actor", low=1)
     pipeline_parallel_size: Optional[int] = key(None, "megatron: stages of layers; null: as the actor", low=1)
-    virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
+    virtual_pipeline_parallel_size: Optional[int] = key(
+        None, "megatron: parts of each stage; null: one (other roles: as the actor)", low=2
+    )
     context_parallel_size: Optional[int] = key(
         None, "megatron: ranks that share each sequence; null: as the actor", low=1
     )
@@ -277,9 +279,15 @@ class Config:
 
 
 def settings_of(cfg: Config, role: str) -> Any:
-    """The section of a role, with what it leaves open (null) as the actor has it."""
-    own = getattr(cfg, role)
-    return replace(own, **{f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+    """The section of a role, with what it leaves open (null) as the actor has it; but the sizes only with its back end,
+    and its virtual stages only with its stages."""
+    own, actor = getattr(cfg, role), cfg.actor
+    if own.backend not in (None, actor.backend):
+        sizes = (f.name for f in fields(BackendConfig) if "parallel" in f.name)
+        actor = replace(actor, **{name: getattr(ActorConfig, name) for name in sizes})
+    elif own.pipeline_parallel_size is not None:
+        actor = replace(actor, virtual_pipeline_parallel_size=None)
+    return replace(own, **{f.name: getattr(actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
 
 
 def shares_of(cfg: Config, role: str) -> int:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from one_step_off import config_checks, word_problems
-from one_step_off.config import Config, ConfigError, shares_of
+from one_step_off.config import Config, ConfigError, settings_of, shares_of
 from one_step_off.config_checks import validate
 from one_step_off.config_io import KEYS, help_text, load, placement_text, resolved_yaml, seat_cores
 from one_step_off.cores import count_gpus, plan_cores
@@ -278,6 +278,22 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     assert shares_of(cfg, "actor") == 2
     monkeypatch.setattr(config_checks, "_installed", lambda package: False)
     assert "MEGATRON=1 shell/setup.sh" in fault("actor.backend=megatron")
+
+
+def test_a_role_of_its_own_inherits_no_layout(monkeypatch):
+    monkeypatch.setattr(config_checks, "_installed", lambda package: True)
+    stages = "actor.pipeline_parallel_size=2", "actor.virtual_pipeline_parallel_size=2"
+    argv = "placement.pools.actor=[4]", "actor.backend=megatron", "placement.roles.ref=actor", "algorithm.kl_coef=0.1"
+    for own in ("ref.backend=fsdp", "ref.pipeline_parallel_size=1", "ref.backend=null"):
+        cfg = good(*argv, *stages, own)
+        validate(cfg, 0)
+        found = settings_of(cfg, "ref")
+        follows = own == "ref.backend=null"
+        assert (found.pipeline_parallel_size, found.virtual_pipeline_parallel_size) == (
+            (2, 2) if follows else (1, None)
+        )
+    other = good(*argv[:1], *argv[2:], "ref.backend=megatron", "actor.micro_batch_tokens=77")
+    assert settings_of(other, "ref").micro_batch_tokens == 77
 
 
 @pytest.mark.parametrize(("argv", "parts"), BAD, ids=[" ".join(a)[:70] or "none" for a, _ in BAD])
