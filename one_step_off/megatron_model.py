@@ -4,7 +4,6 @@ Transformer Engine's layers on GPUs; Megatron's local ones, in plain torch, on C
 for reach the head, whose vocabulary stays split over the tensor-parallel ranks.
 """
 
-from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 
 from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
-from one_step_off.fsdp_model import SCALAR_HEAD, SCALAR_ROLES, in_chunks
+from one_step_off.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.megatron_weights import head_dim
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
@@ -185,7 +184,7 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
             vp_stage=stage,
         )
         if scalar and chunk.post_process:  # the head is held by every tensor-parallel rank alike
-            chunk.output_layer = nn.Sequential(OrderedDict({SCALAR_HEAD: nn.Linear(hf.hidden_size, 1, bias=False)}))
+            chunk.output_layer = nn.Linear(hf.hidden_size, 1, bias=False)
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
     return chunks
 
@@ -203,7 +202,7 @@ def at_positions(
     # Megatron has [width, rows, hidden]. Where nothing is wanted one position stands in, whose gradient is zero.
     hidden = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
     hidden = hidden.index_select(0, at if len(at) else at.new_zeros(1))
-    if isinstance(head, nn.Sequential):
+    if isinstance(head, nn.Linear):
         return head(hidden).float().squeeze(-1)[: len(at)], None
     weight = head.weight if hook["output_weight"] is None else hook["output_weight"]
     first = mpu.get_tensor_model_parallel_rank() * weight.shape[0]

@@ -25,7 +25,7 @@ DENSE = "model.layers.{layer}.mlp."
 TABLE = {
     r"embedding\.word_embeddings\.weight": ("vocabulary", "model.embed_tokens.weight"),
     r"output_layer\.weight": ("vocabulary", "lm_head.weight"),
-    r"output_layer\.score\.weight": ("whole", "score.weight"),
+    r"scalar_head": ("whole", "score.weight"),
     r"decoder\.final_layernorm\.weight": ("whole", "model.norm.weight"),
     r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": (
         "whole",
@@ -76,6 +76,8 @@ def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
             local, layer = name, None
             if cut := re.match(r"decoder\.layers\.(\d+)\.(.+)", name):
                 layer, local = chunk.decoder.layers[int(cut[1])].layer_number - 1, cut[2]
+            if name == "output_layer.weight" and isinstance(chunk.output_layer, nn.Linear):
+                local = "scalar_head"  # Megatron's checkpoints want it under the name of the language model's
             matched = [(m, entry) for regex, entry in TABLE.items() if (m := re.fullmatch(regex, local))]
             if len(matched) != 1:
                 raise RuntimeError(f"Megatron's parameter {name} has no name in a Hugging Face checkpoint")

@@ -136,13 +136,8 @@ class MegatronWorker(ModelWorker):
                 chunk.zero_grad_buffer()
             self._clip_and_step(0.0)
         metadata = SHARDING | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-        state: dict[str, Any] = {}
-        for i, model in enumerate(self.models):
-            state[f"model{i}"] = model.sharded_state_dict(metadata=metadata)
-        whole = {name: value for part in state.values() for name, value in part.items()}
-        if len(self.models) == 1:
-            whole = state["model0"]
-        return state | {"optimizer": self.optimizer.sharded_state_dict(whole, is_loading=loading, metadata=metadata)}
+        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
+        return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)}
 
     def _write_state(self, folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
