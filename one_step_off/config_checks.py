@@ -173,13 +173,9 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         if ranks % (whole := math.prod(sizes.values()) // ep):
             of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
             yield f"{role}: {of} take {whole} ranks together; that does not divide its {ranks}; change placement.pools"
-        if (ranks // pp) % (tp * ep):
-            of = f"{role}.expert_parallel_size={ep} times tensor_parallel_size={tp}"
-            yield f"{of}: does not divide the {ranks // pp} ranks of each stage; use {role} sizes that do"
-        if ep > 1 and tp > 1 and device == "cpu":
-            yield f"{role}.expert_parallel_size={ep}: gloo cannot join it with tensor parallelism; set one to 1"
-        if ep > 1 and tp > 1 and not own.sequence_parallel:
-            yield f"{role}.sequence_parallel=false: experts and tensor parallelism together need it; set it to true"
+        if (ranks // pp) % ep:
+            where = f"{role}.expert_parallel_size={ep}"
+            yield f"{where}: does not divide the {ranks // pp} ranks of each stage; use one that does"
         for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
             if getattr(own, name, off) != off:
                 yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"

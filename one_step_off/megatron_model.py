@@ -60,13 +60,16 @@ def read_config(cfg: Config, role: str) -> Any:
     for key, value, size, what in (
         ("tensor_parallel_size", tp, hf.num_key_value_heads, "key-value heads"),
         ("tensor_parallel_size", tp, hf.intermediate_size, "columns of the MLP"),
-        ("tensor_parallel_size", tp, getattr(hf, "moe_intermediate_size", 0) if experts else 0, "columns of an expert"),
         ("pipeline_parallel_size", stages, hf.num_hidden_layers, "layers"),
         ("expert_parallel_size", ep, experts, "experts"),
     ):
         if size % value or (value > 1 and what == "experts" and not experts):
             of = f", in all {value} stages," if key[0] == "p" else ""
             raise ConfigError(f"{role}.{key}={getattr(own, key)}{of} does not divide the {size} {what} of {path!r}")
+    if experts and tp > 1 and not own.sequence_parallel:
+        raise ConfigError(
+            f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, needs it true"
+        )
     return hf
 
 
@@ -93,6 +96,7 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "pipeline_model_parallel_size": own.pipeline_parallel_size,
         "virtual_pipeline_model_parallel_size": own.virtual_pipeline_parallel_size,
         "expert_model_parallel_size": own.expert_parallel_size,
+        "expert_tensor_parallel_size": 1,  # experts are spread out, not cut: their columns are few
         "context_parallel_size": own.context_parallel_size,
         "sequence_parallel": own.sequence_parallel,
         "params_dtype": dtype,

@@ -96,8 +96,8 @@ def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
 
 def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, expert: bool) -> Iterator[Part]:
     """The parts of one local parameter."""
-    rank = mpu.get_expert_tensor_parallel_rank() if expert else mpu.get_tensor_model_parallel_rank()
-    ranks = mpu.get_expert_tensor_parallel_world_size() if expert else mpu.get_tensor_model_parallel_world_size()
+    rank = 0 if expert else mpu.get_tensor_model_parallel_rank()
+    ranks = 1 if expert else mpu.get_tensor_model_parallel_world_size()
     data = parameter.detach()
     if how == "whole":
         views, dim = [data], 0

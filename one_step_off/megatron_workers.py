@@ -45,6 +45,7 @@ class MegatronWorker(ModelWorker):
                 own.virtual_pipeline_parallel_size,
                 context_parallel_size=own.context_parallel_size,
                 expert_model_parallel_size=own.expert_parallel_size,
+                expert_tensor_parallel_size=1,
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(cfg.trainer.seed)

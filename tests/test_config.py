@@ -261,7 +261,6 @@ MEGATRON = [
         ["tensor_parallel_size=2, pipeline_parallel_size=4 take 8 ranks", "its 4"],
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
-    (["actor.expert_parallel_size=2", "actor.tensor_parallel_size=2"], ["expert_parallel_size=2", "gloo"]),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
 ]

@@ -20,8 +20,10 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from one_step_off import megatron_weights
+from one_step_off.config import ConfigError
 from one_step_off.distributed_util import BucketPlan
 from one_step_off.fsdp_workers import WORKERS as FSDP_WORKERS
+from one_step_off.megatron_model import read_config
 from one_step_off.megatron_workers import WORKERS
 from one_step_off.workers import WeightPiece
 from tests.test_fsdp_workers import OBJECTIVES, by_hand, config, free_port, hf_log_probs, hf_model, make_batch, start
@@ -67,9 +69,12 @@ CASES = [
     case("cp2", "qwen3", 2, **CP, activation_checkpointing=True),
     case("dp2", "qwen2", 2),
     case("ep2", "moe", 2, **EP),
+    case("tp2_sp_moe", "moe", 2, **TP, **SP),
+    case("tp2_ep2", "moe", 2, **TP, **SP, **EP),
     case("tp2_dp2", "qwen2", 4, **TP),
     case("tp2_pp2", "qwen3", 4, **TP, **PP),
     case("pp2_ep2", "moe", 4, **PP, **EP),
+    case("tp2_ep2_dp2", "moe", 4, **TP, **SP, **EP),
     case("tp2_cp2", "llama", 4, **TP, **SP, **CP),
     case("vpp2_cp2", "qwen2", 4, **PP, **VPP, **CP),
 ]
@@ -278,6 +283,14 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     total = sum(t.nbytes for t in trained.values())
     for r in ranks:
         assert sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
+
+
+def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
+    changes = {"actor__backend": "megatron", "actor__tensor_parallel_size": 2}
+    with pytest.raises(ConfigError, match="actor.sequence_parallel=false.*needs it true"):
+        read_config(config(str(checkpoints / "moe"), **changes), "actor")
+    read_config(config(str(checkpoints / "moe"), **changes, actor__sequence_parallel=True), "actor")
+    read_config(config(str(checkpoints / "qwen2"), **changes), "actor")
 
 
 # ---- the other roles --------------------------------------------------------------------------------------------
