@@ -46,11 +46,15 @@ MODELS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
 }
+DECAY = 0.3  # so much that after three steps of this rate it tells what decays and what does not
 EVERYTHING = {**OBJECTIVES["everything"], "actor__lr": 1e-3, "actor__micro_batch_tokens": 60, "actor__grad_clip": 1.0}
+EVERYTHING["actor__weight_decay"] = DECAY
 
 
 def case(name, model, world, **layout):
+    """A name that ends in plain: without the recorder of gradients, so that they are reduced as in a run."""
     changes = {**EVERYTHING, **{f"actor__{k}": v for k, v in layout.items()}, "actor__backend": "megatron"}
+    changes["model__dtype"] = "bfloat16" if name.endswith("bf16") else "float32"
     return name, model, world, changes
 
 
@@ -68,6 +72,9 @@ CASES = [
     case("vpp2", "qwen2", 2, **PP, **VPP),
     case("cp2", "qwen3", 2, **CP, activation_checkpointing=True),
     case("dp2", "qwen2", 2),
+    case("dp2_plain", "qwen2", 2),
+    case("ep2_plain", "moe", 2, **EP),
+    case("tp2_sp_bf16", "qwen3", 2, **TP, **SP),
     case("ep2", "moe", 2, **EP),
     case("tp2_sp_moe", "moe", 2, **TP, **SP),
     case("tp2_ep2", "moe", 2, **TP, **SP, **EP),
@@ -103,7 +110,7 @@ class Recorder(WORKERS["actor"]):
 
 def sent_by(worker):
     return [
-        (dataclasses.astuple(p), t.clone().numpy())
+        (dataclasses.astuple(p), t.float().clone().numpy())
         for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
     ]
 
@@ -128,14 +135,15 @@ def run_rank(rank, cases, out):
     torch.set_num_threads(1)
     for name, cfg, world in cases:
         print(f"rank {rank}: {name}", flush=True)
-        worker = Recorder(cfg, "actor", rank, world, "cpu", total_steps=10)
+        kind = WORKERS["actor"] if name.endswith("plain") else Recorder
+        worker = kind(cfg, "actor", rank, world, "cpu", total_steps=10)
         join(worker, name, out)
         batch = make_batch(cfg.model.path)
         result = {"pieces": sent_by(worker), "log_probs": worker.log_prob(batch)}
         result["squares"] = worker.log_prob_and_squares(batch)
         result["scores"] = worker.score([s.response_ids for s in batch.samples])
         result["metrics"] = worker.update(batch)
-        result["gradients"] = worker.gradients
+        result["gradients"] = getattr(worker, "gradients", None)
         for _ in range(STEPS - 1):
             worker.update(batch)
         result["weights"] = sent_by(worker)
@@ -184,7 +192,8 @@ def reference(checkpoints):
         cfg = config(path, **EVERYTHING)
         model = hf_model(path)
         groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
-        optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}], lr=1e-3)
+        vectors = {"params": groups[1], "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW([{"params": groups[0]}, vectors], lr=1e-3, weight_decay=DECAY)
         for step in range(STEPS):
             model.save_pretrained(checkpoints / f"{name}_step{step}")
             loss, gradients = by_hand(str(checkpoints / f"{name}_step{step}"), batch, cfg)
@@ -248,6 +257,8 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     ranks, path = all_of_world[name], str(checkpoints / model)
     loss, gradients, weights = reference[model]
     plain, batch = hf_model(path), make_batch(path)
+    rough = changes["model__dtype"] == "bfloat16"
+    near = 0.1 if rough else 1e-5
     union = {}
     for r in ranks:
         assert not union.keys() & r["log_probs"].keys()
@@ -258,25 +269,30 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():
         for i, s in enumerate(batch.samples):
-            np.testing.assert_allclose(union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=near, rtol=0)
             ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
             logits = plain(ids[None], use_cache=False).logits[0]
             squares = (logits / 0.7).softmax(-1).square().sum(-1)[len(s.prompt_ids) - 1 : -1].numpy()
             for r in (r for r in ranks if i in r["squares"]):
-                np.testing.assert_allclose(r["squares"][i], np.stack([union[i], squares], -1), atol=1e-5, rtol=0)
+                np.testing.assert_allclose(r["squares"][i], np.stack([union[i], squares], -1), atol=near, rtol=0)
             want = plain(ids[None, len(s.prompt_ids) :], use_cache=False).logits[0, :-1].log_softmax(-1)
             want = want.gather(1, ids[len(s.prompt_ids) + 1 :, None])[:, 0].numpy()
             for r in (r for r in ranks if r["scores"]):
-                np.testing.assert_allclose(r["scores"][i], want, atol=1e-5, rtol=0)
-    assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(loss, abs=1e-5)
+                np.testing.assert_allclose(r["scores"][i], want, atol=near, rtol=0)
+    assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(loss, abs=near / 10 if rough else near)
+    norm = np.linalg.norm([np.linalg.norm(g) for g in gradients.values()])
+    assert ranks[0]["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=near)
     assert ranks[0]["metrics"]["actor/tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples)
     stored = as_stored(plain, dict(plain.named_parameters()))
     for n, tensor in assembled(ranks, "pieces").items():
-        np.testing.assert_array_equal(tensor, stored.pop(n))
+        want = stored.pop(n)
+        want = torch.from_numpy(want).bfloat16().float().numpy() if rough else want
+        np.testing.assert_array_equal(tensor, want)
     assert not stored
-    assert_close(assembled(ranks, "gradients"), gradients, 1e-5)
+    if ranks[0]["gradients"] is not None:
+        assert_close(assembled(ranks, "gradients"), gradients, near)
     trained = assembled(ranks, "weights")
-    assert_close(trained, weights, 1e-4)
+    assert_close(trained, weights, 0.01 if rough else 1e-4)
     saved = hf_model(f"{out}/{name}_hf")
     for n, tensor in as_stored(saved, dict(saved.named_parameters())).items():
         np.testing.assert_array_equal(tensor, trained[n])
