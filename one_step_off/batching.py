@@ -31,7 +31,8 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
     counts hardly differ; empty ones make them equal, and a multiple of `rounds`. A micro-batch costs max_length * rows
     when padded, and the sum of lengths when `packed` (one after the other). The cost stays within `token_budget`,
     except that a longer sequence has a micro-batch of its own. `lengths` are the tokens of each sequence, prompt and
-    response together.
+    response together. With `rounds` above 1 (virtual stages) all micro-batches are padded alike, see `same_shape`, so
+    each sequence costs as much as the longest.
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -40,8 +41,8 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
         tokens, rows, rank = heapq.heappop(heap)
         shares[rank].append(i)
         heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
-    cut = _first_fit if packed else _sorted_cut
-    result = [cut(share, n, token_budget) for share in shares]
+    cut, sizes = _first_fit if packed else _sorted_cut, n if rounds == 1 else [max(n, default=0)] * len(n)
+    result = [cut(share, sizes, token_budget) for share in shares]
     count = -(-max(len(micros) for micros in result) // rounds) * rounds
     return [micros + [[] for _ in range(count - len(micros))] for micros in result]
 

@@ -93,7 +93,8 @@ class ModelWorker(UsageProbe):
         return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature, more=more)
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
-        return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed, self.rounds)
+        budget = self.own.micro_batch_tokens * self.own.context_parallel_size  # so many ranks share each sequence
+        return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(

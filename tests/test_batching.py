@@ -46,6 +46,17 @@ def test_a_sequence_above_the_budget_stands_alone():
         assert batching.plan([50, 3], 1, 10, packed) == [[[0], [1]]]
 
 
+@given(cases)
+def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
+    lengths, ranks, budget, _ = case
+    plan = batching.plan(lengths, ranks, budget, packed=False, rounds=2)
+    assert len({len(micros) for micros in plan}) == 1 and len(plan[0]) % 2 == 0
+    for micros in plan:
+        rows = max((len(micro) for micro in micros), default=0)
+        widest = max((lengths[i] for micro in micros for i in micro), default=0)
+        assert rows <= 1 or rows * widest <= budget
+
+
 def test_more_ranks_than_sequences():
     assert batching.plan([5], 3, 10, False) == [[[0]], [[]], [[]]]
     assert batching.plan([], 2, 10, True) == [[], []]

@@ -309,6 +309,15 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
     read_config(config(str(checkpoints / "qwen2"), **changes), "actor")
 
 
+def test_the_token_budget_counts_what_a_rank_has_of_a_sequence():
+    """On two context-parallel ranks each has half of it, so twice the sequences fit."""
+    for changes, micros in (({}, 4), ({"actor__context_parallel_size": 2}, 2)):
+        cfg = config("", actor__backend="megatron", actor__micro_batch_tokens=20, **changes)
+        worker = WORKERS["actor"](cfg, "actor", 0, 2, "cpu", total_steps=1)
+        worker.packed = False
+        assert len(worker._plan([10] * 8, 1)[0]) == micros
+
+
 # ---- the other roles --------------------------------------------------------------------------------------------
 
 
