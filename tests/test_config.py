@@ -277,6 +277,10 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     assert shares_of(cfg, "actor") == 2
     monkeypatch.setattr(config_checks, "_installed", lambda package: False)
     assert "MEGATRON=1 shell/setup.sh" in fault("actor.backend=megatron")
+    monkeypatch.setattr(config_checks, "_installed", lambda package: package == "megatron.core")
+    good("actor.backend=megatron", "placement.device=cpu")
+    line = fault("actor.backend=megatron", "placement.device=cuda")
+    assert "transformer-engine" in line and "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
 
 
 def test_a_role_of_its_own_inherits_no_layout(monkeypatch):
@@ -452,6 +456,7 @@ def test_shipped_configs_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) 
     cfg = load([f"config={path}"])
     if any(len(shape) > 1 for shape in cfg.placement.pools.values()):
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # several nodes need a cluster
+    monkeypatch.setattr(config_checks, "_installed", lambda package: True)
     validate(cfg, num_gpus=8)
     assert load_text(resolved_yaml(cfg)) == cfg
 

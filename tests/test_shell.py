@@ -171,3 +171,25 @@ def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
     tool(checkout / ".venv-gpu/bin/python", "echo 2")
     done, _ = run(checkout, "run_split_placement.sh", EXTRA="gpu")
     assert done.returncode == 2 and "found 2 GPUs, needs 4" in done.stderr
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> None:
+    """Megatron is installed once it is asked for and missing, and nothing is for a start that does not want it."""
+    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/setup.sh")
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    venv = checkout / (".venv" if extra == "cpu" else ".venv-gpu")
+    tool(
+        venv / "bin/python",
+        f'[[ "$*" != *"pip install"* ]] || echo "$*" >>{checkout}/log\n'
+        f'[[ "$*" != *"install"*megatron-core* ]] || touch {checkout}/installed\n'
+        f'[[ "$*" != *"megatron.core"* || -e {checkout}/installed ]]',
+    )
+    for megatron, installs in (("", True), ("", False), ("1", True), ("1", False), ("", False)):
+        (checkout / "log").unlink(missing_ok=True)
+        done, calls = run(checkout, "setup.sh", EXTRA=extra, MEGATRON=megatron)
+        assert done.returncode == 0, done.stderr
+        assert bool(calls) == installs, (megatron, calls)
+        assert any("megatron-core" in call for call in calls) == (megatron == "1" and installs)
+        engine = any("transformer-engine" in call for call in calls)
+        assert engine == (megatron == "1" and installs and extra == "gpu")
