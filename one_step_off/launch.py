@@ -103,11 +103,6 @@ def prepare(
 def check_model(cfg: Config) -> None:
     """What the policy's files tell before anything is loaded. Raises ConfigError."""
     name, found = _check_files(cfg, "model")
-    quantised = getattr(found, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which cannot be trained"
-        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
     heads, width = getattr(found.get_text_config(), "num_attention_heads", None), cfg.rollout.tensor_parallel_size
@@ -150,6 +145,10 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
         raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+    if quantised := getattr(found, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the trainer cannot load"
+        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not weights:
         none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
         raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")

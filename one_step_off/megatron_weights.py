@@ -51,6 +51,7 @@ TABLE = {
         EXPERT + "down_proj.weight",
     ),
 }
+PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass
@@ -137,8 +138,9 @@ class CheckpointReader:
 
         self.key, self.path = key, path
         try:
-            wanted = ["*.safetensors", "*.json"]
-            folder = path if os.path.isdir(path) else snapshot_download(path, allow_patterns=wanted)
+            # Not from its subfolders, which may hold other models.
+            files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+            folder = path if os.path.isdir(path) else snapshot_download(path, **files)
         except Exception as e:  # the hub client's own many errors, and the network's
             raise ConfigError(f"{key}: {path!r} cannot be had from the hub ({type(e).__name__}: {e})") from e
         self.files: dict[str, Any] = {}
@@ -146,10 +148,10 @@ class CheckpointReader:
             opened = safetensors.safe_open(os.path.join(folder, file), "pt")
             self.files |= dict.fromkeys(opened.keys(), opened)
         if not self.files:
-            raise ConfigError(f"{key}: {path!r} has no .safetensors files, which actor.backend=megatron reads")
+            raise ConfigError(f"{key}: {path!r} has no .safetensors files, which backend=megatron reads")
 
     def read(self, part: Part) -> Tensor:
-        """The block of a part. Raises ConfigError: not in the checkpoint, or in another shape."""
+        """The block of a part. Raises ConfigError: not in the checkpoint, in another shape, or no plain numbers."""
         if part.name not in self.files:
             raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {part.name}")
         whole = self.files[part.name].get_slice(part.name)
@@ -157,6 +159,10 @@ class CheckpointReader:
             raise ConfigError(
                 f"{self.key}: {part.name} of {self.path!r} is {tuple(whole.get_shape())}, but its config.json says "
                 f"{part.shape}"
+            )
+        if whole.get_dtype() not in PLAIN:  # quantised: its values mean nothing without their scales
+            raise ConfigError(
+                f"{self.key}: {part.name} of {self.path!r} is stored as {whole.get_dtype()}, not as floats"
             )
         return whole[(*(slice(None),) * part.dim, slice(part.start, part.stop))]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -307,6 +308,19 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
         read_config(config(str(checkpoints / "moe"), **changes), "actor")
     read_config(config(str(checkpoints / "moe"), **changes, actor__sequence_parallel=True), "actor")
     read_config(config(str(checkpoints / "qwen2"), **changes), "actor")
+
+
+def test_only_plain_weights_are_read(tmp_path):
+    safetensors.torch.save_file(
+        {"a": torch.zeros(4, 2), "b": torch.zeros(4, 2).to(torch.float8_e4m3fn)}, tmp_path / "m.safetensors"
+    )
+    reader = megatron_weights.CheckpointReader("critic.path", str(tmp_path))
+    part = megatron_weights.Part("a", (4, 2), 0, 1, 3, torch.empty(2, 2), True, False)
+    assert reader.read(part).shape == (2, 2)
+    with pytest.raises(ConfigError, match="critic.path: b of .* is stored as F8_E4M3, not as floats"):
+        reader.read(dataclasses.replace(part, name="b"))
+    with pytest.raises(ConfigError, match="no .safetensors files, which backend=megatron reads"):
+        megatron_weights.CheckpointReader("critic.path", str(tmp_path.parent))
 
 
 def test_the_token_budget_counts_what_a_rank_has_of_a_sequence():
