@@ -46,6 +46,7 @@ class MegatronWorker(ModelWorker):
                 context_parallel_size=own.context_parallel_size,
                 expert_model_parallel_size=own.expert_parallel_size,
                 expert_tensor_parallel_size=1,
+                distributed_timeout_minutes=cfg.trainer.step_timeout_s / 60,
                 create_gloo_process_groups=False,
             )
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
@@ -136,6 +137,10 @@ class MegatronWorker(ModelWorker):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self._clip_and_step(0.0)
+            for inner in (chained.optimizer for chained in self.optimizer.chained_optimizers):
+                # It was none: torch's AdamW counts steps beside the moments, Transformer Engine's in its groups.
+                for counter in (x for x in (*inner.state.values(), *inner.param_groups) if "step" in x):
+                    counter["step"] = counter["step"] * 0
         metadata = SHARDING | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
         state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
         return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)}

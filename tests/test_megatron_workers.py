@@ -413,7 +413,8 @@ def run_checkpoint(rank, cases, folder):
         if load:
             worker.load_state(f"{folder}/{load}")
         else:
-            worker.update(batch)
+            if name != "fresh":
+                worker.update(batch)
             (folder / name).mkdir(exist_ok=True)
             worker.save_state(f"{folder}/{name}")
         result = {"before": held_by(worker), "at": (worker.version, worker.optimizer_steps)}
@@ -442,6 +443,8 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
         "tp2_of_vpp2": ("qwen2", TP, "vpp2_saved"),
         "critic_saved": ("qwen2", TP, ""),
         "critic_pp2": ("qwen2", PP, "critic_saved"),
+        "fresh": ("qwen2", TP, ""),
+        "of_fresh": ("qwen2", TP, "fresh"),
         "moe_saved": ("moe", EP, ""),
         "moe_dp2": ("moe", {}, "moe_saved"),
     }
@@ -455,8 +458,10 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
     for name, saved in ((name, load) for name, (_, _, load) in layouts.items() if load):
         before, after = (assembled(found[saved], key) for key in ("before", "after"))
         assert any((before[n] != after[n]).any() for n in before)
-        assert found[name][0]["at"] == (1, 1)
+        assert found[name][0]["at"] == ((0, 0) if saved == "fresh" else (1, 1))
         for n, tensor in assembled(found[name], "before").items():
             np.testing.assert_array_equal(tensor, before[n])
         # The moments came along: without them AdamW's second step would be another first one.
         assert_close(assembled(found[name], "after"), after, 1e-6 if name == "tp2" else 1e-5)
+    # A checkpoint from before the first step leaves that step as it would have been.
+    assert_close(assembled(found["fresh"], "after"), assembled(found["saved"], "before"), 1e-6)
