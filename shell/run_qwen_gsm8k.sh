@@ -5,7 +5,8 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   BACKEND=megatron      train with Megatron-core in place of FSDP2 (needs 3 GPUs; two of them share each layer)
+#   BACKEND=megatron      train with Megatron-core in place of FSDP2 (needs 3 GPUs; two of them share each layer; the
+#                         tiny model on the CPU stays on one rank)
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run

@@ -28,8 +28,9 @@ def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
     sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout})
 
 
-def test_learns_as_fsdp_does(models, tmp_path):
-    """The same seed on both back ends: the rewards of the first five steps, and then a resumed run on two stages."""
+def test_the_first_steps_are_those_of_fsdp(models, tmp_path):
+    """The same seed on both back ends: the rewards of the first five steps, too few to learn much in, and then a resumed
+    run on two stages."""
     from one_step_off import launch
 
     found = {}
