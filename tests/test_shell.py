@@ -193,3 +193,15 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
         assert any("megatron-core" in call for call in calls) == (megatron == "1" and installs)
         engine = any("transformer-engine" in call for call in calls)
         assert engine == (megatron == "1" and installs and extra == "gpu")
+
+
+def test_megatron_on_several_nodes(checkout: Path) -> None:
+    done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
+    assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr
+    done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="8b", RAY_ADDRESS="h:1")
+    assert done.returncode == 2 and "SIZE=8b: must be 7b or 30b" in done.stderr and not calls
+    for size, keys in (("7b", "actor.tensor_parallel_size=4"), ("30b", "actor.expert_parallel_size=8")):
+        (checkout / "log").unlink(missing_ok=True)
+        done, (call,) = run(checkout, "run_megatron_nodes.sh", "--dry-run", SIZE=size, RAY_ADDRESS="h:1")
+        assert done.returncode == 0, done.stderr
+        assert keys in call and f"megatron_{size} --dry-run" in call and "qwen_gsm8k_megatron.yaml" in call
