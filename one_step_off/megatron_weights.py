@@ -19,36 +19,27 @@ from torch import Tensor, nn
 from one_step_off.config import Config, ConfigError, path_of
 from one_step_off.workers import WeightPiece
 
-ATTENTION, EXPERT = "model.layers.{layer}.self_attn.", "model.layers.{layer}.mlp.experts.{expert}."
-DENSE = "model.layers.{layer}.mlp."
-# Megatron's name within the model or the layer (Transformer Engine's variants too) -> how it is cut, HF names.
+# Megatron's name within the model or the layer (Transformer Engine's variants too) -> how it is cut, HF names therein.
 TABLE = {
     r"embedding\.word_embeddings\.weight": ("vocabulary", "model.embed_tokens.weight"),
     r"output_layer\.weight": ("vocabulary", "lm_head.weight"),
     r"scalar_head": ("whole", "score.weight"),
     r"decoder\.final_layernorm\.weight": ("whole", "model.norm.weight"),
-    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": (
-        "whole",
-        "model.layers.{layer}.input_layernorm.weight",
-    ),
-    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": (
-        "whole",
-        "model.layers.{layer}.post_attention_layernorm.weight",
-    ),
-    r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", *(ATTENTION + f"{p}_proj.{{kind}}" for p in "qkv")),
-    r"self_attention\.linear_proj\.weight": ("columns", ATTENTION + "o_proj.weight"),
-    r"self_attention\.([qk])_layernorm\.weight": ("whole", ATTENTION + "{kind}_norm.weight"),
-    r"mlp\.router\.weight": ("whole", DENSE + "gate.weight"),
-    r"mlp\.linear_fc1\.weight": ("rows", DENSE + "gate_proj.weight", DENSE + "up_proj.weight"),
-    r"mlp\.linear_fc2\.weight": ("columns", DENSE + "down_proj.weight"),
+    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", "input_layernorm.weight"),
+    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", "post_attention_layernorm.weight"),
+    r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", *(f"self_attn.{p}_proj.{{kind}}" for p in "qkv")),
+    r"self_attention\.linear_proj\.weight": ("columns", "self_attn.o_proj.weight"),
+    r"self_attention\.([qk])_layernorm\.weight": ("whole", "self_attn.{kind}_norm.weight"),
+    r"mlp\.router\.weight": ("whole", "mlp.gate.weight"),
+    r"mlp\.linear_fc1\.weight": ("rows", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    r"mlp\.linear_fc2\.weight": ("columns", "mlp.down_proj.weight"),
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.weight|linear_fc1\.weight(\d+))": (
         "rows",
-        EXPERT + "gate_proj.weight",
-        EXPERT + "up_proj.weight",
+        *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up")),
     ),
     r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc2\.weight|linear_fc2\.weight(\d+))": (
         "columns",
-        EXPERT + "down_proj.weight",
+        "mlp.experts.{kind}.down_proj.weight",
     ),
 }
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -74,9 +65,9 @@ def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
     found = []
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
-            local, layer = name, None
+            local, within = name, ""
             if cut := re.match(r"decoder\.layers\.(\d+)\.(.+)", name):
-                layer, local = chunk.decoder.layers[int(cut[1])].layer_number - 1, cut[2]
+                within, local = f"model.layers.{chunk.decoder.layers[int(cut[1])].layer_number - 1}.", cut[2]
             if name == "output_layer.weight" and isinstance(chunk.output_layer, nn.Linear):
                 local = "scalar_head"  # Megatron's checkpoints want it under the name of the language model's
             matched = [(m, entry) for regex, entry in TABLE.items() if (m := re.fullmatch(regex, local))]
@@ -88,7 +79,7 @@ def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
             if expert:
                 local_experts = hf_config.num_experts // mpu.get_expert_model_parallel_world_size()
                 kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
-            filled = [n.format(layer=layer, kind=kind, expert=kind) for n in names]
+            filled = [within + n.format(kind=kind) for n in names]
             tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
             found += _cut(how, ["model.embed_tokens.weight"] if tied_copy else filled, parameter, hf_config, expert)
             found[-1].mine &= not (tied_copy and not chunk.pre_process)
@@ -186,7 +177,8 @@ def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPie
     """What this rank sends: what only it and its data-parallel replicas hold, dealt out among these by size."""
     sent, loads = [], {}
     name = str(wire_dtype).removeprefix("torch.")
-    for part in found:
+    # Experts last: an expert comes from one rank and other layers from all that cut them, and of these the order counts.
+    for part in sorted(found, key=lambda part: part.expert):
         whole = mpu.get_data_parallel_group(with_context_parallel=True)
         group = mpu.get_expert_data_parallel_group() if part.expert else whole
         load = loads.setdefault(part.expert, [0] * group.size())

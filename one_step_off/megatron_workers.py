@@ -81,6 +81,12 @@ class MegatronWorker(ModelWorker):
         with cuda_is_cpu(self.device):
             self.chunks = [DistributedDataParallel(config, ddp, model) for model in self.models]
             self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
+        for buffer in (buffer for chained in self.optimizer.chained_optimizers for buffer in chained.buffers):
+            # Megatron's checkpoints leave padding between buckets out and find parameters as if it were there. A tied
+            # head on the last stage has a bucket of its own, so what followed it was saved from the wrong places.
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
 
     def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
         items, train, virtual = list(work), torch.is_grad_enabled(), len(self.chunks) > 1

@@ -446,7 +446,8 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
         "fresh": ("qwen2", TP, ""),
         "of_fresh": ("qwen2", TP, "fresh"),
         "moe_saved": ("moe", EP, ""),
-        "moe_dp2": ("moe", {}, "moe_saved"),
+        "moe_tp2": ("moe", {**TP, **SP}, "moe_saved"),
+        "moe_tp2_ep2": ("moe", {**TP, **SP, **EP}, "moe_saved"),
     }
     cases = []
     for name, (model, layout, load) in layouts.items():
