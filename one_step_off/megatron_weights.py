@@ -164,6 +164,8 @@ def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> Non
     ConfigError: as `CheckpointReader`."""
     path = path_of(cfg, role)
     reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        parameter.zero_()  # what pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN
     for part in parts(chunks, hf_config):
         if part.name == "score.weight" and part.name not in reader.files:
             generator = torch.Generator().manual_seed(cfg.trainer.seed)
