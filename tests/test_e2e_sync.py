@@ -68,7 +68,10 @@ def hf_answers(path: str, sequences: list[np.ndarray], new_tokens: int) -> list[
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("tied", "tp", "replicas", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("tied", "tp", "replicas", "ranks"),
+    [pytest.param(*layout, marks=[pytest.mark.slow] * (layout[1:] == (2, 2, 2))) for layout in LAYOUTS],
+)
 def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks):
     """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
     other, mine = models(tied=tied, seed=1), models(tied=tied, seed=2)

@@ -14,8 +14,7 @@ import transformers
 
 from one_step_off import core_algos
 from one_step_off.advantages import to_tokens
-from one_step_off.config import Config, ConfigError
-from one_step_off.fsdp_model import check_head, check_layout
+from one_step_off.config import Config
 from one_step_off.fsdp_workers import PolicyWorker
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.samples import Batch, Sample, StalenessError
@@ -462,59 +461,6 @@ def test_save_replaces_whole_and_reports_failures(checkpoints, single, tmp_path)
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(RuntimeError, match="could not write"):
         worker.save_hf(str(tmp_path / "file" / "hf"))
-
-
-# ---- what is refused --------------------------------------------------------------------------------------------
-
-
-def test_errors_name_the_key(single, tmp_path):
-    with pytest.raises(ConfigError, match="model.path: .*nowhere"):
-        single(config(str(tmp_path / "nowhere")))
-    transformers.ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="model.path"):
-        single(config(str(tmp_path)))
-
-
-def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_path):
-    model = hf_model(checkpoints["untied"])
-    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
-    model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match="lacks 1 weights, as model.layers.1.mlp.up_proj.weight"):
-        single(config(str(tmp_path)))
-
-
-def test_logit_quirks_are_known_or_refused():
-    sizes = dict(SIZES, num_key_value_heads=1)
-    del sizes["max_position_embeddings"]
-    makers = {
-        "Cohere": transformers.CohereConfig(**sizes, logit_scale=0.25, pad_token_id=0),
-        "Granite": transformers.GraniteConfig(**sizes, logits_scaling=4.0),
-        "Gemma2": transformers.Gemma2Config(**sizes, final_logit_softcapping=15.0, head_dim=16),
-    }
-    for hf_config in makers.values():
-        check_head(transformers.AutoModelForCausalLM.from_config(hf_config), "x")
-    model = transformers.AutoModelForCausalLM.from_config(MODELS["tied"]())
-    check_layout(model, "x")
-    inner = model.forward
-
-    def scaled(*args, **kwargs):
-        output = inner(*args, **kwargs)
-        output.logits = output.logits * 0.5
-        return output
-
-    model.forward = scaled
-    with pytest.raises(ConfigError, match="does not know"):
-        check_head(model, "some/model")
-
-
-def test_fused_experts_are_refused():
-    moe = transformers.Qwen3MoeConfig(
-        **SIZES, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    )
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(moe)
-    with pytest.raises(ConfigError, match="another layout"):
-        check_layout(model, "some/moe")
 
 
 # ---- several ranks ----------------------------------------------------------------------------------------------

@@ -1,0 +1,61 @@
+"""What the FSDP back end refuses to load, and how it says so."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from one_step_off.config import ConfigError
+from one_step_off.fsdp_model import check_head, check_layout
+from tests.test_fsdp_workers import MODELS, SIZES, checkpoints, config, hf_model, one_thread, single  # noqa: F401
+
+
+def test_errors_name_the_key(single, tmp_path):  # noqa: F811
+    with pytest.raises(ConfigError, match="model.path: .*nowhere"):
+        single(config(str(tmp_path / "nowhere")))
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model.path"):
+        single(config(str(tmp_path)))
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_path):  # noqa: F811
+    model = hf_model(checkpoints["untied"])
+    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match="lacks 1 weights, as model.layers.1.mlp.up_proj.weight"):
+        single(config(str(tmp_path)))
+
+
+def test_logit_quirks_are_known_or_refused():
+    sizes = dict(SIZES, num_key_value_heads=1)
+    del sizes["max_position_embeddings"]
+    makers = {
+        "Cohere": transformers.CohereConfig(**sizes, logit_scale=0.25, pad_token_id=0),
+        "Granite": transformers.GraniteConfig(**sizes, logits_scaling=4.0),
+        "Gemma2": transformers.Gemma2Config(**sizes, final_logit_softcapping=15.0, head_dim=16),
+    }
+    for hf_config in makers.values():
+        check_head(transformers.AutoModelForCausalLM.from_config(hf_config), "x")
+    model = transformers.AutoModelForCausalLM.from_config(MODELS["tied"]())
+    check_layout(model, "x")
+    inner = model.forward
+
+    def scaled(*args, **kwargs):
+        output = inner(*args, **kwargs)
+        output.logits = output.logits * 0.5
+        return output
+
+    model.forward = scaled
+    with pytest.raises(ConfigError, match="does not know"):
+        check_head(model, "some/model")
+
+
+def test_fused_experts_are_refused():
+    moe = transformers.Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(moe)
+    with pytest.raises(ConfigError, match="another layout"):
+        check_layout(model, "some/moe")
