@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -126,7 +127,9 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
             )
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
-            from one_step_off import megatron_model  # an extra, and slow to import
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that Transformer Engine is missing, from six places; GPUs ask for it
+                from one_step_off import megatron_model  # an extra, and slow to import
 
             megatron_model.read_config(cfg, role)
 

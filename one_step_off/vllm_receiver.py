@@ -69,6 +69,9 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loaded: set[str] = set()
         start = time.perf_counter()
         initialize_layerwise_reload(self.model)
+        for method in (getattr(layer, "quant_method", None) for layer in self.model.modules()):
+            if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
+                method.moe_kernel = None  # vLLM packs experts for CPUs only while it makes their kernel
         self.report = {"prepare": time.perf_counter() - start}
 
     def receive_weights(self, update_info: UpdateInfo) -> None:

@@ -5,8 +5,8 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   BACKEND=megatron      train with Megatron-core in place of FSDP2 (needs 3 GPUs; two of them share each layer; the
-#                         tiny model on the CPU stays on one rank)
+#   BACKEND=megatron      train with Megatron-core in place of FSDP2 ; two ranks share each layer (needs 3 GPUs; on
+#                         the CPU two processes train a tiny Qwen3)
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
@@ -47,7 +47,10 @@ if [[ "$on" == cpu ]]; then
         *) say "EXTRA=cpu: $tiny" ;;
     esac
     args=("config=$root/config/gsm8k_tiny_cpu.yaml")
-    [[ "$backend" == fsdp ]] || args+=("actor.backend=$backend")
+    if [[ "$backend" == megatron ]]; then # the tiny Qwen2 has one key-value head, which no two ranks can share
+        args+=(model.path=tiny:qwen3 actor.backend=megatron actor.tensor_parallel_size=2)
+        args+=("placement.pools={rollout: [1], actor: [2]}" trainer.output_dir=outputs/gsm8k_tiny_cpu_megatron)
+    fi
 elif ((gpus < 2)); then
     die "EXTRA=gpu: found $gpus GPU(s), needs 2: generation and training run at the same time, each on its own." \
         "Without EXTRA a tiny model is trained on the CPU"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+import sys
 
+import numpy as np
 import pytest
 
-from tests.conftest import tiny_config
 from tests.test_e2e_sync import sync_and_compare
 
 pytestmark = [
@@ -16,11 +18,19 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
 ]
 
-TP, PP = {"actor.tensor_parallel_size": 2}, {"actor.pipeline_parallel_size": 2}
+TP, PP, EP = ({f"actor.{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
+SLOW = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("kind", "tied", "layout"), [("qwen2", True, TP), ("qwen2", True, PP), ("qwen3", False, TP), ("llama", False, PP)]
+    ("kind", "tied", "layout"),
+    [
+        pytest.param("qwen2", True, TP, id="qwen2-tp"),
+        pytest.param("llama", False, PP, id="llama-pp"),
+        pytest.param("qwen2", True, PP, id="qwen2-pp", marks=SLOW),
+        pytest.param("qwen3", False, TP, id="qwen3-tp", marks=SLOW),
+        pytest.param("qwen3_moe", False, EP, id="moe-ep", marks=SLOW),
+    ],
 )
 def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
     other, mine = models(kind, tied=tied, seed=1), models(kind, tied=tied, seed=2)
@@ -28,39 +38,34 @@ def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
     sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout})
 
 
-def test_the_first_steps_are_those_of_fsdp(models, tmp_path):
-    """The same seed on both back ends: the rewards of the first five steps, too few to learn much in, and then a resumed
-    run on two stages."""
-    from one_step_off import launch
-
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
+    """The tiny run with one seed on both back ends, and then the checkpoint of two shards on two stages."""
     found = {}
-    for name, changes in (
-        ("fsdp", {}),
-        ("megatron", {"actor.backend": "megatron", **TP, "placement.pools": {"rollout": [1], "actor": [2]}}),
-        ("resumed", {"actor.backend": "megatron", **PP, "placement.pools": {"rollout": [1], "actor": [2]}}),
+    pools = "placement.pools={rollout: [1], actor: [2]}"
+    megatron = ["actor.backend=megatron", pools]
+    for name, steps, changes in (
+        ("fsdp", 20, []),
+        ("megatron", 20, [*megatron, "actor.tensor_parallel_size=2"]),
+        ("megatron", 22, [*megatron, "actor.pipeline_parallel_size=2"]),
     ):
-        folder = tmp_path / ("megatron" if name == "resumed" else name)
-        settings = {
-            "rollout.n": 16,
-            "actor.lr": 2e-4,
-            "data.train_batch_size": 8,
-            "actor.ppo_mini_batch_size": 8,
-            "data.max_response_length": 24,
-            "trainer.total_steps": 7 if name == "resumed" else 5,
-            "trainer.save_freq": 5,
-            "trainer.val_before_train": False,
-            "reward.function": "tests.test_e2e_pipeline:half_letters",
-            "trainer.val_after_train": False,
-            "data.val_files": "",
-        }
-        cfg = tiny_config(models("qwen2"), str(folder), **settings | changes)
-        assert launch.run(cfg) == 0
-        found[name] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    fsdp, megatron = ([row["reward/mean"] for row in found[name]] for name in ("fsdp", "megatron"))
-    assert len(fsdp) == 5 and fsdp == pytest.approx(megatron, abs=1e-3)
+        folder = tmp_path / name
+        settings = ["config=config/gsm8k_tiny_cpu.yaml", "model.path=tiny:qwen3", f"trainer.output_dir={folder}"]
+        settings += [f"trainer.total_steps={steps}", "trainer.save_freq=20", *changes]
+        done = subprocess.run(
+            [sys.executable, "-m", "one_step_off.main_ppo", *settings], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found[name, steps] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    fsdp, megatron, resumed = found.values()
+    rewards, same = ([row["reward/mean"] for row in rows] for rows in (megatron, fsdp))
+    assert len(rewards) == len(same) == 20 and rewards[:5] == pytest.approx(same[:5], abs=1e-3)
+    assert len(set(same[:5])) > 1
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy"):
-        assert found["fsdp"][0][name] == pytest.approx(found["megatron"][0][name], rel=1e-3, abs=1e-6), name
-    assert len(set(fsdp)) > 1
-    assert len(found["resumed"]) == 7, "the resumed run went on where the other had stopped"
-    for row in found["resumed"]:
+        assert fsdp[0][name] == pytest.approx(megatron[0][name], rel=1e-3, abs=1e-6), name
+    assert len(resumed) == 22, "the run of two stages went on where that of two shards had stopped"
+    for row in resumed[20:]:
         assert row["canary/logprob_diff_max"] < 1e-4 and row["actor/grad_norm"] > 0
+        assert row["reward/mean"] > np.mean(rewards[:5]) + 0.2

@@ -87,6 +87,7 @@ CASES = [
     case("tp2_cp2", "llama", 4, **TP, **SP, **CP),
     case("vpp2_cp2", "qwen2", 4, **PP, **VPP, **CP),
 ]
+SLOW = {name for name, _, world, _ in CASES if world == 4} - {"tp2_dp2"}
 
 
 class Recorder(WORKERS["actor"]):
@@ -124,7 +125,7 @@ class Recorder(WORKERS["actor"]):
 
 def sent_by(worker):
     return [
-        (dataclasses.astuple(p), t.float().clone().numpy())
+        (dataclasses.astuple(p), t.float().cpu().clone().numpy())
         for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
     ]
 
@@ -145,12 +146,12 @@ def join(worker, name, folder):
     worker.setup("127.0.0.1", int(file.read_text()))
 
 
-def run_rank(rank, cases, out):
+def run_rank(rank, cases, out, device="cpu"):
     torch.set_num_threads(1)
     for name, cfg, world in cases:
         print(f"rank {rank}: {name}", flush=True)
         kind = WORKERS["actor"] if name.endswith("plain") else Recorder
-        worker = kind(cfg, "actor", rank, world, "cpu", total_steps=10)
+        worker = kind(cfg, "actor", rank, world, device, total_steps=10)
         join(worker, name, out)
         batch = make_batch(cfg.model.path)
         result = {"pieces": sent_by(worker), "log_probs": worker.log_prob(batch)}
@@ -224,23 +225,25 @@ def reference(checkpoints):
 
 @pytest.fixture(scope="module")
 def results(checkpoints, tmp_path_factory):
-    """What every rank of every case found: name -> list. One spawn per number of ranks, because imports take longest."""
+    """What every rank of every case found: name -> list. One spawn for all of one number of ranks and one speed, because
+    imports take longest."""
     out, found = tmp_path_factory.mktemp("out"), {}
 
-    def get(world):
-        if world not in found:
-            found[world] = None  # a world that failed is not started again for each of its cases
+    def get(world, slow):
+        key = world, slow
+        if key not in found:
+            found[key] = None  # ranks that failed are not started again for each of their cases
             cases = [
                 (name, config(str(checkpoints / model), **changes), world)
                 for name, model, w, changes in CASES
-                if w == world
+                if w == world and (name in SLOW) == slow
             ]
             mp.spawn(run_rank, args=(cases, str(out)), nprocs=world)
-            found[world] = {
+            found[key] = {
                 n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)] for n, *_ in cases
             }
-        assert found[world] is not None, f"the ranks failed in an earlier test of {world} ranks"
-        return found[world], out
+        assert found[key] is not None, f"the ranks failed in an earlier test of {world} ranks"
+        return found[key], out
 
     return get
 
@@ -265,11 +268,30 @@ def assert_close(got, want, rtol):
         assert error[n] <= 4 * rtol * max(norm[n], 1e-2), (n, error[n], norm[n])
 
 
-@pytest.mark.parametrize("name,model,world,changes", [pytest.param(*c, id=c[0]) for c in CASES])
+@pytest.mark.parametrize(
+    "name,model,world,changes",
+    [pytest.param(*c, id=c[0], marks=[pytest.mark.slow] * (c[0] in SLOW)) for c in CASES],
+)
 def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, model, world, changes):
-    all_of_world, out = results(world)
-    ranks, path = all_of_world[name], str(checkpoints / model)
-    loss, gradients, weights = reference[model]
+    all_of_world, out = results(world, name in SLOW)
+    compare(checkpoints, reference[model], all_of_world[name], out, name, model, world, changes)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU; this machine has none")
+@pytest.mark.parametrize("model", ["qwen2", "qwen3", "llama", "moe"])
+def test_transformer_engine_equals_hugging_face(checkpoints, reference, tmp_path, model):
+    """One GPU, in bf16: the layers of Transformer Engine, its optimiser, and NCCL."""
+    pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
+    name, _, world, changes = case(f"{model}_bf16_plain", model, 1)
+    cfg = config(str(checkpoints / model), **changes)
+    mp.spawn(run_rank, args=([(name, cfg, world)], str(tmp_path), "cuda"), nprocs=1)
+    ranks = [torch.load(tmp_path / f"{name}_0.pt", weights_only=False)]
+    compare(checkpoints, reference[model], ranks, tmp_path, name, model, world, changes)
+
+
+def compare(checkpoints, by_hf, ranks, out, name, model, world, changes):
+    path, (loss, gradients, weights) = str(checkpoints / model), by_hf
     plain, batch = hf_model(path), make_batch(path)
     rough = changes["model__dtype"] == "bfloat16"
     near = 0.1 if rough else 1e-5
