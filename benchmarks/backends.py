@@ -156,9 +156,10 @@ def main() -> None:
                     found.setdefault(model, {})[name] = asyncio.run(measure(cfg, model, args.repeats))
                 finally:
                     ray.shutdown()
+                # After each arm, because the large ones take minutes.
+                (args.out / "result.json").write_text(json.dumps({"repeats": args.repeats, "arms": found}, indent=2))
+                (args.out / "result.md").write_text(table(found, args.repeats))
                 print(f"{model}, {name}: done", flush=True)
-    (args.out / "result.json").write_text(json.dumps({"repeats": args.repeats, "arms": found}, indent=2) + "\n")
-    (args.out / "result.md").write_text(table(found, args.repeats))
     print(table(found, args.repeats))
 
 

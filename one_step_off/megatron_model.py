@@ -21,6 +21,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
+from transformers.utils.hub import has_file
 
 from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
@@ -40,6 +41,8 @@ def read_config(cfg: Config, role: str) -> Any:
     where = f"{role}.backend=megatron with {path!r}"
     if hf.model_type not in FAMILIES:
         raise ConfigError(f"{where}: model type {hf.model_type} is none of {', '.join(FAMILIES)}; use backend=fsdp")
+    if not any(has_file(path, f"model.safetensors{part}") for part in ("", ".index.json")):
+        raise ConfigError(f"{where}: it has no model.safetensors, which alone this back end reads; use backend=fsdp")
     rope = dict(hf.rope_parameters)
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     known = rope["rope_type"] == "default" or (

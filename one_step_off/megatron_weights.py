@@ -160,14 +160,14 @@ class CheckpointReader:
 
 @torch.no_grad()
 def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> None:
-    """Fill the local parameters; a scalar head that the checkpoint lacks begins random, the same on every rank. Raises
+    """Fill the local parameters; a critic's head that the checkpoint lacks begins random, the same on every rank. Raises
     ConfigError: as `CheckpointReader`."""
     path = path_of(cfg, role)
     reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
     for parameter in (p for chunk in chunks for p in chunk.parameters()):
         parameter.zero_()  # what pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN
     for part in parts(chunks, hf_config):
-        if part.name == "score.weight" and part.name not in reader.files:
+        if role == "critic" and part.name == "score.weight" and part.name not in reader.files:
             generator = torch.Generator().manual_seed(cfg.trainer.seed)
             value = torch.randn(part.shape, generator=generator) * hf_config.initializer_range
         else:
@@ -176,11 +176,11 @@ def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> Non
 
 
 def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
-    """What this rank sends: what only it and its data-parallel replicas hold, dealt out among these by size."""
+    """What this rank sends, layer by layer: what only it and its data-parallel replicas hold, dealt out among these by
+    size."""
     sent, loads = [], {}
     name = str(wire_dtype).removeprefix("torch.")
-    # Experts last: an expert comes from one rank and other layers from all that cut them, and of these the order counts.
-    for part in sorted(found, key=lambda part: part.expert):
+    for part in found:
         whole = mpu.get_data_parallel_group(with_context_parallel=True)
         group = mpu.get_expert_data_parallel_group() if part.expert else whole
         load = loads.setdefault(part.expert, [0] * group.size())

@@ -31,5 +31,5 @@ fi
 
 EXTRA=gpu MEGATRON=1 "$root/shell/setup.sh"
 exec "$root/.venv-gpu/bin/python" -P -m one_step_off.main_ppo "config=$root/config/qwen_gsm8k_megatron.yaml" \
-    "model.path=${MODEL:-$model}" "${args[@]}" actor.activation_checkpointing=true \
+    "model.path=${MODEL:-$model}" "${args[@]}" actor.activation_checkpointing=true weight_sync.timeout_s=600 \
     "trainer.output_dir=outputs/megatron_$size" "$@"

