@@ -67,7 +67,7 @@ def read_config(cfg: Config, role: str) -> Any:
         ("expert_parallel_size", ep, experts, "experts"),
     ):
         if size % value or (value > 1 and what == "experts" and not experts):
-            of = f", in all {value} stages," if key[0] == "p" else ""
+            of = f", in all {value} stages," if value != getattr(own, key) else ""
             raise ConfigError(f"{role}.{key}={getattr(own, key)}{of} does not divide the {size} {what} of {path!r}")
     if experts and tp > 1 and not own.sequence_parallel:
         raise ConfigError(

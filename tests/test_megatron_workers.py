@@ -522,7 +522,7 @@ def run_checkpoint(rank, cases, folder):
 def held_by(worker):
     """As `sent_by`, of a role that streams nothing too."""
     parts = megatron_weights.share_of(megatron_weights.parts(worker.models, worker.hf_config), torch.float32)
-    return [(dataclasses.astuple(p), t.detach().clone().reshape(p.block).numpy()) for p, t in parts]
+    return [(dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy()) for p, t in parts]
 
 
 def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
