@@ -11,8 +11,6 @@ Only tokens whose mask is True exist for the estimators. Time steps go from one 
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -184,10 +182,8 @@ def to_tokens(per_sample: np.ndarray, loss_masks: Sequence[np.ndarray]) -> Array
 
 
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
-    """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean.
-
-    Equal values, and a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps.
-    """
+    """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean. Equal values, and
+    a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps."""
     if len(x) < 2 or x.max() == x.min():
         return np.zeros(len(x))
     centred = x - x.mean()
@@ -226,10 +222,8 @@ def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
 
 @register("grpo", grouped=True)
 def grpo(t: Trajectories, o: Options) -> np.ndarray:
-    """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps).
-
-    A group without variance, so also a group of one, teaches nothing: exact zeros.
-    """
+    """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps). A group
+    without variance, so also a group of one, teaches nothing: exact zeros."""
     return t.per_group(lambda r: standardised(r, o.norm_by_std), t.totals)
 
 
@@ -247,10 +241,8 @@ def rloo(t: Trajectories, o: Options) -> np.ndarray:
 
 @register("opo", grouped=True)
 def opo(t: Trajectories, o: Options) -> np.ndarray:
-    """OPO (arXiv:2505.23585): A_i = r_i - sum_j(len_j r_j) / sum_j(len_j), len in trained tokens.
-
-    The baseline of least variance where every token's gradient has the same norm and is orthogonal to the others'.
-    """
+    """OPO (arXiv:2505.23585): A_i = r_i - sum_j(len_j r_j) / sum_j(len_j), len in trained tokens. The baseline of least
+    variance where every token's gradient has the same norm and is orthogonal to the others'."""
     return t.per_group(
         lambda r, n: r - (n * r).sum() / max(n.sum(), 1) if r.max() > r.min() else 0 * r, t.totals, t.lengths
     )
@@ -258,10 +250,8 @@ def opo(t: Trajectories, o: Options) -> np.ndarray:
 
 @register("gpg", grouped=True)
 def gpg(t: Trajectories, o: Options) -> np.ndarray:
-    """GPG (arXiv:2504.02546): A_i = alpha (r_i - mean(r)), alpha = B / (B - M).
-
-    M samples stand in groups without variance, which give no gradient; alpha makes up for them in the mean.
-    """
+    """GPG (arXiv:2504.02546): A_i = alpha (r_i - mean(r)), alpha = B / (B - M). M samples stand in groups without
+    variance, which give no gradient; alpha makes up for them in the mean."""
     centred = t.per_group(lambda r: standardised(r, False), t.totals)
     useful = t.per_group(lambda r: np.full(len(r), r.max() > r.min()), t.totals).sum()
     return centred * len(centred) / max(useful, 1)
@@ -295,10 +285,8 @@ def grpo_passk(t: Trajectories, o: Options, *, pass_k: int | None = None) -> np.
 
 @register("gdpo", needs=("parts",), grouped=True)
 def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None) -> np.ndarray:
-    """GDPO (arXiv:2601.05242): each part of the reward normalised in its group, their weighted sum over the batch.
-
-    A part with a wide range does not drown the others, as it would in GRPO of the sum. `weights`: part -> weight; 1.
-    """
+    """GDPO (arXiv:2601.05242): each part of the reward normalised in its group, their weighted sum over the batch. A
+    part with a wide range does not drown the others, as it would in GRPO of the sum. `weights`: part -> weight; 1."""
     unknown = set(weights or {}) - set(t.parts)
     if unknown:
         where = f"algorithm.adv_kwargs.weights={weights}"
@@ -350,19 +338,15 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
 def overlong_penalty(
     lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1.0
 ) -> np.ndarray:
-    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0.
-
-    0 up to longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)
-    """
+    """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0. 0 up to
+    longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)"""
     over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
     return -penalty * np.clip(over / buffer, 0.0, 1.0) if buffer > 0 else np.zeros(len(over))
 
 
 def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
-    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): nothing of a response that was cut off is trained.
-
-    Its reward stays in its group's mean and deviation: only the loss leaves it out.
-    """
+    """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): nothing of a response that was cut off is trained. Its
+    reward stays in its group's mean and deviation: only the loss leaves it out."""
     return [np.zeros(len(m), dtype=bool) if c else m for m, c in zip(masks, cut, strict=True)]
 
 

@@ -24,13 +24,15 @@ def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> li
     return result
 
 
-def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool) -> Plan:
+def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool, rounds: int = 1) -> Plan:
     """Share sequences over ranks and cut each share into micro-batches. Deterministic.
 
     Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. So their micro-batch
-    counts hardly differ; empty ones make them equal. A micro-batch costs max_length * rows when padded, and the sum of
-    lengths when `packed` (one after the other). The cost stays within `token_budget`, except that a longer sequence has
-    a micro-batch of its own. `lengths` are the tokens of each sequence, prompt and response together.
+    counts hardly differ; empty ones make them equal, and a multiple of `rounds`. A micro-batch costs max_length * rows
+    when padded, and the sum of lengths when `packed` (one after the other). The cost stays within `token_budget`,
+    except that a longer sequence has a micro-batch of its own. `lengths` are the tokens of each sequence, prompt and
+    response together. With `rounds` above 1 (virtual stages) all micro-batches are padded alike, see `same_shape`, so
+    each sequence costs as much as the longest.
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]
@@ -39,9 +41,9 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
         tokens, rows, rank = heapq.heappop(heap)
         shares[rank].append(i)
         heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
-    cut = _first_fit if packed else _sorted_cut
-    result = [cut(share, n, token_budget) for share in shares]
-    count = max(len(micros) for micros in result)
+    cut, sizes = _first_fit if packed else _sorted_cut, n if rounds == 1 else [max(n, default=0)] * len(n)
+    result = [cut(share, sizes, token_budget) for share in shares]
+    count = -(-max(len(micros) for micros in result) // rounds) * rounds
     return [micros + [[] for _ in range(count - len(micros))] for micros in result]
 
 
@@ -91,7 +93,9 @@ class MicroBatch:
     counts: list[int]
 
 
-def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool) -> MicroBatch:
+def collate(
+    sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool, multiple: int = 1
+) -> MicroBatch:
     """Lay sequences out for the model.
 
     An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
@@ -101,6 +105,7 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
         sequences: token ids, one array [L_i] each.
         wanted: for each sequence the places (1 .. L_i - 1) of the tokens whose log-prob is asked for.
         packed: one row without padding, else one row per sequence.
+        multiple: the width of padded rows is rounded up to a multiple of it.
     """
     sequences = list(sequences) or [np.zeros(2, dtype=np.int64)]
     wanted = list(wanted) or [np.zeros(0, dtype=np.int64)]
@@ -112,7 +117,7 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
         input_ids = np.concatenate(sequences).astype(np.int64)[None]
         position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
     else:
-        width = max(lengths)
+        width = -(-max(lengths) // multiple) * multiple
         starts = np.arange(len(sequences)) * width
         input_ids = np.zeros((len(sequences), width), dtype=np.int64)
         for row, s in zip(input_ids, sequences, strict=True):
@@ -121,3 +126,31 @@ def collate(sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packe
     at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(np.int64)
     tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
     return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])
+
+
+def same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Pad padded micro-batches, in place, to the most rows and the largest width among them; returns the two."""
+    rows, width = (max(m.input_ids.shape[axis] for m in laid) for axis in (0, 1))
+    for micro in laid:
+        had = micro.input_ids.shape
+        micro.input_ids = np.pad(micro.input_ids, ((0, rows - had[0]), (0, width - had[1])))
+        micro.at = micro.at // had[1] * width + micro.at % had[1]
+    return rows, width
+
+
+def columns(width: int, rank: int, ranks: int) -> np.ndarray:
+    """The columns that one of `ranks` context-parallel ranks has: of 2 * `ranks` blocks one, and its mirror image, so that
+    all attend to as much. The blocks must be equal where there are several ranks."""
+    blocks = np.array_split(np.arange(width), 2 * ranks)
+    return np.concatenate([blocks[rank], blocks[-1 - rank]])
+
+
+def part(laid: MicroBatch, rank: int, ranks: int) -> tuple[MicroBatch, np.ndarray]:
+    """What that rank has of a padded micro-batch, and which of the wanted tokens."""
+    width = laid.input_ids.shape[1]
+    own, place = columns(width, rank, ranks), np.full(width, -1)
+    place[own] = np.arange(len(own))
+    row, column = laid.at // width, place[laid.at % width]
+    mine = np.flatnonzero(column >= 0)
+    at = (row * len(own) + column)[mine]
+    return MicroBatch(laid.input_ids[:, own], None, at, laid.tokens[mine], []), mine

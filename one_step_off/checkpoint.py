@@ -7,8 +7,8 @@ anywhere) and the data position after them: both are there after these samples h
         state.json        step, version, data position, evaluation not yet in a row; the keys it depends on
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the rest of each sample
-        trainer/          torch's distributed checkpoint: weights and optimiser
-        rank_0.pt ...     RNG state of each trainer rank
+        actor/ ...        of each role that learns: weights and optimiser, by torch's distributed checkpoint or Megatron's
+        actor_rank_0.pt ... RNG state of each of its ranks
 
 It is written beside its place and renamed, so it is there whole or not at all.
 """

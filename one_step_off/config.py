@@ -88,7 +88,18 @@ class RolloutConfig:
 class BackendConfig:
     """What the training back end needs to know of any role. null: as the actor has it."""
 
+    backend: Optional[str] = key(None, "training back end; null: as the actor", choices="fsdp megatron")
     micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
+    tensor_parallel_size: Optional[int] = key(None, "megatron: ranks that share each layer; null: as the actor", low=1)
+    pipeline_parallel_size: Optional[int] = key(None, "megatron: stages of layers; null: as the actor", low=1)
+    virtual_pipeline_parallel_size: Optional[int] = key(
+        None, "megatron: parts of each stage; null: one (other roles: as the actor)", low=2
+    )
+    context_parallel_size: Optional[int] = key(
+        None, "megatron: ranks that share each sequence; null: as the actor", low=1
+    )
+    expert_parallel_size: Optional[int] = key(None, "megatron: ranks that share the experts; null: as the actor", low=1)
+    sequence_parallel: Optional[bool] = key(None, "megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
@@ -115,7 +126,12 @@ class TrainedConfig(BackendConfig):
 class ActorConfig(TrainedConfig):
     """Training of the policy."""
 
-    backend: str = key("fsdp", "training back end", choices="fsdp")
+    backend: str = key("fsdp", "training back end", choices="fsdp megatron")
+    tensor_parallel_size: int = key(1, "megatron: ranks that share each layer", low=1)
+    pipeline_parallel_size: int = key(1, "megatron: stages of layers", low=1)
+    context_parallel_size: int = key(1, "megatron: ranks that share each sequence", low=1)
+    expert_parallel_size: int = key(1, "megatron: ranks that share the experts", low=1)
+    sequence_parallel: bool = key(False, "megatron: split norms over the tensor-parallel ranks too")
     micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
     ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
     ppo_epochs: int = key(1, "passes over each batch", low=1)
@@ -289,9 +305,21 @@ class Config:
 
 
 def settings_of(cfg: Config, role: str) -> Any:
-    """The section of a role, with what it leaves open (null) as the actor has it."""
-    own = getattr(cfg, role)
-    return replace(own, **{f.name: getattr(cfg.actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+    """The section of a role, with what it leaves open (null) as the actor has it; but the sizes only with its back end,
+    and its virtual stages only with its stages."""
+    own, actor = getattr(cfg, role), cfg.actor
+    if own.backend not in (None, actor.backend):
+        sizes = (f.name for f in fields(BackendConfig) if "parallel" in f.name)
+        actor = replace(actor, **{name: getattr(ActorConfig, name) for name in sizes})
+    elif own.pipeline_parallel_size is not None:
+        actor = replace(actor, virtual_pipeline_parallel_size=None)
+    return replace(own, **{f.name: getattr(actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+
+
+def shares_of(cfg: Config, role: str) -> int:
+    """Into how many shares a role's ranks split a batch: all of them, or under Megatron those that hold one model."""
+    own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
+    return ranks // (own.tensor_parallel_size * own.pipeline_parallel_size * own.context_parallel_size)
 
 
 def path_of(cfg: Config, role: str) -> str:

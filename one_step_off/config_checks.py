@@ -7,6 +7,7 @@ those before it. What only the contents of files tell, `launch.prepare` checks.
 import difflib
 import importlib.util
 import itertools
+import math
 import os
 import re
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of, shares_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
@@ -27,6 +28,8 @@ BUILT_IN_TOOLS = ("calculator", "python")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
 GENERATORS = ("word_problems", "addition", "gsm_symbolic", "products", "puzzles")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
+
+MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")
 
 # Fields of SamplingParams that only say where a sample ends or how it is written out, and what each takes. Anything
 # else might change the distribution that is sampled from, which the trainer does not know of, so nothing else passes.
@@ -97,9 +100,9 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     if num_gpus is None:
         num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
     device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _batch(cfg), _roles(cfg, device), _algorithm(cfg), _sampling(cfg)]
-    groups += [_engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
-    groups.append(_machine(cfg, device, num_gpus))
+    groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
+    groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
+    groups += [_machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 
@@ -152,6 +155,37 @@ def _placement(cfg: Config) -> Iterator[str]:
         yield f"{where}which works with rollout.tensor_parallel_size=1 only; set that or give them pools of their own"
 
 
+def _layouts(cfg: Config, device: str) -> Iterator[str]:
+    """What one back end can do and the other cannot, and sizes of model parallelism that do not make up the ranks."""
+    for role, pool in ((role, pool) for role, pool in cfg.placement.roles.items() if role != "rollout"):
+        own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[pool])
+        sizes = {f"{n}_parallel_size": getattr(own, f"{n}_parallel_size") for n in MODEL_PARALLEL}
+        tp, pp, _, ep = sizes.values()
+        if own.sequence_parallel and tp == 1:
+            yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
+        if own.virtual_pipeline_parallel_size and pp == 1:
+            where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
+            yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
+        if own.backend == "fsdp":
+            for name, size in ((name, size) for name, size in sizes.items() if size > 1):
+                yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
+            continue
+        if not _installed("megatron.core"):
+            yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        if device == "cuda" and not _installed("transformer_engine"):
+            lacks = "the package transformer-engine, for GPUs, is missing"
+            yield f"{role}.backend=megatron: {lacks}; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+        if ranks % (whole := math.prod(sizes.values()) // ep):
+            of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
+            yield f"{role}: {of} take {whole} ranks together; that does not divide its {ranks}; change placement.pools"
+        if (ranks // pp) % ep:
+            where = f"{role}.expert_parallel_size={ep}"
+            yield f"{where}: does not divide the {ranks // pp} ranks of each stage; use one that does"
+        for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
+            if getattr(own, name, off) != off:
+                yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
+
+
 def _batch(cfg: Config) -> Iterator[str]:
     batch, n = cfg.data.train_batch_size, cfg.rollout.n
     pools, roles, width = cfg.placement.pools, cfg.placement.roles, cfg.rollout.tensor_parallel_size
@@ -165,9 +199,9 @@ def _batch(cfg: Config) -> Iterator[str]:
         mini, where = own.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}"
         if batch % mini:
             yield f"{where}: does not divide data.train_batch_size={batch}; use {_divisor(batch, mini)}"
-        if mini * n < ranks:
-            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {ranks} {role} ranks"
-            yield f"{where}: {few}; use at least {-(-ranks // n)} prompts"
+        if mini * n < (shares := shares_of(cfg, role)):
+            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {shares} {role} ranks"
+            yield f"{where}: {few}; use at least {-(-shares // n)} prompts"
         if len(own.betas) != 2 or not all(0 <= b < 1 for b in own.betas):
             yield f"{role}.betas={show(own.betas)}: must be two numbers, each at least 0 and below 1, as [0.9, 0.999]"
     for node, gpus in enumerate(pools[roles["rollout"]]):
@@ -320,6 +354,11 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
+    backends = {role: settings_of(cfg, role).backend for role in cfg.placement.roles if role != "rollout"}
+    for role in (role for role, backend in backends.items() if backend == "megatron"):
+        if (attention := cfg.model.attn_implementation) != "auto":
+            own = "Megatron chooses its own attention, and packs no sequences"
+            yield f"model.attn_implementation={attention}: {role}.backend=megatron: {own}; use auto"
     this = "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
     if cfg.model.attn_implementation == "flash_attention_2" and this != "in bfloat16":
         which = "model.attn_implementation=flash_attention_2: needs GPUs and model.dtype=bfloat16"
@@ -410,7 +449,10 @@ def _output(cfg: Config) -> Iterator[str]:
 
 def _installed(package: str) -> bool:
     """Whether a package can be imported, without doing so. A mere folder of that name (W&B makes wandb/) is none."""
-    found = sys.modules.get(package) or importlib.util.find_spec(package)
+    try:
+        found = sys.modules.get(package) or importlib.util.find_spec(package)
+    except ModuleNotFoundError:  # not even the package around it
+        return False
     return getattr(found, "origin", None) is not None or getattr(found, "__file__", None) is not None
 
 

@@ -18,8 +18,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from one_step_off.config import Config, ConfigError
-from one_step_off.config_checks import nearest, resolved_device, show
+from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config_checks import MODEL_PARALLEL, nearest, resolved_device, show
 from one_step_off.cores import plan_cores
 
 # The types of the schema in words, as they complete "must be ...".
@@ -341,6 +341,10 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
         text += f" on {len(shape)} nodes {shape}" if len(shape) > 1 else ""
         text += f"; {', '.join(roles)}: {_many(len(seats), 'replica' if 'rollout' in roles else 'rank')}"
         text += f" x TP {width}" if "rollout" in roles else ""
+        for role in (role for role in roles if role != "rollout" and settings_of(cfg, role).backend == "megatron"):
+            sizes = {n[0].upper() + "P": getattr(settings_of(cfg, role), f"{n}_parallel_size") for n in MODEL_PARALLEL}
+            divided = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            text += f", {role} by Megatron {divided}".rstrip()
         lines.append(text + ("; cores " + " ".join(",".join(map(str, c)) for c in seats) if any(seats) else ""))
     return "\n".join(lines)
 

@@ -11,8 +11,6 @@ Sums over micro-batches and ranks are expressed as per-token weights with global
 gradient does not depend on how the batch was cut.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -171,10 +169,8 @@ def learning_rate(
     step: int, total: int | None, peak: float, schedule: str = "constant", warmup: int = 0, min_ratio: float = 0.0
 ) -> float:
     """Learning rate of optimiser step `step` (from 0) of `total`: linear warm-up, then constant, cosine or linear.
-
-    Warm-up step s uses peak * (s + 1) / warmup, so that the first step is not wasted on a rate of zero.
-    cosine (SGDR, arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step.
-    """
+    Warm-up step s uses peak * (s + 1) / warmup, so that the first step is not wasted on a rate of zero. cosine (SGDR,
+    arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":

@@ -1,6 +1,6 @@
 """The weight stream: dedicated process groups, the bucket plan, packing, sending, receiving, checksums.
 
-Trainer ranks send the rows they own; every vLLM worker receives all of them and assembles whole tensors:
+Trainer ranks send the pieces they own; every vLLM worker receives all of them and assembles whole tensors:
 
     plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
     Sender(plan, rank, ...).connect(n_receivers);               .send(tensors, version)
@@ -12,11 +12,12 @@ bucket the senders, in the order of the plan; each sender walks its own buckets 
 `near` a sender, on the same device, are not in its group: they read its buckets where they lie (shared_link.py).
 """
 
-from __future__ import annotations
-
+import graphlib
 import hashlib
+import heapq
 import itertools
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -48,9 +49,8 @@ class Slot:
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
-        p = self.piece
-        shape = (p.stop - p.start, *p.shape[1:]) if p.shape else ()
-        return part[self.offset : self.offset + self.nbytes].view(getattr(torch, p.dtype)).view(shape)
+        flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
+        return flat.view(self.piece.block)
 
 
 @dataclass
@@ -70,8 +70,8 @@ class BucketPlan:
     digest: int
 
     @staticmethod
-    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> BucketPlan:
-        """Fill buckets with whole tensors, in the senders' order. A tensor over `bucket_bytes` gets one of its own.
+    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
+        """Fill buckets with whole tensors, in the order of `_merged`. A tensor over `bucket_bytes` gets one of its own.
 
         Args:
             pieces: per sender its pieces, in the order in which it will yield their data.
@@ -109,11 +109,12 @@ class BucketPlan:
 
 
 def _bytes(piece: WeightPiece) -> int:
-    return (piece.stop - piece.start) * math.prod(piece.shape[1:]) * getattr(torch, piece.dtype).itemsize
+    return math.prod(piece.block) * getattr(torch, piece.dtype).itemsize
 
 
 def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
-    """Per tensor its (sender, piece) in the order of rows, after checking that rows are covered once each."""
+    """Per tensor its (sender, piece) in the order of rows, after checking that rows are covered once each; the tensors
+    as `_merged` has them."""
     by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
     for s, sent in enumerate(pieces):
         for p in sent:
@@ -122,23 +123,47 @@ def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiec
         parts.sort(key=lambda part: part[1].start)
         first, at = parts[0][1], 0
         for _, p in parts:
-            if (p.dtype, p.shape) != (first.dtype, first.shape):
-                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}")
+            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
+                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
             if p.start != at or p.stop <= p.start:
                 raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
             at = p.stop
-        rows = first.shape[0] if first.shape else 1
+        rows = first.shape[first.dim] if first.shape else 1
         if at != rows:
             raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
-    return list(by_name.values())
+    return [by_name[name] for name in _merged(pieces)]
+
+
+def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
+    """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
+    layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
+    would be held almost all at once."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    place: dict[str, int] = {}
+    for sent in pieces:
+        names = list(dict.fromkeys(piece.name for piece in sent))
+        for i, name in enumerate(names):
+            sorter.add(name, *names[max(0, i - 1) : i])
+            place.setdefault(name, len(place))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as e:
+        raise SyncError("weight plan: the senders have their pieces in different orders") from e
+    ready: list[tuple[int, int, str]] = []
+    merged: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            layer = re.search(r"\.(\d+)\.", name)
+            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
+        merged.append(heapq.heappop(ready)[2])
+        sorter.done(merged[-1])
+    return merged
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane.
-
-    `flat` is uint8 [n], n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers
-    along rows and along lanes, mod 2^64. No temporary as large as the bucket is made.
-    """
+    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane. `flat` is uint8 [n],
+    n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers along rows and along
+    lanes, mod 2^64. No temporary as large as the bucket is made."""
     words = flat.view(torch.int64)
     whole = len(words) // _LANES * _LANES
     out = torch.zeros(2, dtype=torch.int64, device=flat.device)
@@ -179,10 +204,7 @@ def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
 
 def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
     """Wait on the host until a broadcast has ended. gloo keeps the limit itself; NCCL's `wait` only orders streams.
-
-    Raises:
-        RuntimeError: not within `timeout_s`, or the transport failed.
-    """
+    Raises RuntimeError: not within `timeout_s`, or the transport failed."""
     if device.type == "cuda":
         deadline = time.monotonic() + timeout_s
         while not work.is_completed():
@@ -194,9 +216,7 @@ def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
 
 class NetworkLink:
     """Either end of a sender's group; the sender may go on while a broadcast is on its way, and a receiver waits.
-
-    `buffer` (uint8, receivers only): where buckets arrive.
-    """
+    `buffer` (uint8, receivers only): where buckets arrive."""
 
     def __init__(
         self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, buffer: torch.Tensor | None = None
@@ -283,10 +303,8 @@ class Sender(_End):
         self.address = (self.host, self.store.port)
 
     def connect(self, receivers: int, near: Sequence[int] = ()) -> None:
-        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile.
-
-        `near`: the receivers that are on this sender's device.
-        """
+        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
+        receivers that are on this sender's device."""
         with self._phase("connect"):
             self.outlets: list[NetworkLink | SharedOutlet] = []
             # Two buffers: the next bucket is packed while one is on the wire.
@@ -300,10 +318,8 @@ class Sender(_End):
                 self.outlets.append(self._join(self.store, self.index, 0, receivers - len(near) + 1))
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, float]:
-        """Send this rank's pieces, in the order of its plan, as weight version `version`.
-
-        Returns seconds per phase (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket.
-        """
+        """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
+        (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket."""
         self._begin()
         data, buffers = iter(tensors), itertools.cycle(self.buffers)
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
@@ -368,13 +384,9 @@ class Receiver(_End):
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, float]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
 
-        The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes
-        equal the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire,
-        load, verify) and "bytes".
-
-        Raises:
-            SyncError: other plan or version, time limit, broken peer, or a checksum that differs.
-        """
+        The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
+        the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire, load, verify)
+        and "bytes". Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs."""
         self._begin()
         header = torch.zeros(2, dtype=torch.int64, device=self.device)
         for s, inlet in enumerate(self.inlets):
@@ -418,9 +430,10 @@ class Receiver(_End):
 
 
 def _assemble(parts: dict[int, torch.Tensor], slots: Iterable[Slot]) -> torch.Tensor:
-    """A whole tensor: a view where one sender owns all rows, else rows joined in order."""
-    rows = [slot.view(parts[slot.sender]) for slot in slots]
-    return rows[0] if len(rows) == 1 else torch.cat(rows)
+    """A whole tensor: a view where one sender owns all of it, else pieces joined in order."""
+    slots = list(slots)
+    pieces = [slot.view(parts[slot.sender]) for slot in slots]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, slots[0].piece.dim)
 
 
 def own_host(host: str) -> str:

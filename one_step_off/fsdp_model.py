@@ -10,6 +10,7 @@ cap), because log-probs are computed here in chunks and not by the model's own f
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -117,6 +118,7 @@ def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTra
     with accelerate.init_empty_weights(include_buffers=False):
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
     model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
+    model.get_input_embeddings().padding_idx = None  # it would keep a gradient from the token where it is no padding
     return model
 
 
@@ -183,26 +185,15 @@ def _policy_forward(
     entropy: str,
     chunk: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments.
-
-    It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around
-    that method alone. Only wanted positions are projected, `chunk` at a time, and in training each chunk is recomputed
-    in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary.
-    """
-    hidden = _hidden_at(self, input_ids, position_ids, at)
-    targets = tokens if len(tokens) else tokens.new_zeros(1)
+    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
+    model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
+    alone."""
 
     def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
         logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
         return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
 
-    if torch.is_grad_enabled() and len(targets) > chunk:
-        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
-    parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    log_probs, entropies = zip(*parts, strict=True)
-    # Clones: FSDP2's backward hook must not sit on a view.
-    of_all = None if entropy == "none" else torch.cat(entropies)[: len(at)].clone()
-    return torch.cat(log_probs)[: len(at)].clone(), of_all
+    return in_chunks(project, _hidden_at(self, input_ids, position_ids, at), tokens, chunk)
 
 
 def _scalar_forward(
@@ -211,6 +202,20 @@ def _scalar_forward(
     """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
     hidden = _hidden_at(self, input_ids, position_ids, at)
     return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
+
+
+def in_chunks(
+    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, tokens: Tensor, chunk: int
+) -> tuple[Tensor, Tensor | None]:
+    """`project` of hidden states and wanted tokens, `chunk` at a time; in training each is recomputed in the backward
+    pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary."""
+    targets = tokens if len(tokens) else tokens.new_zeros(1)  # a hidden state stands there that nobody asked for
+    if torch.is_grad_enabled() and len(targets) > chunk:
+        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
+    parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
+    joined = (None if part[0] is None else torch.cat(part)[: len(tokens)] for part in zip(*parts, strict=True))
+    # Clones: FSDP2's backward hook must not sit on a view.
+    return tuple(x if x is None else x.clone() for x in joined)
 
 
 def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
@@ -293,12 +298,9 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tup
     return items
 
 
-def write_checkpoint(model: PreTrainedModel, state: dict[str, Tensor], cfg: Config, folder: str) -> None:
-    """Write a gathered state dict as a Hugging Face checkpoint in model.dtype (rank 0 alone, no collective)."""
-    dtype = getattr(torch, cfg.model.dtype)
+def write_checkpoint(model: PreTrainedModel, whole: dict[str, Tensor], cfg: Config, folder: str) -> None:
+    """Write whole tensors in model.dtype as a Hugging Face checkpoint (rank 0 alone, no collective)."""
     # The sharded model's class is FSDP's; this one has the architecture's own.
-    plain = _empty(cfg, "actor", "sdpa", dtype)
+    plain = _empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))
     plain.generation_config = model.generation_config
-    names = {name for name, _ in plain.named_parameters()} | {name for name, _ in plain.named_buffers()}
-    kept = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items() if k in names}  # tied: once
-    plain.save_pretrained(folder, state_dict=kept)
+    plain.save_pretrained(folder, state_dict=whole)

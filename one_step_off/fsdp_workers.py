@@ -15,7 +15,7 @@ import datetime
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.advantages import Arrays
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
+from one_step_off.distributed_util import SendingEnd
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -53,6 +54,9 @@ class ModelWorker(UsageProbe):
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
+        # The part of a batch that is this rank's, of how many, and whether it tells what it finds of it; of what a
+        # micro-batch's width and their number must be multiples.
+        self.share, self.shares, self.tells, self.multiple, self.rounds = rank, world_size, True, 1, 1
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
@@ -75,6 +79,10 @@ class ModelWorker(UsageProbe):
             world_size=self.world_size,
             timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
         )
+        self._build()
+
+    def _build(self) -> None:
+        """The model and what goes with it; the process group exists."""
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
@@ -85,25 +93,48 @@ class ModelWorker(UsageProbe):
         return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature, more=more)
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
-        return batching.plan(lengths, ranks, self.own.micro_batch_tokens, self.packed)
+        budget = self.own.micro_batch_tokens * self.own.context_parallel_size  # so many ranks share each sequence
+        lengths = [-(-length // self.multiple) * self.multiple for length in lengths]
+        return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(
         self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
+        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2]. Empty where others tell it."""
+        lengths, result, found = [len(s) for s in sequences], {}, []
+        micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
+        work = [(self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]),) for micro in micros]
 
-        [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2].
-        """
-        lengths, result = [len(s) for s in sequences], {}
-        for micro in self._plan(lengths, self.world_size)[self.rank] if shared else self._plan(lengths, 1)[0]:
-            laid = batching.collate([sequences[i] for i in micro], [wanted[i] for i in micro], self.packed)
-            found, figure = self._forward(laid, temperature, more)
-            found = (found if figure is None else torch.stack([found, figure], -1)).float().cpu().numpy()
-            ends = np.cumsum(laid.counts)[:-1]
-            result.update(zip(micro, np.split(found, ends), strict=False))  # an empty one has no index
-        self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
+        def keep(laid: batching.MicroBatch) -> Tensor:
+            answer, figure = self._forward(laid, temperature, more)
+            found.append(answer if figure is None else torch.stack([answer, figure], -1))
+            return found[-1].sum()
+
+        self._run(work, keep, Clock(self.device))
+        if self.tells:
+            for micro, (laid,), answer in zip(micros, work, found, strict=True):
+                answers = np.split(answer.float().cpu().numpy(), np.cumsum(laid.counts)[:-1])
+                result.update(zip(micro, answers, strict=False))  # an empty one has no index
         return result
+
+    def _lay(self, sequences: Arrays, wanted: Arrays) -> batching.MicroBatch:
+        return batching.collate(sequences, wanted, self.packed, self.multiple)
+
+    def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
+        """Take the `result`, a scalar, of each item, whose first part is its `MicroBatch`. Where gradients are on, derive
+        it: they are summed over all items and ranks."""
+        train = torch.is_grad_enabled()
+        for item in work:
+            with clock("forward"):
+                value = result(*item)
+            if train:
+                with clock("backward"):
+                    # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
+                    (value * self.world_size).backward()
+        if not train:
+            self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
         arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
@@ -120,10 +151,8 @@ class ModelWorker(UsageProbe):
 
 class TrainedWorker(ModelWorker):
     """One rank of a role that learns. A subclass says which columns of the batch its loss needs, and what it is.
-
     `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
-    schedule; a skipped step counts too.
-    """
+    schedule; a skipped step counts too."""
 
     version = 0
     optimizer_steps = 0
@@ -145,20 +174,22 @@ class TrainedWorker(ModelWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`, with an optimiser for a role that learns."""
         super().setup(master_addr, master_port)
-        own, self._host_state = self.own, {}
-        if isinstance(own, TrainedConfig):
-            matrices = [p for p in self.model.parameters() if p.ndim > 1]
-            vectors = [p for p in self.model.parameters() if p.ndim <= 1]
-            # Norms and biases do not decay, as is usual (and as Megatron has it).
-            groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
-            self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
+        self._host_state: dict[DTensor, Tensor] = {}
+        if isinstance(self.own, TrainedConfig):
+            self._build_optimizer()
+
+    def _build_optimizer(self) -> None:
+        own = self.own
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+        # Norms and biases do not decay, as is usual (and as Megatron has it).
+        groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
+        self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1).
-
-        Without `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises
-        StalenessError: before anything is changed, on every rank.
-        """
+        """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
+        `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises StalenessError:
+        before anything is changed, on every rank."""
         assert_versions(batch)
         if not learn:
             self.version += 1
@@ -183,16 +214,16 @@ class TrainedWorker(ModelWorker):
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
         how, longest = self.cfg.algorithm.loss_agg, self.cfg.data.max_response_length
         weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
-        for micro in self._plan([s.length for s in samples], self.world_size)[self.rank]:
-            wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
-            laid = batching.collate([_sequence(samples[k]) for k in micro], wanted, self.packed)
-            of = self._per_token(batch, [mini[k] for k in micro], weights[micro])
-            with clock("forward"):
-                loss = self._micro_loss(laid, of, stats, first)
-            with clock("backward"):
-                # FSDP2 averages gradients over ranks; the sum is wanted. (gloo cannot scale while it reduces.)
-                (loss * self.world_size).backward()
-            stats.add(tokens_total=sum(samples[k].length for k in micro))
+        micros = self._plan([s.length for s in samples], self.shares)[self.share]
+
+        def work() -> Iterator[tuple]:
+            for micro in micros:
+                wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
+                laid = self._lay([_sequence(samples[k]) for k in micro], wanted)
+                yield laid, self._per_token(batch, [mini[k] for k in micro], weights[micro]), stats, first
+
+        self._run(work(), self._micro_loss, clock)
+        stats.add(tokens_total=sum(samples[k].length for micro in micros for k in micro))
 
     def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
         """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
@@ -217,22 +248,28 @@ class TrainedWorker(ModelWorker):
         rate = core_algos.learning_rate(
             self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         )
+        norm = self._clip_and_step(rate)
+        if np.isfinite(norm):
+            stats.norms.append(norm)
+        else:
+            stats.skipped += 1
+        self.optimizer_steps += 1
+        return rate
+
+    def _clip_and_step(self, rate: float) -> float:
+        """One optimiser step, unless the global norm of the gradients, which it returns, is not finite."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if torch.isfinite(norm):
-            torch.nn.utils.clip_grads_with_norm_(parameters, own.grad_clip, norm)
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self._move_optimizer(to_host=False)
             self.optimizer.step()
             self._move_optimizer(to_host=True)
-            stats.norms.append(float(norm))
-        else:
-            stats.skipped += 1
         self.optimizer.zero_grad(set_to_none=True)
-        self.optimizer_steps += 1
-        return rate
+        return float(norm)
 
     def _move_optimizer(self, to_host: bool) -> None:
         """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
@@ -254,7 +291,7 @@ class TrainedWorker(ModelWorker):
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
-        sums, maxima = stats.reduce()
+        sums, maxima = stats.reduce(self.tells)
         own = {
             "loss": sums["loss"] / minis,
             "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
@@ -269,28 +306,31 @@ class TrainedWorker(ModelWorker):
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
         return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
 
+    def _write_state(self, folder: str) -> None:
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def _read_state(self, folder: str) -> None:
+        state = self._state()
+        dcp.load(state, checkpoint_id=folder)
+        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
+        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
-        dcp.save(self._state(), checkpoint_id=os.path.join(folder, self.role))
+        self._write_state(os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
         torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
 
     def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective).
-
-        Raises:
-            ConfigError: the checkpoint is of another model or cannot be read.
-        """
-        state = self._state()
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective). Raises ConfigError:
+        the checkpoint is of another model or cannot be read."""
         try:
-            dcp.load(state, checkpoint_id=os.path.join(folder, self.role))
+            self._read_state(os.path.join(folder, self.role))
         except Exception as e:
             part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
         own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
@@ -307,7 +347,11 @@ class PolicyWorker(TrainedWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
-        self._weights = fsdp_model.sharded_weights(self.model, getattr(torch, self.cfg.model.dtype))
+        self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
+
+    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+        """What this rank sends: each piece, and the live tensor that has its data."""
+        return fsdp_model.sharded_weights(self.model, dtype)
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -318,10 +362,10 @@ class PolicyWorker(TrainedWorker):
         return self._of_responses(batch, "squares")
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """Log-probs at temperature 1 of every token but the first (collective; the whole answer on every rank). Every
+        """Log-probs at temperature 1 of every token but the first (collective; the whole answer, or none of it). Every
         rank scores everything: the canary's few sequences cost less than gathering would."""
         scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
-        return [scores[i] for i in range(len(sequences))]
+        return [scores[i] for i in sorted(scores)]
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         columns = {"mu": [s.log_probs for s in batch.samples], "advantage": batch.advantages}
@@ -376,7 +420,7 @@ class PolicyWorker(TrainedWorker):
         return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
 
     def weight_plan(self) -> list[WeightPiece]:
-        """The rows this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
+        """The pieces this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
         return [piece for piece, _ in self._weights]
 
     @torch.no_grad()
@@ -385,26 +429,46 @@ class PolicyWorker(TrainedWorker):
         themselves: read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield local.detach().to(self.device, getattr(torch, piece.dtype)).contiguous()
+            yield local.detach().to(self.device, getattr(torch, piece.dtype)).reshape(piece.block).contiguous()
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        state = get_model_state_dict(self.model, options=options)
-        problem, error = [None], None
+        whole, problem, error = self._whole(), [None], None
         if self.rank == 0:
             try:
-                self._write(state, path)
+                self._write(whole, path)
             except Exception as e:  # a full disk, say; the other ranks must not wait for a rank that has left
                 problem, error = [f"{type(e).__name__}: {e}"], e
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
 
-    def _write(self, state: dict[str, Tensor], path: str) -> None:
+    @torch.no_grad()
+    def _whole(self) -> dict[str, Tensor]:
+        """On rank 0 every tensor that is streamed, on the CPU (collective)."""
+        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(plans, self.weight_plan())
+        own = (tensor.cpu() for tensor in self.weight_tensors())
+        if self.rank:
+            for tensor in own:
+                dist.send(tensor, 0)
+            return {}
+        whole = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for plan in plans for p in plan}
+        for rank, piece in ((rank, piece) for rank, plan in enumerate(plans) for piece in plan):
+            block = torch.empty(piece.block, dtype=whole[piece.name].dtype) if rank else next(own)
+            if rank:
+                dist.recv(block, rank)
+            rows = torch.atleast_1d(whole[piece.name])  # the same memory
+            rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
+        return whole
+
+    def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
+        fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
+
+    def _write(self, whole: dict[str, Tensor], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
-        fsdp_model.write_checkpoint(self.model, state, self.cfg, temporary)
+        self._write_model(whole, temporary)
         model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
         transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
         if os.path.exists(path):
@@ -454,6 +518,13 @@ class RewardModelWorker(ModelWorker):
         longer = [np.append(s, 0) for s in sequences]
         found = self._scores(longer, [np.array([len(s)]) for s in sequences], 1.0)
         return {i: float(score[0]) for i, score in found.items()}
+
+
+class ActorWorker(SendingEnd, PolicyWorker):
+    """The role "actor", whose ranks also send the weights."""
+
+
+WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
 
 
 def _sequence(sample: Sample) -> np.ndarray:

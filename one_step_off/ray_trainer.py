@@ -7,8 +7,6 @@
 The loop is `Pipeline._loop`; everything else in this file prepares a step or writes down what it did.
 """
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import deque
@@ -232,10 +230,8 @@ class Pipeline:
         return idle | metrics
 
     async def _train(self, batch: Batch) -> dict[str, float]:
-        """What the update needs, side by side; then advantages; then actor and critic side by side.
-
-        Roles in different pools work at once, and those in one pool in turns: that is for the groups to see to.
-        """
+        """What the update needs, side by side; then advantages; then actor and critic side by side. Roles in different
+        pools work at once, and those in one pool in turns: that is for the groups to see to."""
         begin = time.perf_counter()
         await self._consult(batch)
         metrics = self._advantages(batch)

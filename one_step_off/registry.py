@@ -1,7 +1,5 @@
 """Functions that a config names: a registered name, or the user's own as `module:function`. Imports no torch."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import operator
@@ -15,11 +13,8 @@ from one_step_off.config import ConfigError
 
 
 def load(key: str, spec: str) -> Any:
-    """What `module:attribute` names; `key` is the config key that holds it.
-
-    Raises:
-        ConfigError: no such module or attribute, or the import failed.
-    """
+    """What `module:attribute` names; `key` is the config key that holds it. Raises ConfigError: no such module or
+    attribute, or the import failed."""
     module_name, _, attribute = spec.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         # `python -m` finds modules beside the user's config, and so must a worker process.
@@ -77,10 +72,7 @@ class Registry(dict[str, Entry]):
 
     def find(self, spec: str) -> Entry:
         """The entry of a name, or of the user's own function; its attributes named as the fields of `Entry` are read.
-
-        Raises:
-            ConfigError: no such name, module or attribute, or not callable.
-        """
+        Raises ConfigError: no such name, module or attribute, or not callable."""
         if spec in self:
             return self[spec]
         if ":" not in spec:

@@ -5,8 +5,6 @@
 The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight * (score of the model).
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time
@@ -24,11 +22,9 @@ Find = Callable[[PromptId], Prompt | None]
 
 
 def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:
-    """Prompt and response as the reward model reads them: int32 token ids, one array per sample.
-
-    Where both tokenizers are the same these are the very tokens of the policy. Else the texts are written anew: through
-    the reward model's chat template where it has one and the prompt is a chat, or as plain text.
-    """
+    """Prompt and response as the reward model reads them: int32 token ids, one array per sample. Where both tokenizers
+    are the same these are the very tokens of the policy. Else the texts are written anew: through the reward model's
+    chat template where it has one and the prompt is a chat, or as plain text."""
     if ours.get_vocab() == theirs.get_vocab():
         return [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
     texts = []
@@ -67,11 +63,8 @@ class RemoteRewardModel:
         self.on_span: OnSpan = lambda *_: None
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once.
-
-        Raises:
-            RoleError: a request failed `retries` + 1 times, or the server answered something else than scores.
-        """
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. Raises
+        RoleError: a request failed `retries` + 1 times, or the server answered something else than scores."""
         import aiohttp
 
         begin, size = time.perf_counter(), self.own.request_size

@@ -4,8 +4,6 @@ The limit is SIGALRM of this process. It interrupts Python code that never retur
 thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import logging
@@ -75,11 +73,9 @@ def plain_number(text: str) -> Fraction | None:
 
 
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises.
-
-    Plain numbers are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form,
-    as `\\frac{1}{2}`, goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0.
-    """
+    """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises. Plain numbers
+    are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form, as `\\frac{1}{2}`,
+    goes to math-verify. An answer that is still to be worked out (`36 + 36`) scores 0.0."""
     _, _, rest = response.rpartition("####")
     answer = rest.split("\n", 1)[0].strip(" \t\r*")  # chat models like bold answers
     if "####" not in response or not answer:
@@ -126,10 +122,8 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
 
 
 def math(response: str, ground_truth: str, **_: Any) -> float:
-    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises.
-
-    Where the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0.
-    """
+    """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises. Where
+    the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
     answer = _last_boxed(response)
     if answer is not None:
         same = answer.strip() == ground_truth.strip() != ""
@@ -144,11 +138,8 @@ BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
 
 
 def resolve(cfg: RewardConfig) -> RewardFunction:
-    """The function that `reward.function` names, checked to be callable as the trainer will call it.
-
-    Raises:
-        ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit.
-    """
+    """The function that `reward.function` names, checked to be callable as the trainer will call it. Raises
+    ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
     spec = cfg.function
     if spec in BUILT_IN:
         if cfg.kwargs:
@@ -201,11 +192,9 @@ def _on_alarm(signum: int, frame: Any) -> None:
 
 
 class Scorer:
-    """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only.
-
-    The limit interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted
-    when it returns to Python; a function that sets SIGALRM itself replaces the limit for its own sample.
-    """
+    """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only. The limit
+    interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted when it returns
+    to Python; a function that sets SIGALRM itself replaces the limit for its own sample."""
 
     def __init__(self, cfg: RewardConfig) -> None:
         """Resolve the function. Raises ConfigError, see `resolve`."""
@@ -221,13 +210,9 @@ class Scorer:
     def score_batch(self, items: list[RewardItem]) -> list[Score]:
         """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
 
-        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0.
-
-        Raises:
-            RewardError: your function took too long, raised, or returned something else than a finite number, a dict
-                with one under "reward", or one of parts: {name: finite number}.
-            ValueError: this is not the main thread.
-        """
+        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. Raises RewardError: your
+        function took too long, raised, or returned something else than a finite number, a dict with one under "reward",
+        or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
         previous = signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]

@@ -1,7 +1,5 @@
 """Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from typing import Any
@@ -10,9 +8,8 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from agent_loop.tools import LISTED
-from one_step_off.config import Config
-from one_step_off.distributed_util import SendingEnd
-from one_step_off.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
+from one_step_off.config import Config, settings_of
+from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
@@ -33,12 +30,16 @@ ENGINE_ENV = {
 COMMON_ENV = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-class ActorWorker(SendingEnd, PolicyWorker):
-    """The actor's ranks also send the weights."""
-
-
 TRAINED = ("actor", "critic")
-WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+
+
+def worker_class(cfg: Config, role: str) -> type:
+    """The class of a role's ranks, of the back end that its config names."""
+    if settings_of(cfg, role).backend == "fsdp":
+        return WORKERS[role]
+    from one_step_off import megatron_workers  # an extra, and slow to import
+
+    return megatron_workers.WORKERS[role]
 
 
 class Spawned:
@@ -53,11 +54,8 @@ class Spawned:
     def __init__(
         self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet.
-
-        Raises:
-            ConfigError: the cluster has too little for a pool.
-        """
+        """Reserve the pools and create the processes; nothing is loaded yet. Raises ConfigError: the cluster has too
+        little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
@@ -111,7 +109,7 @@ class Spawned:
         pool = self.cfg.placement.roles[role]
         ranks = [
             spawn(
-                WORKERS[role],
+                worker_class(self.cfg, role),
                 (self.cfg, role, i, len(seats), self.device, self.total_steps),
                 seat,
                 self.device,
@@ -129,10 +127,8 @@ class Spawned:
         return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
 
     async def setup(self) -> None:
-        """Load every model and engine, and connect the weight sync.
-
-        All at once, but in a shared pool: there vLLM finds out how much memory is its own while it is alone.
-        """
+        """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds
+        out how much memory is its own while it is alone."""
         rollout, loading = self.roles.rollout, [group.setup() for group in self.groups.values()]
         if any(group.colocated for group in self.groups.values()):
             await rollout.setup()

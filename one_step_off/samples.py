@@ -1,7 +1,5 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +17,9 @@ OTHERS = -1
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of data, tokenised.
-
-    `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from, `messages` the chat;
-    `ground_truth` and `data_source` go to the reward function. `agent_loop` "": the one of the config.
-    """
+    """One row of data, tokenised. `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from,
+    `messages` the chat; `ground_truth` and `data_source` go to the reward function. `agent_loop` "": the one of the
+    config."""
 
     id: PromptId
     ids: np.ndarray
@@ -105,11 +101,8 @@ class StalenessError(AssertionError):
 
 
 def assert_versions(batch: Batch) -> None:
-    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it.
-
-    Raises:
-        StalenessError: names the step, the sample, the token and both stamps.
-    """
+    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it. Raises
+    StalenessError: names the step, the sample, the token and both stamps."""
     incarnation, version = batch.expected
     for s in batch.samples:
         whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)

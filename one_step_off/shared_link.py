@@ -5,8 +5,6 @@ may be packed anew; both go over the sender's store. Nothing is copied on the wa
 buffer. Shared memory has no name, so whatever dies leaves nothing behind.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 from datetime import timedelta
@@ -17,11 +15,8 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 
 def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Zeros, uint8 [size], and the handle by which other processes of this user on this device map them.
-
-    Raises:
-        OSError: there is not so much memory.
-    """
+    """Zeros, uint8 [size], and the handle by which other processes of this user on this device map them. Raises
+    OSError: there is not so much memory."""
     if device.type == "cuda":
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         return buffer, pickle.dumps(reduce_tensor(buffer))

@@ -1,5 +1,6 @@
 """What a training update counts and times on each rank, without a micro-batch ever waiting for the GPU."""
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,12 +33,13 @@ class Stats:
             value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
             table[name] = how(table[name], value) if name in table else value
 
-    def reduce(self) -> Iterator[dict[str, float]]:
-        """Sums, then maxima over all ranks, reduced on the CPU (every rank has the same names in the same order)."""
-        for table, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
-            packed = torch.stack(list(table.values())).cpu()
-            dist.all_reduce(packed, op=op)
-            yield dict(zip(table, packed.tolist(), strict=True))
+    def reduce(self, tells: bool = True) -> Iterator[dict[str, float]]:
+        """Sums, then maxima over all ranks. Where several have the same share of the batch one `tells` its sums."""
+        for table, how in ((self._sums if tells else {}, sum), (self._maxima, max)):
+            own = dict(zip(table, torch.stack(list(table.values())).tolist(), strict=True)) if table else {}
+            of: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
+            dist.all_gather_object(of, own)
+            yield {name: how(o[name] for o in of if name in o) for name in dict.fromkeys(itertools.chain(*of))}
 
 
 class Clock:

@@ -5,8 +5,6 @@ with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's t
 step may fall between them and meet half-loaded layers.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +56,7 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Build the plan and join the senders' groups."""
-        pieces = [[WeightPiece(n, d, tuple(s), a, b) for n, d, s, a, b in sent] for sent in init_info.pieces]
+        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in init_info.pieces]
         plan = BucketPlan.build(pieces, init_info.bucket_bytes)
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
@@ -71,6 +69,9 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.loaded: set[str] = set()
         start = time.perf_counter()
         initialize_layerwise_reload(self.model)
+        for method in (getattr(layer, "quant_method", None) for layer in self.model.modules()):
+            if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
+                method.moe_kernel = None  # vLLM packs experts for CPUs only while it makes their kernel
         self.report = {"prepare": time.perf_counter() - start}
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -101,11 +102,9 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """The groups end with the process."""
 
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused.
-
-        The reload processes a fused layer (qkv, gate and up) when its last part has come; parts that came
-        earlier wait as references into the bucket.
-        """
+        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused. The reload
+        processes a fused layer (qkv, gate and up) when its last part has come; parts that came earlier wait as
+        references into the bucket."""
         self.loaded |= self.model.load_weights(tensors)
         for layer in self.model.modules() if len(self.receiver.plan.buckets) > 1 else ():
             for _, bound in get_layerwise_info(layer).loaded_weights:

@@ -4,8 +4,6 @@ A replica turns prompts into scored samples whose every token carries the stamp 
 Its engine is told the stamp after each verified sync; before the first one it generates nothing.
 """
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import hashlib
@@ -28,11 +26,9 @@ from one_step_off.usage import UsageProbe
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded.
-
-    `top_p` other than 1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training.
-    `greedy`: one more response, at temperature 0, with index n and `extra["greedy"]`: a baseline, never trained on.
-    """
+    """How to sample: n trajectories per prompt at a temperature (0: greedy). `seed` None: unseeded. `top_p` other than
+    1 shifts log-probs, so it is for evaluation only. `max_tokens` None: as in training. `greedy`: one more response, at
+    temperature 0, with index n and `extra["greedy"]`: a baseline, never trained on."""
 
     n: int
     temperature: float
@@ -44,19 +40,14 @@ class Sampling:
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0) -> int:
     """A seed of its own for each sample and turn: 63 bits of a hash of (run seed, epoch, row, index, turn).
-
-    Neighbouring integers would not do: vLLM derives further seeds by adding to them, so they would collide.
-    """
+    Neighbouring integers would not do: vLLM derives further seeds by adding to them, so they would collide."""
     text = f"{seed}/{prompt_id[0]}/{prompt_id[1]}/{index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
-    """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]).
-
-    Raises:
-        RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations.
-    """
+    """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]). Raises
+    RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations."""
     versions = np.full(length, -1, dtype=np.int32)
     incarnations = set()
     for span in spans or ():
@@ -144,14 +135,9 @@ class RolloutReplica(UsageProbe):
         await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | own))
 
     async def sync(self, stamp: Stamp) -> dict[str, float]:
-        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches.
-
-        Returns:
-            Seconds per phase (pause, wire, load, verify, ...), the slowest worker's, and bytes.
-
-        Raises:
-            SyncError: the engine is unusable then, and stays paused.
-        """
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches. Returns seconds per phase
+        (pause, wire, load, verify, ...), the slowest worker's, and bytes. Raises SyncError: the engine is unusable
+        then, and stays paused."""
         self.stamp, begin = None, time.perf_counter()
         await self.engine.pause_generation(mode="wait", clear_cache=True)
         pause = time.perf_counter() - begin
@@ -178,11 +164,8 @@ class RolloutReplica(UsageProbe):
             self.asleep = True
 
     async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
-        """All trajectories of these prompts, scored, in order; and the seconds it took.
-
-        Raises:
-            RuntimeError: no verified weights, or the engine died.
-        """
+        """All trajectories of these prompts, scored, in order; and the seconds it took. Raises RuntimeError: no
+        verified weights, or the engine died."""
         begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")

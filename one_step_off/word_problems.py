@@ -65,11 +65,9 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
 
 
 def make(split: str, size: int, seed: int) -> list[Row]:
-    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`.
-
-    Every (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter
-    list is a prefix of a longer one. Raises ValueError: a test split larger than its different questions.
-    """
+    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`. Every
+    (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter list
+    is a prefix of a longer one. Raises ValueError: a test split larger than its different questions."""
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
         raise ValueError(f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer")
@@ -86,11 +84,9 @@ def make(split: str, size: int, seed: int) -> list[Row]:
 
 
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`.
-
-    For small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one. a + b
-    and b + a are of one split. Sums repeat only in a list longer than the split.
-    """
+    """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`. For
+    small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one. a + b and
+    b + a are of one split. Sums repeat only in a list longer than the split."""
     space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
     rng, pairs = random.Random(f"addition {split} {seed}"), []
     while len(pairs) < size:

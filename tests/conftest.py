@@ -18,6 +18,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """models(kind, tied, seed) -> path of a random tiny model with two KV heads (so that TP=2 splits them)."""
@@ -36,6 +39,7 @@ def models(tmp_path_factory):
                 hidden_size=256,  # vLLM takes the head size of a Qwen2 as hidden_size / heads
                 num_attention_heads=4,
                 num_key_value_heads=2,
+                **(EXPERTS if kind == "qwen3_moe" else {}),
             )
         return built[name]
 

@@ -46,6 +46,17 @@ def test_a_sequence_above_the_budget_stands_alone():
         assert batching.plan([50, 3], 1, 10, packed) == [[[0], [1]]]
 
 
+@given(cases)
+def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
+    lengths, ranks, budget, _ = case
+    plan = batching.plan(lengths, ranks, budget, packed=False, rounds=2)
+    assert len({len(micros) for micros in plan}) == 1 and len(plan[0]) % 2 == 0
+    for micros in plan:
+        rows = max((len(micro) for micro in micros), default=0)
+        widest = max((lengths[i] for micro in micros for i in micro), default=0)
+        assert rows <= 1 or rows * widest <= budget
+
+
 def test_more_ranks_than_sequences():
     assert batching.plan([5], 3, 10, False) == [[[0]], [[]], [[]]]
     assert batching.plan([], 2, 10, True) == [[], []]
@@ -83,3 +94,17 @@ def test_collate_edges(packed):
     assert empty.input_ids.shape == (1, 2) and len(empty.at) == len(empty.tokens) == 0
     with pytest.raises(ValueError, match="first token"):
         batching.collate([np.array([1, 2])], [np.array([0])], packed)
+
+
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(1, 3))
+@settings(deadline=None)
+def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks):
+    sequences = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    wanted = [np.arange(1, n, 2) for n in lengths]
+    laid = batching.collate(sequences, wanted, False, 2 * ranks if ranks > 1 else 1)
+    parts = [batching.part(laid, rank, ranks) for rank in range(ranks)]
+    assert sorted(k for _, mine in parts for k in mine) == list(range(len(laid.at)))
+    for part, mine in parts:
+        assert part.input_ids.size * ranks == laid.input_ids.size
+        assert (part.tokens == laid.tokens[mine]).all()
+        assert (part.input_ids.ravel()[part.at] == laid.input_ids.ravel()[laid.at[mine]]).all()

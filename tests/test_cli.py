@@ -257,6 +257,22 @@ def test_run_script_chooses_the_config(tmp_path: Path, gpus: int, env: dict, con
 def test_run_script_divides_the_gpus(tmp_path: Path) -> None:
     assert "placement.pools={rollout: [2], actor: [3]}" in would_train(tmp_path, 5)[1]
     assert "placement.pools={rollout: [1], actor: [4]}" in would_train(tmp_path, 5, N_ROLLOUT_GPUS="1")[1]
+    for gpus, pools in (
+        (3, "rollout: [1], actor: [2]"),
+        (5, "rollout: [3], actor: [2]"),
+        (8, "rollout: [4], actor: [4]"),
+    ):
+        args = would_train(tmp_path, gpus, BACKEND="megatron")[1]
+        assert f"placement.pools={{{pools}}}" in args and args[0].endswith("qwen_gsm8k_megatron.yaml")
+    tiny = would_train(tmp_path, 0, BACKEND="megatron")[1]
+    assert "actor.tensor_parallel_size=2" in tiny and "model.path=tiny:qwen3" in tiny
+    for env, part in (
+        ({"GPUS": "2", "DEFAULT": "gpu", "BACKEND": "megatron"}, "found 2 GPUs, needs 3"),
+        ({"N_ROLLOUT_GPUS": "2", "BACKEND": "megatron"}, "trains on pairs of GPUs, and 3 are left"),
+        ({"BACKEND": "deepspeed"}, "BACKEND=deepspeed: must be fsdp or megatron"),
+    ):
+        done, _ = would_train(tmp_path, 5, **env)
+        assert done.returncode == 2 and part in done.stderr
     for env, part in (({"N_ROLLOUT_GPUS": "5"}, "must be 1 to 4"), ({"EXTRA": "gpu", "GPUS": "1"}, "needs 2")):
         done, _ = would_train(tmp_path, 5, **env)
         assert done.returncode == 2 and part in done.stderr

@@ -156,6 +156,9 @@ BAD = [
         [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
         ["share the pool all", "rollout.tensor_parallel_size=1"],
     ),
+    (["actor.tensor_parallel_size=2"], ["actor.tensor_parallel_size=2", "is Megatron's", "actor.backend=megatron"]),
+    (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
+    (["actor.virtual_pipeline_parallel_size=2"], ["virtual_pipeline_parallel_size=2", "needs stages"]),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
@@ -407,6 +410,7 @@ def test_shipped_configs_are_valid(path: Path, monkeypatch: pytest.MonkeyPatch) 
     cfg = load([f"config={path}"])
     if any(len(shape) > 1 for shape in cfg.placement.pools.values()):
         monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")  # several nodes need a cluster
+    monkeypatch.setattr(config_checks, "_installed", lambda package: True)
     validate(cfg, num_gpus=8)
     assert load_text(resolved_yaml(cfg)) == cfg
 

@@ -59,6 +59,26 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
     assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
 
 
+def test_layers_come_together_from_senders_that_own_different_parts_of_them():
+    """Two stages of two layers, on each stage two senders with half of the experts and, by turns, of the rest."""
+
+    def whole(name):
+        return WeightPiece(name, "float32", (2,), 0, 2)
+
+    pieces = []
+    for stage in (0, 2):
+        for rank in range(2):
+            names = ["embed"] * (stage == rank == 0)
+            for layer in (stage, stage + 1):
+                names += [f"layers.{layer}.{'qk'[rank]}", *(f"layers.{layer}.experts.{2 * rank + i}" for i in (0, 1))]
+            pieces.append([whole(name) for name in (*names, *["norm"] * (stage == 2 and rank == 1))])
+    plan = BucketPlan.build(pieces, 1)
+    order = [slot.piece.name for bucket in plan.buckets for slot in bucket.slots]
+    assert order[0] == "embed" and [int(name.split(".")[1]) for name in order[1:-1]] == sorted([0, 1, 2, 3] * 6)
+    for s, sent in enumerate(pieces):
+        assert [slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.sender == s] == sent
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -211,9 +211,10 @@ def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
             "ActorWorker",
             r"(step \d+, actor 0, |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, actor 0)",
         ),
-        (
+        pytest.param(
             "EngineCore",
             r"(step \d+, rollout 0: |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, rollout 0)",
+            marks=pytest.mark.slow,
         ),
     ],
 )

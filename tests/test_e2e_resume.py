@@ -49,6 +49,7 @@ def assert_greedy_baselines(folder: Path) -> None:
     assert [s["index"] for s in saved if s["extra"].get("greedy")] == [4] * 4, "a checkpoint keeps them"
 
 
+@pytest.mark.slow  # test_e2e_roles.py has another one, with a critic
 def test_six_and_six_steps_equal_twelve(models, tmp_path):
     """The first half ends by a failure after its checkpoint of step 6, in the middle of step 8. By an estimator that has
     more in flight than samples: ReMax, with rewards in parts."""

@@ -1,4 +1,4 @@
-"""What the FSDP back end refuses to load, and how it says so."""
+"""What the FSDP back end makes of odd models: refused in one line, or trained like others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,17 @@ import transformers
 
 from one_step_off.config import ConfigError
 from one_step_off.fsdp_model import check_head, check_layout
-from tests.test_fsdp_workers import MODELS, SIZES, checkpoints, config, hf_model, one_thread, single  # noqa: F401
+from tests.test_fsdp_workers import (  # noqa: F401
+    MODELS,
+    SIZES,
+    assert_gradients_equal,
+    checkpoints,
+    config,
+    hf_model,
+    make_batch,
+    one_thread,
+    single,
+)
 
 
 def test_errors_name_the_key(single, tmp_path):  # noqa: F811
@@ -59,3 +69,17 @@ def test_fused_experts_are_refused():
         model = transformers.AutoModelForCausalLM.from_config(moe)
     with pytest.raises(ConfigError, match="another layout"):
         check_layout(model, "some/moe")
+
+
+def test_the_padding_token_learns_where_it_is_no_padding(checkpoints, single, tmp_path):  # noqa: F811
+    model = hf_model(checkpoints["untied"])
+    model.config.pad_token_id = 5
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(checkpoints["untied"]).save_pretrained(tmp_path)
+    found = []
+    for path in (checkpoints["untied"], str(tmp_path)):
+        worker = single(config(path))
+        worker.update(make_batch(checkpoints["untied"]))
+        found.append(worker.gradients)
+    assert_gradients_equal(*found)
+    assert (found[0]["model.embed_tokens.weight"][5] != 0).any()

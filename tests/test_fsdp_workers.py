@@ -511,7 +511,7 @@ def check_world(results, path, reference, out, name):
     want = dict(model.named_parameters())
     built = {n: np.full(p.shape, np.nan, np.float32) for n, p in want.items()}
     for r in results:
-        for (piece, dtype, shape, begin, stop), rows in r["pieces"]:
+        for (piece, dtype, shape, begin, stop, _), rows in r["pieces"]:
             assert dtype == "float32" and shape == tuple(want[piece].shape) and rows.shape[0] == stop - begin > 0
             assert np.isnan(built[piece][begin:stop]).all(), "a row came twice"
             built[piece][begin:stop] = rows

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+
+from one_step_off import config_checks
+from one_step_off.config_checks import validate
+from one_step_off.config_io import load
 
 ROOT = Path(__file__).parent.parent
 PROGRAM = "-m one_step_off.main_ppo"
@@ -171,3 +176,41 @@ def test_split_placement_says_how_many_gpus_it_needs(checkout: Path) -> None:
     tool(checkout / ".venv-gpu/bin/python", "echo 2")
     done, _ = run(checkout, "run_split_placement.sh", EXTRA="gpu")
     assert done.returncode == 2 and "found 2 GPUs, needs 4" in done.stderr
+
+
+@pytest.mark.parametrize("extra", ["cpu", "gpu"])
+def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> None:
+    """Megatron is installed once it is asked for and missing, and nothing is for a start that does not want it."""
+    shutil.copy(ROOT / "shell/setup.sh", checkout / "shell/setup.sh")
+    shutil.copy(ROOT / "pyproject.toml", checkout)
+    venv = checkout / (".venv" if extra == "cpu" else ".venv-gpu")
+    tool(
+        venv / "bin/python",
+        f'[[ "$*" != *"pip install"* ]] || echo "$*" >>{checkout}/log\n'
+        f'[[ "$*" != *"install"*megatron-core* ]] || touch {checkout}/installed\n'
+        f'[[ "$*" != *"megatron.core"* || -e {checkout}/installed ]]',
+    )
+    for megatron, installs in (("", True), ("", False), ("1", True), ("1", False), ("", False)):
+        (checkout / "log").unlink(missing_ok=True)
+        done, calls = run(checkout, "setup.sh", EXTRA=extra, MEGATRON=megatron)
+        assert done.returncode == 0, done.stderr
+        assert bool(calls) == installs, (megatron, calls)
+        assert any("megatron-core" in call for call in calls) == (megatron == "1" and installs)
+        engine = any("transformer-engine" in call for call in calls)
+        assert engine == (megatron == "1" and installs and extra == "gpu")
+
+
+def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
+    assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr
+    done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="8b", RAY_ADDRESS="h:1")
+    assert done.returncode == 2 and "SIZE=8b: must be 7b or 30b" in done.stderr and not calls
+    for size, keys in (("7b", "actor.tensor_parallel_size=4"), ("30b", "actor.expert_parallel_size=8")):
+        (checkout / "log").unlink(missing_ok=True)
+        done, (call,) = run(checkout, "run_megatron_nodes.sh", "--dry-run", SIZE=size, RAY_ADDRESS="h:1")
+        assert done.returncode == 0, done.stderr
+        given = re.findall(r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0])
+        monkeypatch.setattr(config_checks, "_installed", lambda package: True)
+        monkeypatch.setenv("RAY_ADDRESS", "h:1")
+        validate(load(given), 0)
+        assert keys in call and f"megatron_{size} --dry-run" in call and "qwen_gsm8k_megatron.yaml" in call

@@ -103,8 +103,8 @@ def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: boo
     path = tiny_qwen.build_random(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert (model.dtype, model.config.model_type, model.config.head_dim) == (torch.bfloat16, kind, 64)
-    assert model.config.num_key_value_heads == 2
+    assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (torch.bfloat16, kind, 2)
+    assert model.config.head_dim == (32 if kind == "qwen3" else 64)
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == tiny_qwen.CHAT_TEMPLATE

@@ -1,0 +1,192 @@
+"""Hugging Face checkpoints and Megatron's shards: what every local parameter is, by checkpoint name.
+
+A shard is cut, by one table, into `Part`s: blocks of one HF tensor, contiguous along one dimension, each a view of the
+local parameter. So the same parts serve to load (written) and to stream and export (read), and no rank ever needs more
+than its own shard and one HF tensor.
+"""
+
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import safetensors
+import torch
+from megatron.core import parallel_state as mpu
+from torch import Tensor, nn
+
+from one_step_off.config import Config, ConfigError, path_of
+from one_step_off.workers import WeightPiece
+
+# Megatron's name within the model or the layer (Transformer Engine's variants too) -> how it is cut, HF names therein.
+TABLE = {
+    r"embedding\.word_embeddings\.weight": ("vocabulary", "model.embed_tokens.weight"),
+    r"output_layer\.weight": ("vocabulary", "lm_head.weight"),
+    r"scalar_head": ("whole", "score.weight"),
+    r"decoder\.final_layernorm\.weight": ("whole", "model.norm.weight"),
+    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", "input_layernorm.weight"),
+    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", "post_attention_layernorm.weight"),
+    r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", *(f"self_attn.{p}_proj.{{kind}}" for p in "qkv")),
+    r"self_attention\.linear_proj\.weight": ("columns", "self_attn.o_proj.weight"),
+    r"self_attention\.([qk])_layernorm\.weight": ("whole", "self_attn.{kind}_norm.weight"),
+    r"mlp\.router\.weight": ("whole", "mlp.gate.weight"),
+    r"mlp\.linear_fc1\.weight": ("rows", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    r"mlp\.linear_fc2\.weight": ("columns", "mlp.down_proj.weight"),
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.weight|linear_fc1\.weight(\d+))": (
+        "rows",
+        *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up")),
+    ),
+    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc2\.weight|linear_fc2\.weight(\d+))": (
+        "columns",
+        "mlp.experts.{kind}.down_proj.weight",
+    ),
+}
+PLAIN = ("F64", "F32", "F16", "BF16")
+
+
+@dataclass
+class Part:
+    """The block [start, stop) along `dim` of the HF tensor `name` of `shape`; `view` shows it in the local parameter.
+    `mine`: this tensor-parallel rank sends it; of what all ranks hold alike, only the first is asked to."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    start: int
+    stop: int
+    view: Tensor
+    mine: bool
+    expert: bool
+
+
+def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
+    """All parts that this rank holds, in a fixed order; a tied head on the last stage is a second copy, not `mine`."""
+    found = []
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            local, within = name, ""
+            if cut := re.match(r"decoder\.layers\.(\d+)\.(.+)", name):
+                within, local = f"model.layers.{chunk.decoder.layers[int(cut[1])].layer_number - 1}.", cut[2]
+            if name == "output_layer.weight" and isinstance(chunk.output_layer, nn.Linear):
+                local = "scalar_head"  # Megatron's checkpoints want it under the name of the language model's
+            matched = [(m, entry) for regex, entry in TABLE.items() if (m := re.fullmatch(regex, local))]
+            if len(matched) != 1:
+                raise RuntimeError(f"Megatron's parameter {name} has no name in a Hugging Face checkpoint")
+            (match, (how, *names)) = matched[0]
+            kind = next((g for g in match.groups() if g is not None), "")
+            expert = ".experts." in local
+            if expert:
+                local_experts = hf_config.num_experts // mpu.get_expert_model_parallel_world_size()
+                kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
+            filled = [within + n.format(kind=kind) for n in names]
+            tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
+            found += _cut(how, ["model.embed_tokens.weight"] if tied_copy else filled, parameter, hf_config, expert)
+            found[-1].mine &= not (tied_copy and not chunk.pre_process)
+    return found
+
+
+def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, expert: bool) -> Iterator[Part]:
+    """The parts of one local parameter."""
+    rank = 0 if expert else mpu.get_tensor_model_parallel_rank()
+    ranks = 1 if expert else mpu.get_tensor_model_parallel_world_size()
+    data = parameter.detach()
+    if how == "whole":
+        views, dim = [data], 0
+    elif how == "columns":
+        views, dim = [data], 1
+    elif how == "rows":  # gate above up, each of this rank
+        views, dim = data.chunk(len(names)), 0
+    elif how == "vocabulary":  # padded at the end, so that it divides
+        rows, size = data.shape[0], hf_config.vocab_size
+        start, stop = min(rank * rows, size), min((rank + 1) * rows, size)
+        yield Part(names[0], (size, *data.shape[1:]), 0, start, stop, data[: stop - start], stop > start, expert)
+        return
+    else:  # per group of heads: its queries, one key, one value
+        heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
+        per_group, per_head = heads // groups, head_dim(hf_config)
+        grouped, dim = data.view(groups // ranks, per_group + 2, per_head, *data.shape[1:]), 0
+        views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
+    for name, view in zip(names, views, strict=True):
+        shape = list(view.shape) if how != "qkv" else [view.shape[:3].numel(), *view.shape[3:]]
+        size = shape[dim]
+        shape[dim] *= 1 if how == "whole" else ranks
+        start = 0 if how == "whole" else rank * size
+        yield Part(name, tuple(shape), dim, start, start + size, view, how != "whole" or rank == 0, expert)
+
+
+def head_dim(hf_config: Any) -> int:
+    """Of the attention, which older configs leave to be computed."""
+    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+
+
+class CheckpointReader:
+    """Blocks of tensors from the safetensors files of a folder or hub id; nothing else of them is read."""
+
+    def __init__(self, key: str, path: str) -> None:
+        """`key`: the config's key, for messages. Raises ConfigError: no safetensors there."""
+        from huggingface_hub import snapshot_download
+
+        self.key, self.path = key, path
+        try:
+            # Not from its subfolders, which may hold other models.
+            files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+            folder = path if os.path.isdir(path) else snapshot_download(path, **files)
+        except Exception as e:  # the hub client's own many errors, and the network's
+            raise ConfigError(f"{key}: {path!r} cannot be had from the hub ({type(e).__name__}: {e})") from e
+        self.files: dict[str, Any] = {}
+        for file in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
+            opened = safetensors.safe_open(os.path.join(folder, file), "pt")
+            self.files |= dict.fromkeys(opened.keys(), opened)
+        if not self.files:
+            raise ConfigError(f"{key}: {path!r} has no .safetensors files, which backend=megatron reads")
+
+    def read(self, part: Part) -> Tensor:
+        """The block of a part. Raises ConfigError: not in the checkpoint, in another shape, or no plain numbers."""
+        if part.name not in self.files:
+            raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {part.name}")
+        whole = self.files[part.name].get_slice(part.name)
+        if tuple(whole.get_shape()) != part.shape:
+            raise ConfigError(
+                f"{self.key}: {part.name} of {self.path!r} is {tuple(whole.get_shape())}, but its config.json says "
+                f"{part.shape}"
+            )
+        if whole.get_dtype() not in PLAIN:  # quantised: its values mean nothing without their scales
+            raise ConfigError(
+                f"{self.key}: {part.name} of {self.path!r} is stored as {whole.get_dtype()}, not as floats"
+            )
+        return whole[(*(slice(None),) * part.dim, slice(part.start, part.stop))]
+
+
+@torch.no_grad()
+def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> None:
+    """Fill the local parameters; a critic's head that the checkpoint lacks begins random, the same on every rank. Raises
+    ConfigError: as `CheckpointReader`."""
+    path = path_of(cfg, role)
+    reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
+    for parameter in (p for chunk in chunks for p in chunk.parameters()):
+        parameter.zero_()  # what pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN
+    for part in parts(chunks, hf_config):
+        if role == "critic" and part.name == "score.weight" and part.name not in reader.files:
+            generator = torch.Generator().manual_seed(cfg.trainer.seed)
+            value = torch.randn(part.shape, generator=generator) * hf_config.initializer_range
+        else:
+            value = reader.read(part)
+        part.view.copy_(value.reshape(part.view.shape))
+
+
+def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+    """What this rank sends, layer by layer: what only it and its data-parallel replicas hold, dealt out among these by
+    size."""
+    sent, loads = [], {}
+    name = str(wire_dtype).removeprefix("torch.")
+    for part in found:
+        whole = mpu.get_data_parallel_group(with_context_parallel=True)
+        group = mpu.get_expert_data_parallel_group() if part.expert else whole
+        load = loads.setdefault(part.expert, [0] * group.size())
+        replica = load.index(min(load))
+        # Counted by the whole tensor, which all tensor-parallel ranks know alike: they must agree on the replica.
+        load[replica] += torch.Size(part.shape).numel()
+        if part.mine and replica == group.rank():
+            sent.append((WeightPiece(part.name, name, part.shape, part.start, part.stop, part.dim), part.view))
+    return sent
