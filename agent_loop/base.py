@@ -81,6 +81,7 @@ class Trajectory:
         finish_reason: the last turn's, as vLLM says it ("length": it was cut at the most tokens after the prompt), or the
             limit that ended it: "turn_length" (that turn was cut by it), "turns", "time", "room" (no more would fit).
         reward: set by a loop that knows it; None: the run's reward function is asked about the policy's last turn.
+        late: set by a loop whose reward counts as 0 because the reward function took too long; it is reported as such.
         facts: numbers to report, as {"tool_calls": 2}.
     """
 
@@ -89,6 +90,7 @@ class Trajectory:
     segments: list[Segment] = field(default_factory=list)
     finish_reason: str = ""
     reward: Score = None
+    late: bool = False
     facts: dict[str, float] = field(default_factory=dict)
     incarnation: int = 0
     begin: float = field(default_factory=time.monotonic)

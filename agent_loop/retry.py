@@ -34,7 +34,7 @@ class RetryWithFeedback(AgentLoop):
         talk = Trajectory(prompt.ids, limits)
         while said := await talk.say(generate):
             found, factor = await score(self.text(said.ids)), self.discount ** (talk.turns - 1)
-            parts = found if isinstance(found, dict) else {"": found or 0.0}
+            parts, talk.late = found if isinstance(found, dict) else {"": found or 0.0}, found is None
             scaled = {name: value * factor for name, value in parts.items()}
             talk.reward = scaled if isinstance(found, dict) else scaled[""]
             if sum(parts.values()) >= self.passes_at or talk.turns >= limits.turns:

@@ -223,7 +223,7 @@ class RolloutReplica(UsageProbe):
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0
-        if reward is None:
+        if reward is None or talk.late:
             sample.extra["reward_timeout"] = True
         return sample
 

@@ -109,6 +109,25 @@ def test_what_the_scorer_says_of_a_sample(response, reward, extra):
     assert (sample.reward, sample.extra) == (reward, extra)
 
 
+@pytest.mark.parametrize(
+    ("tries", "reward", "late"), [(["late"] * 2, 0.0, True), (["x", "late"], 0.0, True), (["late", "x"], 1.5, False)]
+)
+def test_a_last_try_of_which_the_reward_is_late_is_marked_as_such(tries, reward, late):
+    cfg, tokenizer, engine = Config(), tiny_qwen.build_tokenizer(), iter(tries)
+    cfg.agent.loop, cfg.agent.max_turns = "retry_with_feedback", 2
+    cfg.agent.loop_kwargs = {"retry_with_feedback": {"passes_at": 9.0, "discount": 0.5}}
+
+    async def said(*_):
+        ids = np.array(tokenizer.encode(next(engine)), np.int32)
+        return Generated(ids, np.zeros(len(ids)), np.zeros(len(ids)), 0, "stop")
+
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
+    replica.tokenizer, replica._generate = tokenizer, said
+    sample = asyncio.run(replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None)))
+    assert (sample.reward, sample.extra.get("reward_timeout", False)) == (reward, late)
+    assert sample.extra["agent"]["tries"] == 2
+
+
 @pytest.mark.parametrize("estimator", ["remax", "grpo", f"{__name__}:generated"])
 def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baselines(estimator):
     cfg = Config()
