@@ -98,6 +98,29 @@ class RewardQueue:
         self._send()
 
 
+class Place:
+    """One trajectory's place among `agent.max_concurrency`: free while it is judged, taken again by its next turn."""
+
+    def __init__(self, room: asyncio.Semaphore) -> None:
+        self.room, self.held, self.over, self.turn = room, False, False, asyncio.Lock()
+
+    async def take(self) -> None:
+        """Wait for it, unless it is held; a loop may ask for several turns at once."""
+        async with self.turn:
+            if not self.held and not self.over:
+                await self.room.acquire()
+                self.held = True
+        if self.over:  # the trajectory ended meanwhile
+            self.leave()
+
+    def leave(self, over: bool = False) -> None:
+        """Give it to another trajectory, if it is held; for good where the trajectory is `over`."""
+        self.over |= over
+        if self.held:
+            self.held = False
+            self.room.release()
+
+
 class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
@@ -189,12 +212,13 @@ class RolloutReplica(UsageProbe):
         return Loops(self.cfg, self.tokenizer)
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        greedy, turns = index == sampling.n, itertools.count()
+        greedy, turns, place = index == sampling.n, itertools.count(), Place(self.room)
         how = replace(sampling, temperature=0.0) if greedy else sampling
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
+            await place.take()
             return await self._generate(ids, max_tokens, seed, how)
 
         async def judge(response: str) -> Score:
@@ -203,15 +227,16 @@ class RolloutReplica(UsageProbe):
             )
 
         async def score(response: str) -> Score:
-            self.room.release()  # another trajectory generates meanwhile
-            found = await judge(response)
-            await self.room.acquire()  # not after an error, which ends the run and need not wait for a place
-            return found
+            place.leave()  # another trajectory generates meanwhile
+            return await judge(response)
 
-        async with self.room:
+        await place.take()
+        try:
             loop = self.loops.get(prompt.agent_loop)
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
             talk = await loop.run(prompt, generate, score, limits)
+        finally:
+            place.leave(over=True)
         sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
         if greedy:
             sample.extra["greedy"] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import namedtuple
 from types import SimpleNamespace
@@ -11,13 +12,21 @@ import numpy as np
 import pytest
 
 from agent_loop import tools
-from agent_loop.base import Generated, Loops
+from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
 from one_step_off import tiny_qwen
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RolloutGroup
 from one_step_off.rewards import RewardItem
 from one_step_off.samples import Prompt
-from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling, engine_args, sample_seed, stamps_of
+from one_step_off.vllm_rollout import (
+    Place,
+    RewardQueue,
+    RolloutReplica,
+    Sampling,
+    engine_args,
+    sample_seed,
+    stamps_of,
+)
 
 Span = namedtuple("Span", "version start end")
 
@@ -301,6 +310,58 @@ def test_a_try_that_is_being_judged_keeps_no_other_one_waiting():
     first, second = ([at for at, n in began if (n == 2) == first] for first in (True, False))
     assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(first)
     assert replica.room._value == 1
+
+
+class Stubborn(AgentLoop):
+    """Has itself judged after each of four turns, whatever comes of it, and twice at once in the end."""
+
+    async def run(self, prompt, generate, score, limits):
+        talk = Trajectory(prompt.ids, limits, reward=0.0)
+        while said := await talk.say(generate):
+            text = "boom" if talk.turns % 2 else "x"
+            with contextlib.suppress(ValueError, TimeoutError):  # the second turn's takes too long for this loop
+                talk.reward = await asyncio.wait_for(score(text), 0.03 if talk.turns == 2 else None)
+            talk.hear("user", said.ids)
+        await asyncio.gather(score("x"), score("x"))
+        return talk
+
+
+def test_what_becomes_of_judging_changes_no_number_of_places():
+    """Rewards that fail, take too long for the loop, or are asked for twice at once: never more than three generate."""
+    cfg, most, under_way = Config(), 0, 0
+    cfg.agent.loop, cfg.agent.max_concurrency, cfg.agent.max_turns = f"{__name__}:Stubborn", 3, 4
+
+    async def engine(*request):
+        nonlocal most, under_way
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return await generated(*request)
+
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.05, "boom") for _ in range(40)])
+    replica.tokenizer, replica._generate, replica.stamp = tiny_qwen.build_tokenizer(), engine, (0, 0)
+    prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
+    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    assert [s.extra["agent"]["turns"] for s in samples] == [4.0] * 12
+    assert most == 3 and replica.room._value == 3
+
+
+def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
+    async def main():
+        room = asyncio.Semaphore(1)
+        one, other = Place(room), Place(room)
+        await one.take()
+        late = asyncio.create_task(other.take())
+        await asyncio.sleep(0)
+        other.leave(over=True)
+        one.leave()
+        await late
+        assert room._value == 1
+        await asyncio.gather(one.take(), one.take())
+        assert room._value == 0
+
+    asyncio.run(main())
 
 
 def test_a_replica_says_when_it_has_room():
