@@ -6,6 +6,7 @@ Its engine is told the stamp after each verified sync; before the first one it g
 
 import asyncio
 import functools
+import gc
 import hashlib
 import itertools
 import time
@@ -149,6 +150,8 @@ class RolloutReplica(UsageProbe):
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         self.loops.get()  # now, because all trajectories would wait for it later
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
+        gc.collect()
+        gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""
