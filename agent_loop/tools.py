@@ -193,7 +193,7 @@ class Toolbox:
         """Raises ConfigError: no such tool, or one whose types and docstring make no schema."""
         from transformers.utils import get_json_schema  # takes a second, which runs without tools need not wait for
 
-        self.cfg, self.functions, self.schemas = cfg, {}, []
+        self.cfg, self.functions, self.signatures, self.schemas = cfg, {}, {}, []
         self.cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
             if spec.startswith("mcp:"):
@@ -215,6 +215,7 @@ class Toolbox:
                         f"agent.tools={spec!r}: a tool before it is named {name} too; rename or remove one"
                     )
                 self.functions[name] = function
+                self.signatures[name] = inspect.signature(function)
                 self.schemas.append(schema)
         if python in self.functions.values():
             try:
@@ -230,7 +231,7 @@ class Toolbox:
         if function is None:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
         try:
-            inspect.signature(function).bind(**arguments)
+            self.signatures[name].bind(**arguments)
             # Programs take whole cores; the wait for one is not theirs.
             async with self.cores if function is python else contextlib.nullcontext(), limit:
                 seconds = min(seconds, self.cfg.tool_timeout_s)
