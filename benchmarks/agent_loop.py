@@ -191,9 +191,7 @@ class Workload:
 async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[float]]]:
     """Seconds until the last token was made, by workload and arm, of each repeat; one of each before that warms up."""
     from one_step_off.launch import prepare
-    from one_step_off.roles import ENGINE_ENV
 
-    os.environ.update(ENGINE_ENV["cpu"])
     cfg = load(["config=config/tool_agent.yaml", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"])
     prompts, most = prepare(cfg, print).data.stream.next_batch(), cfg.data.max_response_length
     cfg.data.max_response_length = LONG
@@ -252,6 +250,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    from one_step_off.roles import COMMON_ENV, ENGINE_ENV
+
+    os.environ.update(COMMON_ENV | ENGINE_ENV["cpu"])  # as replicas have it; tokenizers, for one, behave by it
     found = measure(args.conversations, args.reward_s)
     found["vllm"] = asyncio.run(on_vllm(args.repeats, args.reward_s))
     (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")
