@@ -84,7 +84,10 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
         (lambda c: setattr(c.pipeline, "staleness", 0), "pipeline.staleness=0: the checkpoint .* was made with 1"),
         (lambda c: setattr(c.rollout, "n", 3), "rollout.n=3"),
         (lambda c: setattr(c.trainer, "seed", 3), "trainer.seed=3"),
-        (lambda c: setattr(c.actor, "backend", "megatron"), "actor.backend=megatron: .* was made with fsdp; resume with"),
+        (
+            lambda c: setattr(c.actor, "backend", "megatron"),
+            "actor.backend=megatron: .* was made with fsdp; resume with",
+        ),
         (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
             "state.json cannot be read .*name a folder as",
