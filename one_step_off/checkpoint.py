@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, settings_of
 from one_step_off.samples import Sample
 
 ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
@@ -34,8 +34,10 @@ FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "train
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint."""
-    return {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
+    """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's."""
+    learning = (role for role in ("actor", "critic") if role in cfg.placement.roles)
+    backends = {f"{role}.backend": settings_of(cfg, role).backend for role in learning}
+    return {key: attrgetter(key)(cfg) for key in FIXED_KEYS} | backends
 
 
 def folder_of(cfg: Config) -> Path:

@@ -177,7 +177,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
             yield f"{role}.backend=megatron: {lacks}; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         if ranks % (whole := math.prod(sizes.values()) // ep):
             of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
-            yield f"{role}: {of} take {whole} ranks together; that does not divide its {ranks}; change placement.pools"
+            mend = "use smaller sizes, or change placement.pools"
+            yield f"{role}: {of} would share {whole} ranks, but that does not divide its {ranks}; {mend}"
         if (ranks // pp) % ep:
             where = f"{role}.expert_parallel_size={ep}"
             yield f"{where}: does not divide the {ranks // pp} ranks of each stage; use one that does"

@@ -66,9 +66,15 @@ def read_config(cfg: Config, role: str) -> Any:
         ("pipeline_parallel_size", stages, hf.num_hidden_layers, "layers"),
         ("expert_parallel_size", ep, experts, "experts"),
     ):
-        if size % value or (value > 1 and what == "experts" and not experts):
+        given = f"{role}.{key}={getattr(own, key)}"
+        if what == "experts" and value > 1 and not experts:
+            raise ConfigError(f"{given}: {path!r} is a dense model, without experts; set it to 1")
+        if size % value:
             of = f", in all {value} stages," if value != getattr(own, key) else ""
-            raise ConfigError(f"{role}.{key}={getattr(own, key)}{of} does not divide the {size} {what} of {path!r}")
+            fit = [str(n) for n in range(1, value) if size % n == 0]
+            raise ConfigError(
+                f"{given}{of} does not divide the {size} {what} of {path!r}; use a size that does, as {' or '.join(fit)}"
+            )
     if experts and tp > 1 and not own.sequence_parallel:
         raise ConfigError(
             f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, needs it true"

@@ -86,6 +86,10 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
         (lambda c: setattr(c.trainer, "seed", 3), "trainer.seed=3"),
         (lambda c: setattr(c.agent, "loop", "tool"), "agent.loop=tool: the checkpoint .* was made with single_turn"),
         (
+            lambda c: setattr(c.actor, "backend", "megatron"),
+            "actor.backend=megatron: .* was made with fsdp; resume with",
+        ),
+        (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
             "state.json cannot be read .*name a folder as",
         ),
@@ -115,4 +119,4 @@ def test_when_it_is_due(tmp_path, freq, due):
 def test_state_json_is_plain(tmp_path):
     state = json.loads((save(config(tmp_path), 5) / "state.json").read_text())
     assert state["step"] == 5 and state["has_samples"] is False
-    assert set(state["fixed"]) == set(checkpoint.FIXED_KEYS)
+    assert set(state["fixed"]) == {*checkpoint.FIXED_KEYS, "actor.backend"}

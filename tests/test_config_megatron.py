@@ -11,10 +11,10 @@ from one_step_off.config_io import placement_text
 from tests.test_config import fault, good
 
 MEGATRON = [
-    (["actor.context_parallel_size=3"], ["context_parallel_size=3", "take 3 ranks", "placement.pools"]),
+    (["actor.context_parallel_size=3"], ["context_parallel_size=3", "share 3 ranks", "placement.pools"]),
     (
         ["actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=4"],
-        ["tensor_parallel_size=2, pipeline_parallel_size=4 take 8 ranks", "its 4"],
+        ["tensor_parallel_size=2, pipeline_parallel_size=4 would share 8 ranks", "its 4"],
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),

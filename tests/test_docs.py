@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from one_step_off import config_checks
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import KEYS, SECTIONS, find_key, load
@@ -138,6 +139,9 @@ def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) 
         argv = overrides(words)
         if argv:
             with monkeypatch.context() as patch:
+                if variables.get("BACKEND") == "megatron":
+                    argv[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
+                    patch.setattr(config_checks, "_installed", lambda package: True)
                 if "RAY_ADDRESS" in variables:
                     patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
                 check(load(argv))

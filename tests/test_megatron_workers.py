@@ -375,7 +375,12 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
             {},
             "its rope_parame",
         ),
-        ("llama", {"num_key_value_heads": 1}, TP, "actor.tensor_parallel_size=2 does not divide the 1 key-value heads"),
+        (
+            "llama",
+            {"num_key_value_heads": 1},
+            TP,
+            "actor.tensor_parallel_size=2 does not divide the 1 key-value heads .*use a size that does, as 1",
+        ),
         ("llama", {"intermediate_size": 41}, TP, "actor.tensor_parallel_size=2 does not divide the 41 columns"),
         ("llama", {"num_hidden_layers": 3}, PP, "actor.pipeline_parallel_size=2 does not divide the 3 layers"),
         (
@@ -384,7 +389,7 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
             {**PP, **VPP},
             "pipeline_parallel_size=2, in all 4 stages, does not divide",
         ),
-        ("qwen3", {}, EP, "actor.expert_parallel_size=2 does not divide the 0 experts"),
+        ("qwen3", {}, EP, "actor.expert_parallel_size=2: .* is a dense model, without experts; set it to 1"),
     ],
 )
 def test_models_that_megatron_would_make_otherwise_are_refused(tmp_path, model, odd, layout, words):
