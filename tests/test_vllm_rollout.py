@@ -384,7 +384,7 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
     monkeypatch.setattr("agent_loop.tools.LISTED", {})
     monkeypatch.setattr("one_step_off.vllm_rollout.LISTED", tools.LISTED)
     cfg = Config()
-    cfg.agent.tools, cfg.agent.loop = f"mcp:{url}", "tool"
+    cfg.agent.tools, cfg.agent.loop, cfg.agent.loop_kwargs = f"mcp:{url}", "tool", {"tool": {"taught": True}}
     with pytest.raises(ConfigError, match="the server lists no tools"):
         Loops(cfg, tiny_qwen.build_tokenizer()).get()
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], {url: [schema]})
