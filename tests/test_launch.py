@@ -250,5 +250,5 @@ def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
         " agent.tools=calculator",
     ]
     said.clear()
-    launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
-    assert not any("warning" in line for line in said)
+    prepared = launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
+    assert not any("warning" in line for line in said) and prepared.loops == ["tool"]
