@@ -147,7 +147,7 @@ def _put(batch: Batch) -> Any:
 
 @dataclass
 class Load:
-    """Trajectories of a replica: `sent` to it, come `back`, and those that generate no more, as it said last (`away`)."""
+    """Trajectories of a replica: `sent` to it, come `back`, and that asked nothing of its engine when it said so last (`away`)."""
 
     sent: int = 0
     back: int = 0
@@ -155,7 +155,7 @@ class Load:
 
     @property
     def now(self) -> int:
-        """Those that still generate, as far as is known."""
+        """Those that generate or are to, as far as is known."""
         return self.sent - max(self.back, self.away)
 
 
@@ -223,7 +223,7 @@ class RolloutGroup:
         return [(samples, time.perf_counter() - begin) for samples, _ in (call.result() for call in calls)]
 
     async def _ask(self, i: int, what: str) -> None:
-        """Wait until replica `i` has room, whatever it still has to score."""
+        """Wait until replica `i` has room, whatever is at its tools or still to be scored."""
         load = self.loads[i]
         load.away = await named(f"{what}, rollout {i}", self.replicas[i].vacancy.remote(load.sent, self.most))
 

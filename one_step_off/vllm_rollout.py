@@ -101,7 +101,8 @@ class RewardQueue:
 
 
 class Room(asyncio.Semaphore):
-    """The places of a replica. `away`: trajectories that want none, because they are judged or over, since its start."""
+    """The places of a replica. `away`: trajectories that ask nothing of the engine: at their tools, judged, or over since
+    its start."""
 
     def __init__(self, places: int) -> None:
         super().__init__(places)
@@ -115,14 +116,18 @@ class Place:
         self.room, self.held, self.over, self.turn = room, False, False, asyncio.Lock()
         self.away = False
 
-    def _go(self, away: bool) -> None:
-        self.room.away += away - self.away
-        self.away = away
+    def ask(self, nothing: bool) -> None:
+        """Note whether the engine is asked for something. A place is kept meanwhile."""
+        self.room.away += nothing - self.away
+        self.away = nothing
+        if nothing:
+            self.room.left.set()
+            self.room.left.clear()  # whoever waits by now has been woken
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
         if not self.over:
-            self._go(away=False)
+            self.ask(nothing=False)
         async with self.turn:
             if not self.held and not self.over:
                 await self.room.acquire()
@@ -133,9 +138,7 @@ class Place:
     def leave(self, over: bool = False) -> None:
         """Give it to another trajectory, if it is held; for good where the trajectory is `over`."""
         self.over |= over
-        self._go(away=True)
-        self.room.left.set()
-        self.room.left.clear()  # whoever waits by now has been woken
+        self.ask(nothing=True)
         if self.held:
             self.held = False
             self.room.release()
@@ -232,8 +235,8 @@ class RolloutReplica(UsageProbe):
         return list(samples), time.perf_counter() - begin
 
     async def vacancy(self, sent: int, most: int) -> int:
-        """How many trajectories are judged or over; once all others of those `sent` since the start are fewer than
-        `most`. The caller counts what it sent, because its calls may arrive in another order."""
+        """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
+        are fewer than `most`. The caller counts what it sent, because its calls may arrive in another order."""
         while sent - self.room.away >= most:
             await self.room.left.wait()
         return self.room.away
@@ -251,7 +254,10 @@ class RolloutReplica(UsageProbe):
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
             await place.take()
-            return await self._generate(ids, max_tokens, seed, how)
+            try:
+                return await self._generate(ids, max_tokens, seed, how)
+            finally:
+                place.ask(nothing=True)
 
         async def judge(response: str) -> Score:
             return await self.rewards.score(

@@ -366,9 +366,22 @@ def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
     asyncio.run(main())
 
 
-def test_a_replica_says_when_it_has_room():
-    """Also of prompts that have not come yet; what is judged takes none."""
-    replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer(0.3)])
+class Away(AgentLoop):
+    """Waits for a tool."""
+
+    async def run(self, prompt, generate, score, limits):
+        talk = Trajectory(prompt.ids, limits)
+        await talk.say(generate)
+        await asyncio.sleep(0.3)
+        return talk
+
+
+@pytest.mark.parametrize("loop", ["single_turn", f"{__name__}:Away"])
+def test_a_replica_says_when_it_has_room(loop):
+    """Also of prompts that have not come yet; what is judged, or waits for a tool, takes none."""
+    cfg = Config()
+    cfg.agent.loop = loop
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.3)])
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
     replica.stamp = (0, 0)
 
