@@ -16,7 +16,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -200,7 +200,7 @@ class AgentLoop:
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
         """Raises ConfigError where the config or the tokenizer does not serve this loop: before any engine starts."""
         self.cfg, self.tokenizer = cfg, tokenizer
-        self._frames: dict[tuple[str, ...], tuple[list[str], int]] = {}
+        self._frame = lru_cache(64)(self._frame)
         if self.hears and (not tokenizer.chat_template or cfg.data.chat_template == "never"):
             raise ConfigError(
                 f"agent.loop: {type(self).__name__} has turns, which a chat template writes; use a model that has one, "
@@ -238,21 +238,23 @@ class AgentLoop:
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self._marks[0]}]
         try:
             whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
-            if self._marks[0] not in whole:
-                raise ValueError("it does not show what the assistant said")
+            if whole.count(self._marks[0]) != 1:
+                raise ValueError("it does not show what the assistant said, once")
         except Exception as e:  # templates are programs of the model's author
             role = messages[0]["role"]
             raise ConfigError(f"agent.loop: the model's chat template does not take {role!r}: {e}") from e
         return whole.partition(self._marks[0])[2]
 
     def _frame(self, roles: tuple[str, ...]) -> tuple[list[str], int]:
-        """What the template writes around contents, with their numbers between, and its special tokens."""
-        if roles not in self._frames:
-            mark = self._marks[1]
-            text = self._written([{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)])
-            special = sum(i in self._special for i in self._tokens(text))
-            self._frames[roles] = re.split(rf"{mark}(\d+)\.", text), special
-        return self._frames[roles]
+        """What the template writes around contents, with their numbers between, and its special tokens. Raises
+        ConfigError: it does not show each of them once and in order, so that the policy would miss what was said."""
+        mark = self._marks[1]
+        text = self._written([{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)])
+        parts = re.split(rf"{mark}(\d+)\.", text)
+        if parts[1::2] != [str(i) for i in range(len(roles))]:
+            said = f"{len(roles)} messages in a row of {roles[0]!r}" if len(roles) > 1 else f"what {roles[0]!r} says"
+            raise ConfigError(f"agent.loop: the model's chat template does not show {said}; take another model")
+        return parts, sum(i in self._special for i in self._tokens(text))
 
     def turn(self, messages: list[dict[str, str]], said: np.ndarray) -> np.ndarray:
         """What the chat template writes between the policy's tokens `said` and its next turn, int32 [T].

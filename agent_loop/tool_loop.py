@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import secrets
 from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -16,6 +17,7 @@ Call = tuple[str, Any]
 """Name and arguments; the name is empty where the call cannot be read, and the arguments then say why."""
 
 _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
+_BETWEEN = re.compile(r"[; \n\t]*")
 
 
 def _call(found: Any) -> Call:
@@ -44,13 +46,14 @@ def hermes_calls(text: str) -> list[Call]:
 
 def llama_calls(text: str) -> list[Call]:
     """Llama 3: the whole turn is `{"name": ..., "parameters": {...}}`, several of them with `;` or blanks between."""
-    text, calls, decoder = text.strip().removeprefix("<|python_tag|>"), [], json.JSONDecoder()
-    while (text := text.lstrip("; \n\t")).startswith("{"):
+    text, calls, decoder, at = text.strip().removeprefix("<|python_tag|>"), [], json.JSONDecoder(), 0
+    while text.startswith("{", at := _BETWEEN.match(text, at).end()):
         try:
-            found, end = decoder.raw_decode(text)
+            found, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as e:
-            return [*calls, ("", f"the call is not valid JSON: {e}")]
-        calls, text = [*calls, _call(found)], text[end:]
+            calls.append(("", f"the call is not valid JSON: {e}"))
+            break
+        calls.append(_call(found))
     return calls
 
 
@@ -66,8 +69,11 @@ class ToolLoop(AgentLoop):
 
     hears = "tool"
 
-    def __init__(self, cfg: Config, tokenizer: Any, *, format: str = "auto", max_calls: int = 8) -> None:
-        """`format`: hermes, llama, or auto: what the chat template speaks of. `max_calls`: in one turn."""
+    def __init__(
+        self, cfg: Config, tokenizer: Any, *, format: str = "auto", max_calls: int = 8, taught: bool = False
+    ) -> None:
+        """`format`: hermes, llama, or auto: what the chat template speaks of. `max_calls`: in one turn. `taught`: the
+        model knows its tools by training, so that the chat template need not write them into prompts."""
         super().__init__(cfg, tokenizer)
         self.box, self.max_calls, template = Toolbox(cfg.agent), max_calls, str(tokenizer.chat_template)
         if not self.box.schemas:
@@ -81,6 +87,24 @@ class ToolLoop(AgentLoop):
                 "agent.loop=tool: <tool_call> is a special token, which text never shows; take another model"
             )
         self.tools = self.box.schemas
+        self._frame(("tool", "tool"))  # the answers to two calls in one turn
+        if not taught:
+            self._require_shown()
+
+    def _require_shown(self) -> None:
+        """Raises ConfigError: the chat template passes over the tools. The name asked for stands in no template."""
+        mark, (first, *_) = secrets.token_hex(16), self.box.schemas
+        marked = [first | {"function": first["function"] | {"name": mark}}]
+        try:
+            ask = [{"role": "user", "content": "?"}]
+            shown = mark in self.tokenizer.apply_chat_template(ask, tools=marked, tokenize=False)
+        except Exception as e:  # templates are programs of the model's author
+            raise ConfigError(f"agent.loop: the model's chat template does not take the tools: {e}") from e
+        if not shown:
+            raise ConfigError(
+                "agent.loop: the model's chat template does not write the tools into prompts; take another model, or, if "
+                "this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
+            )
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""
@@ -90,16 +114,19 @@ class ToolLoop(AgentLoop):
             calls = self.calls(self.text(said.ids))
             if not calls:
                 break
-            answers = await asyncio.gather(*(self._answer(i, c, talk.seconds_left) for i, c in enumerate(calls)))
+            seconds, more = talk.seconds_left, max(0, len(calls) - self.max_calls)
+            answers = await asyncio.gather(*(self._answer(call, seconds) for call in calls[: self.max_calls]))
             talk.count("tool_calls", len(calls))
-            talk.count("tool_errors", sum(not good for _, good in answers))
+            talk.count("tool_errors", sum(not good for _, good in answers) + more)
             talk.facts["used_tools"] = 1
-            if not talk.hear("tool", self.turn([{"role": "tool", "content": text} for text, _ in answers], said.ids)):
+            heard = [{"role": "tool", "content": text} for text, _ in answers]
+            if more:  # one answer for them all: a model may write a thousand
+                refused = f"error: more than {self.max_calls} calls in one turn; the last {more} were not made"
+                heard.append({"role": "tool", "content": refused})
+            if not talk.hear("tool", self.turn(heard, said.ids)):
                 break
         return talk
 
-    async def _answer(self, position: int, call: Call, seconds: float) -> tuple[str, bool]:
+    async def _answer(self, call: Call, seconds: float) -> tuple[str, bool]:
         name, arguments = call
-        if position >= self.max_calls:
-            return f"error: more than {self.max_calls} calls in one turn", False
         return await self.box.call(name, arguments, seconds) if name else (f"error: {arguments}", False)

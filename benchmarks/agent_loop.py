@@ -87,6 +87,7 @@ def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) ->
     """Through a replica's agent loop: seconds until the last turn was generated, until all is scored, and CPU time."""
     cfg = Config()
     cfg.agent.loop, cfg.agent.tools, cfg.agent.max_turns = "tool", "calculator", 20
+    cfg.agent.loop_kwargs = {"tool": {"taught": True}}
     replica = RolloutReplica(cfg, 0, "cpu", [Scorer(reward_s) for _ in range(workers)])
     replica.tokenizer, replica.stamp = tokenizer, (0, 0)
     last = 0.0

@@ -416,8 +416,6 @@ def _agent(cfg: Config) -> Iterator[str]:
     for name, own in cfg.agent.loop_kwargs.items():
         if not isinstance(own, dict):
             yield f"agent.loop_kwargs.{name}={show(own)}: must be a mapping of this loop's settings, as {{format: llama}}"
-    if cfg.agent.loop == "tool" and not cfg.agent.tools.strip(" ,"):
-        yield "agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator"
 
 
 def _is_yours(spec: str) -> bool:

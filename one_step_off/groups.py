@@ -6,10 +6,9 @@ the bridge between the two. The pipeline is tested with stand-ins that have the 
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -146,11 +145,26 @@ def _put(batch: Batch) -> Any:
     return ray.put(batch)
 
 
+@dataclass
+class Load:
+    """Trajectories of a replica: `sent` to it, come `back`, and that asked nothing of its engine when it said so last (`away`)."""
+
+    sent: int = 0
+    back: int = 0
+    away: int = 0
+
+    @property
+    def now(self) -> int:
+        """Those that generate or are to, as far as is known."""
+        return self.sent - max(self.back, self.away)
+
+
 class RolloutGroup:
     """The vLLM replicas. A prompt's trajectories stay on one of them: its cache knows the prompt and the turns so far.
 
-    Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one that first has
-    room for it (`rollout.routing`).
+    Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one on which the
+    fewest trajectories generate (`rollout.routing`). Then a replica is sent no more than keep its engine full: the other
+    prompts wait for whichever is done first.
     """
 
     def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None) -> None:
@@ -158,6 +172,7 @@ class RolloutGroup:
         self.replicas, self.cfg = replicas, cfg
         self.turn = turn or nullcontext()
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
+        self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
         own, longest = cfg.rollout, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
         # Other seeds for evaluation than for training, whatever the prompts' ids.
@@ -167,18 +182,19 @@ class RolloutGroup:
 
     async def setup(self) -> None:
         """Load all engines."""
-        await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "start")
+        at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "start")
+        self.most = min(self.most, *at_once)
 
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
         n = len(self.replicas)
-        if self.static or n == 1:
-            calls = [self._call(i, prompts[i::n], what, sampling) for i in range(min(n, len(prompts)))]
-        else:
-            waiting = deque(prompts)
-            calls = [self._fetch(i, waiting, what, sampling) for i in range(n)]
         async with self.turn:
-            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", asyncio.gather(*calls))
+            if self.static or n == 1:
+                calls = (self._call(i, prompts[i::n], what, sampling) for i in range(min(n, len(prompts))))
+                work = asyncio.gather(*calls)
+            else:
+                work = self._spread(prompts, what, sampling)
+            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
@@ -186,16 +202,35 @@ class RolloutGroup:
     async def _call(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         return await named(f"{what}, rollout {i}", self.replicas[i].rollout.remote(prompts, sampling))
 
-    async def _fetch(self, i: int, waiting: deque[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        """Trajectories of the prompts that replica `i` takes: one whenever a trajectory of its own could begin at once,
-        whatever is still being scored."""
-        begin, calls = time.perf_counter(), []
-        while waiting:
-            await named(f"{what}, rollout {i}", self.replicas[i].vacancy.remote())
-            if waiting:
-                calls.append(asyncio.create_task(self._call(i, [waiting.popleft()], what, sampling)))
-        parts = await asyncio.gather(*calls)
-        return [sample for part, _ in parts for sample in part], time.perf_counter() - begin
+    async def _spread(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
+        """One part per prompt; the first failure is raised at once."""
+        begin, calls, asked = time.perf_counter(), [], {}
+        try:
+            async with asyncio.TaskGroup() as group:
+                for prompt in prompts:
+                    while min(load.now for load in self.loads) >= self.most:
+                        asked = {i: task for i, task in asked.items() if not task.done()}
+                        for i in set(range(len(self.loads))) - asked.keys():
+                            asked[i] = group.create_task(self._ask(i, what))
+                        await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
+                    i = min(range(len(self.loads)), key=lambda i: self.loads[i].now)
+                    self.loads[i].sent += sampling.n + sampling.greedy
+                    calls.append(group.create_task(self._one(i, prompt, what, sampling)))
+                for task in asked.values():
+                    task.cancel()
+        except ExceptionGroup as e:  # as it is without a group
+            raise e.exceptions[0] from e.exceptions[0].__cause__
+        return [(samples, time.perf_counter() - begin) for samples, _ in (call.result() for call in calls)]
+
+    async def _ask(self, i: int, what: str) -> None:
+        """Wait until replica `i` has room, whatever is at its tools or still to be scored."""
+        load = self.loads[i]
+        load.away = await named(f"{what}, rollout {i}", self.replicas[i].vacancy.remote(load.sent, self.most))
+
+    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling) -> tuple[list[Sample], float]:
+        samples, seconds = await self._call(i, [prompt], what, sampling)
+        self.loads[i].back += len(samples)
+        return samples, seconds
 
     async def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
         """Each replica's half of the canary."""

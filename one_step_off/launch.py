@@ -63,6 +63,7 @@ class Prepared:
     asked_for: dict[str, str]  # the model of each role, as the user named it; "" where it has none of its own
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
+    loops: list[str] = dataclasses.field(default_factory=list)  # the names of the agent loops that the data uses
 
 
 def prepare(
@@ -91,7 +92,7 @@ def prepare(
     data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
     for line in data.lines():
         say(line)
-    check_rows(loops, data, say)
+    used = check_rows(loops, data, say)
     resolve_reward(cfg.reward)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
@@ -104,11 +105,11 @@ def prepare(
     state = checkpoint.read_state(resume_from) if resume_from else None
     if state:
         data.stream.load_state_dict(state["stream"])
-    return Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state)
+    return Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state, used)
 
 
-def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> None:
-    """Shows each loop of the run the first of its rows. Raises ConfigError."""
+def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
+    """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
     first: dict[str, Prompt] = {}
     for prompt in [*data.stream.first_rows(len(data.stream)), *(data.val or ())]:
         first.setdefault(prompt.agent_loop or loops.cfg.agent.loop, prompt)
@@ -118,6 +119,7 @@ def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -
         say(f"warning: agent.loop_kwargs.{name}: no row of this run has that loop")
     if loops.cfg.agent.tools.strip(" ,") and not any(loops.get(name).tools for name in first):
         say(f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; set agent.loop=tool")
+    return list(first)
 
 
 def check_model(cfg: Config) -> None:
@@ -290,7 +292,7 @@ def spawn_roles(prepared: Prepared) -> "Spawned":
     from one_step_off.roles import Spawned
 
     p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find)
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:

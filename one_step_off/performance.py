@@ -79,13 +79,14 @@ class Meter:
         """The figures of one step: of generation, and of the actor's update, in which nothing is done while the critic
         warms up alone. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
         lengths = np.array([s.length for s in batch.samples])
-        made = np.array([len(s.response_ids) for s in batch.samples])
+        made = np.array([s.generated for s in batch.samples])
         epochs = self.cfg.actor.ppo_epochs * (batch.step >= self.cfg.trainer.critic_warmup)
         found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
         found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, update_s)
         if self.shape is None:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
+        # What tools said is context: it counts as if it stood before all that was made.
         generated = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
         # The table is for bf16; fp32 runs have another peak.
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None

@@ -52,10 +52,17 @@ class Spawned:
     """
 
     def __init__(
-        self, cfg: Config, device: str, total_steps: int, canary: list[np.ndarray], tokenizer: Any, find: Find
+        self,
+        cfg: Config,
+        device: str,
+        total_steps: int,
+        canary: list[np.ndarray],
+        tokenizer: Any,
+        find: Find,
+        loops: list[str],
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. Raises ConfigError: the cluster has too
-        little for a pool."""
+        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Raises
+        ConfigError: the cluster has too little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
@@ -68,7 +75,7 @@ class Spawned:
         replicas = [
             spawn(
                 RolloutReplica,
-                (cfg, i, device, scorers, LISTED),
+                (cfg, i, device, scorers, LISTED, loops),
                 seat,
                 device,
                 self._share(where["rollout"]),

@@ -70,6 +70,11 @@ class Sample:
         """Tokens of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
 
+    @property
+    def generated(self) -> int:
+        """Tokens of the response that the policy made."""
+        return int((self.versions != OTHERS).sum())
+
 
 @dataclass
 class Batch:

@@ -29,7 +29,7 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples])),
-        "tokens/response": float(lengths.sum()),
+        "tokens/response": float(sum(s.generated for s in samples)),
         "samples": float(len(samples)),
     } | agent_stats(samples)
 

@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,14 +100,34 @@ class RewardQueue:
         self._send()
 
 
+class Room(asyncio.Semaphore):
+    """The places of a replica. `away`: trajectories that ask nothing of the engine: at their tools, judged, or over since
+    its start."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__(places)
+        self.away, self.left = 0, asyncio.Event()
+
+
 class Place:
     """One trajectory's place among `agent.max_concurrency`: free while it is judged, taken again by its next turn."""
 
-    def __init__(self, room: asyncio.Semaphore) -> None:
+    def __init__(self, room: Room) -> None:
         self.room, self.held, self.over, self.turn = room, False, False, asyncio.Lock()
+        self.away = False
+
+    def ask(self, nothing: bool) -> None:
+        """Note whether the engine is asked for something. A place is kept meanwhile."""
+        self.room.away += nothing - self.away
+        self.away = nothing
+        if nothing:
+            self.room.left.set()
+            self.room.left.clear()  # whoever waits by now has been woken
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
+        if not self.over:
+            self.ask(nothing=False)
         async with self.turn:
             if not self.held and not self.over:
                 await self.room.acquire()
@@ -117,6 +138,7 @@ class Place:
     def leave(self, over: bool = False) -> None:
         """Give it to another trajectory, if it is held; for good where the trajectory is `over`."""
         self.over |= over
+        self.ask(nothing=True)
         if self.held:
             self.held = False
             self.room.release()
@@ -128,30 +150,38 @@ class RolloutReplica(UsageProbe):
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
 
     def __init__(
-        self, cfg: Config, index: int, device: str, scorers: list[Any], listed: dict[str, list[Any]] | None = None
+        self,
+        cfg: Config,
+        index: int,
+        device: str,
+        scorers: list[Any],
+        listed: dict[str, list[Any]] | None = None,
+        loops: Sequence[str] = ("",),
     ) -> None:
-        """`listed`: the driver's `agent_loop.tools.LISTED`."""
-        self.cfg, self.index, self.device = cfg, index, device
+        """`listed`: the driver's `agent_loop.tools.LISTED`. `loops`: the names of those that the data uses."""
+        self.cfg, self.index, self.device, self.used = cfg, index, device, loops
         LISTED.update(listed or {})
         self.rewards = RewardQueue(scorers, index)
-        self.room = asyncio.Semaphore(cfg.agent.max_concurrency)
+        self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
         self.requests = 0
         self.asleep = False
 
-    async def start(self) -> None:
-        """Load the engine."""
+    async def start(self) -> int:
+        """Load the engine; returns how many sequences it works on at once."""
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         model = self.cfg.model
         self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        self.loops.get()  # now, because all trajectories would wait for it later
+        for name in self.used:  # now, because all trajectories would wait for them later
+            self.loops.get(name)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
+        return self.engine.vllm_config.scheduler_config.max_num_seqs
 
     async def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""
@@ -204,10 +234,12 @@ class RolloutReplica(UsageProbe):
                 task.cancel()
         return list(samples), time.perf_counter() - begin
 
-    async def vacancy(self) -> None:
-        """Returns once a trajectory that came now would begin at once."""
-        async with self.room:
-            pass
+    async def vacancy(self, sent: int, most: int) -> int:
+        """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
+        are fewer than `most`. The caller counts what it sent, because its calls may arrive in another order."""
+        while sent - self.room.away >= most:
+            await self.room.left.wait()
+        return self.room.away
 
     @functools.cached_property
     def loops(self) -> Loops:
@@ -222,7 +254,10 @@ class RolloutReplica(UsageProbe):
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
             await place.take()
-            return await self._generate(ids, max_tokens, seed, how)
+            try:
+                return await self._generate(ids, max_tokens, seed, how)
+            finally:
+                place.ask(nothing=True)
 
         async def judge(response: str) -> Score:
             return await self.rewards.score(

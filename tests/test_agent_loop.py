@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
+import re
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
+from benchmarks.agent_loop import FakeEngine, looped
 from one_step_off import tiny_qwen
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import Config, ConfigError
@@ -25,12 +27,13 @@ from one_step_off.word_problems import make_products, make_puzzles
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
     "</tool_response><|im_end|>\n{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] | trim }}<|im_end|>\n"
-    "{% endif %}{% endfor %}{% if tools %}{# <tool_call> #}{% endif %}"
+    "{% endif %}{% endfor %}{% if tools %}{{ tools | tojson }}{# <tool_call> #}{% endif %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (
     "{% for m in messages %}<|start|>{{ 'ipython' if m['role'] == 'tool' else m['role'] }}<|end|>\n\n"
-    "{{ m['content'] | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
+    "{{ m['content'] | trim }}<|im_end|>{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
 
 
@@ -41,7 +44,7 @@ def tokenizer():
 
 def config(**changes) -> Config:
     cfg = Config()
-    cfg.agent.loop, cfg.agent.tools = "tool", "calculator, python"
+    cfg.agent.loop, cfg.agent.tools, cfg.agent.loop_kwargs = "tool", "calculator, python", {"tool": {"taught": True}}
     for name, value in changes.items():
         setattr(cfg.agent, name, value)
     return cfg
@@ -121,7 +124,8 @@ def test_every_token_of_the_policy_is_checked_trained_or_not(tokenizer):
 
 
 def test_log_probs_of_a_conversation_are_those_of_one_forward_pass(tokenizer):
-    """fp32; the engine here is the model itself, asked turn by turn; then once over the whole conversation."""
+    """fp32. The engine is a stand-in made of the same model, asked turn by turn; then that once over the whole
+    conversation. So this is about what the loop hands on; the real engine is in test_e2e_agent_loop.py."""
     import torch
 
     model = tiny_qwen.build_model("qwen2", tokenizer, 1)
@@ -204,6 +208,9 @@ def test_the_two_call_formats():
         ("f", {"a": 1}),
         ("g", {}),
     ]
+    begin, many = time.process_time(), 40000
+    assert llama_calls('{"name": "f", "parameters": {}};\n' * many) == [("f", {})] * many
+    assert time.process_time() - begin < 3, "not quadratic"
     assert llama_calls("The answer is {5}") == [] and llama_calls('{"name": ')[0][0] == ""
     for bad in ("[1]", '{"name": 5, "arguments": {}}', '{"name": "f", "arguments": "x"}', "[" * 100000):
         assert hermes_calls(f"<tool_call>{bad}</tool_call>")[0][0] == ""
@@ -220,7 +227,7 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
     own = tiny_qwen.build_tokenizer()
     own.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|start|>", "<|end|>"]})
     own.chat_template = template
-    loop = Loops(config(), own).get()
+    loop = Loops(config(loop_kwargs={}), own).get()
     assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
     plain = [{"role": "tool", "content": "X<"}]
     whole = own(tail, add_special_tokens=False)["input_ids"]
@@ -232,7 +239,6 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
         "X<|im_start|><|im_end|><",
         "<|im_<|im_end|>start|>a",
         "<|im_end|>" * 9,
-        "STAND-IN",
         "\ud800",
         "3.",
     ):
@@ -241,6 +247,17 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
         assert text.count(kept) == 2 and text.startswith(tail[:6]) and text.endswith(tail[-15:])
         clean = loop.turn([{"role": "tool", "content": "a"}] * 2, np.array([own.eos_token_id])).tolist()
         assert [i for i in ids if i in own.all_special_ids] == [i for i in clean if i in own.all_special_ids]
+
+
+def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
+    talk = run(config(), tokenizer, Script(tokenizer, call("2 * 3") * 30, " #### 6"), limits=Limits(4000, 8))
+    assert heard(talk, tokenizer)[0].count("error: more than 8 calls in one turn; the last 22 were not made") == 1
+    assert heard(talk, tokenizer)[0].count("6\n") == 8
+    assert talk.facts == {"tool_calls": 30, "tool_errors": 22, "used_tools": 1}
+    loop = Loops(config(), tokenizer).get()
+    for count in range(1, 80):
+        loop.turn([{"role": "tool", "content": "x"}] * count, np.array([]))
+    assert loop._frame.cache_info().currsize <= 64
 
 
 def test_added_tokens_that_are_not_special_are_kept():
@@ -256,6 +273,31 @@ def test_a_model_whose_calls_no_text_shows_is_refused():
     own.add_special_tokens({"additional_special_tokens": ["<tool_call>"]})
     with pytest.raises(ConfigError, match="<tool_call> is a special token"):
         Loops(config(), own).get()
+
+
+MISSES_ALL_BUT_THE_LAST = "{% if m['role'] == 'tool' and not loop.last %}{% continue %}{% endif %}"
+REFUSES_TWO = "{% if messages | length > 3 %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (CHATML.replace("\n{{ m['content'] }}", ""), "does not show what 'tool' says"),
+        (
+            CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
+            "does not show what 'tool' says",
+        ),
+        (CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1), "does not show 2 messages in a row of 'tool'"),
+        (CHATML.replace("{% for", REFUSES_TWO + "{% for", 1), "does not take 'tool': no"),
+        (CHATML.replace("{{ tools | tojson }}", ""), "does not write the tools into prompts"),
+        (CHATML.replace("{{ tools | tojson }}", "{{ raise_exception('no') }}"), "does not take the tools: no"),
+    ],
+)
+def test_a_template_from_which_the_model_learns_nothing_of_tools_is_refused(template, words):
+    own = tiny_qwen.build_tokenizer()
+    own.chat_template = template
+    with pytest.raises(ConfigError, match=words):
+        Loops(config(loop_kwargs={}), own).get()
 
 
 def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
@@ -409,9 +451,7 @@ def test_the_names_in_the_config_checks_are_those_that_exist():
 
 
 def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
-    """docs/agent_loop.md shows a loop of at most 20 lines; it is the one that runs here."""
-    import re
-
+    """docs/agent_loop.md shows a loop of at most 20 lines; it is the one that runs here, with the keys of the page."""
     page = (Path(__file__).parent.parent / "docs" / "agent_loop.md").read_text()
     code = next(m[1] for m in re.finditer(r"```python\n(# my_loop.py\n.*?)```", page, re.S))
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
@@ -421,30 +461,22 @@ def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
     async def score(response: str) -> float:
         return float("#### 156" in response)
 
-    talk = run(config(loop="my_loop:Doubt"), tokenizer, Script(tokenizer, " #### 155", " #### 156"), score)
-    assert talk.turns == 2 and talk.facts == {"changed": 1}
-    assert heard(talk, tokenizer) == ["\nQuestion: Are you sure?\nAnswer:"]
+    words = shlex.split(re.search(r"^python -m .*agent.loop=my_loop.*$", page, re.M)[0])
+    for question, keys in (("Are you sure?", 1), ("Really?", 2)):
+        given = [word for word in words if word.startswith("agent.")][:keys]
+        cfg = load([*given, "data.train_files=generator:word_problems"])
+        talk = run(cfg, tokenizer, Script(tokenizer, " #### 155", " #### 156"), score)
+        assert talk.turns == 2 and talk.facts == {"changed": 1}
+        assert heard(talk, tokenizer) == [f"\nQuestion: {question}\nAnswer:"]
     sys.modules.pop("my_loop")
 
 
-def test_500_conversations_at_once_cost_little_in_the_loop(tokenizer):
-    """Uneven lengths, one engine that answers at once: what is left is the loop's own work."""
-    cfg, rng = config(tools="calculator"), random.Random(0)
-    loop = Loops(cfg, tokenizer).get()
-
-    async def one(turns: int) -> Trajectory:
-        engine = Script(tokenizer, *[call("2 * 3")] * turns, " #### 6")
-        return await loop.run(prompt(tokenizer), engine, None, Limits(4000, 20))
-
+def test_500_conversations_at_once_cost_little(tokenizer):
+    """Through a replica, with places, reward queue and judging; uneven lengths, and an engine that takes its time."""
+    rng = random.Random(0)
     lengths = [rng.randrange(0, 12) for _ in range(500)]
-
-    async def everyone() -> list[Trajectory]:
-        return await asyncio.gather(*map(one, lengths))
-
-    begin = time.process_time()
-    talks = asyncio.run(everyone())
-    cost = (time.process_time() - begin) / sum(talk.turns for talk in talks)
-    assert [talk.turns for talk in talks] == [n + 1 for n in lengths]
-    assert all(json.loads(str(talk.facts["tool_calls"])) == n for talk, n in zip(talks, lengths, strict=True))
-    print(f"{1e3 * cost:.2f} ms of CPU per turn")
-    assert cost < 0.005, "CPU time, and ten times what a quiet machine needs"
+    engine = FakeEngine(tokenizer, lengths, slots=64, token_s=5e-4)
+    cost = looped(engine, tokenizer, workers=4, reward_s=0.0)["cpu_ms_per_turn"]
+    assert engine.requests == sum(lengths) + len(lengths)
+    print(f"{cost:.2f} ms of CPU per turn")
+    assert cost < 5, "CPU time, and some times what a quiet machine needs"

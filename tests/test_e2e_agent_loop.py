@@ -22,7 +22,7 @@ class Caller(ToolLoop):
     """Takes every turn for a call of `python`: a random model makes none by itself."""
 
     def __init__(self, cfg: Config, tokenizer: Any) -> None:
-        super().__init__(cfg, tokenizer)
+        super().__init__(cfg, tokenizer, taught=True)
         self.calls = lambda text: [("python", {"code": "print('x ' * 20)"})]
 
 

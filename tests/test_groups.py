@@ -57,26 +57,53 @@ def a_sample(prompt: Prompt, index: int) -> Sample:
 
 
 class Slow:
-    """A replica with room for `room` prompts, each of which generates for `delay` seconds and is scored for `score_s`."""
+    """A replica that works on `slots` samples at once, each of which generates for `delay` seconds and is scored for
+    `score_s`; `fails`: the row of which the reward function raises."""
 
-    def __init__(self, delay: float, score_s: float = 0.0, room: int = 2) -> None:
-        self.delay, self.score_s, self.had, self.room = delay, score_s, [], asyncio.Semaphore(room)
-        self.rollout, self.vacancy, self.most, self.now, self.last = Method(self.make), Method(self.free), 0, 0, 0.0
+    def __init__(self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1) -> None:
+        self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
+        self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method(slots)
+        self.most, self.came, self.away, self.last, self.stopped = 0, 0, 0, 0.0, 0
 
-    async def free(self):
-        async with self.room:
-            pass
+    async def room(self, sent, most):
+        while sent - self.away >= most:
+            await asyncio.sleep(0.001)
+        return self.away
+
+    async def one(self):
+        async with self.slots:
+            await asyncio.sleep(self.delay)
+        self.away, self.last = self.away + 1, time.perf_counter()
 
     async def make(self, prompts, sampling):
         begin = time.perf_counter()
         self.had += [p.id[1] for p in prompts]
-        self.now += 1
-        self.most = max(self.most, self.now)
-        async with self.room:
-            await asyncio.sleep(self.delay)
-        self.now, self.last = self.now - 1, time.perf_counter()
-        await asyncio.sleep(self.score_s)
+        self.came += len(prompts) * sampling.n
+        self.most = max(self.most, self.came - self.away)
+        try:
+            await asyncio.gather(*(self.one() for _ in range(len(prompts) * sampling.n)))
+            if self.fails in [p.id[1] for p in prompts]:
+                raise ValueError("bad reward")
+            await asyncio.sleep(self.score_s)
+        except asyncio.CancelledError:
+            self.stopped += 1
+            raise
         return [a_sample(p, i) for p in prompts for i in range(sampling.n)], time.perf_counter() - begin
+
+
+def routed(routing: str, replicas: list[Slow], rows: int, n: int, seeded: bool = False, most: int | None = None):
+    """(samples, seconds) of one call for `rows` prompts. `most`: agent.max_concurrency."""
+    cfg = Config()
+    cfg.rollout.routing, cfg.rollout.n = routing, n
+    cfg.agent.max_concurrency = most or cfg.agent.max_concurrency
+    group = RolloutGroup(replicas, cfg, seeded)
+    prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(rows)]
+
+    async def main():
+        await group.setup()
+        return await group.generate(prompts, "step 0", group.train)
+
+    return asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -84,29 +111,65 @@ class Slow:
     [("auto", True, True), ("auto", False, False), ("static", False, True), ("least_loaded", True, False)],
 )
 def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(routing, seeded, static):
-    cfg = Config()
-    cfg.rollout.routing, cfg.rollout.n = routing, 2
     replicas = [Slow(0.01), Slow(0.2)]
-    group = RolloutGroup(replicas, cfg, seeded)
-    prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(12)]
-    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
+    samples, seconds = routed(routing, replicas, 12, 2, seeded, most=4)
     assert [(s.prompt_id[1], s.index) for s in samples] == [(row, i) for row in range(12) for i in range(2)]
     if static:
         assert [r.had for r in replicas] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
     else:
         assert len(replicas[0].had) >= 8, "the quick one has most of them"
-        assert max(r.most for r in replicas) <= 3, "one more than there is room for"
+        assert max(r.most for r in replicas) <= 4, "what there is room for"
         assert seconds >= 0.2
 
 
 def test_slow_rewards_keep_no_replica_from_its_next_prompts():
-    cfg = Config()
-    cfg.rollout.routing, cfg.rollout.n, cfg.agent.max_concurrency = "least_loaded", 2, 4
-    replicas = [Slow(0.02, score_s=1.0), Slow(0.02, score_s=1.0)]
-    group, begin = RolloutGroup(replicas, cfg, False), time.perf_counter()
-    prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(32)]
-    samples, _ = asyncio.run(group.generate(prompts, "step 0", group.train))
+    replicas, begin = [Slow(0.02, score_s=1.0), Slow(0.02, score_s=1.0)], time.perf_counter()
+    samples, _ = routed("least_loaded", replicas, 32, 2, most=4)
     assert len(samples) == 64 and max(r.last for r in replicas) - begin < 0.9, "before the first one is scored"
+
+
+def test_a_slow_replica_gets_less_and_all_is_done_earlier_with_the_concurrency_of_the_defaults():
+    found = {}
+    for routing in ("static", "least_loaded"):
+        replicas = [Slow(0.02), Slow(0.2)]
+        samples, seconds = routed(routing, replicas, 256, 8)
+        assert len(samples) == 256 * 8
+        found[routing] = seconds, [len(r.had) for r in replicas]
+    assert found["static"][1] == [128, 128]
+    fast, slow = found["least_loaded"][1]
+    assert fast > 2 * slow > 0 and found["least_loaded"][0] < 0.7 * found["static"][0]
+
+
+def test_each_prompt_goes_to_the_replica_with_the_fewest_under_way():
+    """What an earlier call left on a replica counts, and what has come back does not."""
+    cfg = Config()
+    cfg.rollout.routing, cfg.rollout.n = "least_loaded", 1
+    replicas = [Slow(0.3), Slow(0.01)]
+    group = RolloutGroup(replicas, cfg, False)
+
+    def rows(*numbers: int) -> list[Prompt]:
+        return [Prompt((0, row), np.arange(2), "", "") for row in numbers]
+
+    async def main():
+        first = asyncio.create_task(group.generate(rows(0, 1, 2), "step 0", group.train))
+        await asyncio.sleep(0.1)
+        await group.generate(rows(3, 4), "validation", group.val)
+        assert [r.had for r in replicas] == [[0, 2], [1, 3, 4]]
+        await first
+        await group.generate(rows(5, 6), "step 1", group.train)
+        assert [r.had for r in replicas] == [[0, 2, 5], [1, 3, 4, 6]]
+
+    asyncio.run(main())
+
+
+def test_a_failing_reward_ends_a_step_before_the_other_prompts_are_sent():
+    replicas = [Slow(0.05, score_s=30, fails=0), Slow(0.05, score_s=30)]
+    begin = time.perf_counter()
+    with pytest.raises(RoleError, match="^step 0, rollout 0: ValueError: bad reward$"):
+        routed("least_loaded", replicas, 400, 1, most=4)
+    assert time.perf_counter() - begin < 5
+    sent = sum(len(r.had) for r in replicas)
+    assert sent < 20 and sum(r.stopped for r in replicas) == sent - 1, "all others are cancelled"
 
 
 def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():

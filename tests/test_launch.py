@@ -242,7 +242,7 @@ def test_rows_that_their_agent_loop_cannot_use_are_refused_before_engines_start(
 
 
 def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
-    unused = {"agent.tools": "calculator", "agent.loop_kwargs": {"tool": {"max_calls": 1}}}
+    unused = {"agent.tools": "calculator", "agent.loop_kwargs": {"tool": {"taught": True}}}
     said = []
     launch.prepare(tiny_config(models(), str(tmp_path), **unused), said.append)
     assert [line.split(":")[1] for line in said if "warning" in line] == [
@@ -250,5 +250,5 @@ def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
         " agent.tools=calculator",
     ]
     said.clear()
-    launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
-    assert not any("warning" in line for line in said)
+    prepared = launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
+    assert not any("warning" in line for line in said) and prepared.loops == ["tool"]

@@ -79,6 +79,14 @@ def test_rates_and_mfu_of_both_groups():
     assert found["mfu/rollout"] == pytest.approx(SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12)
 
 
+def test_what_tools_said_is_read_and_not_generated():
+    batch = batch_of()
+    batch.samples[1].versions[1:3] = -1
+    found = Meter(Config(), SHAPE, 1, 1).step(batch, generate_s=0.5, update_s=2.0, step_s=4.0)
+    assert found["tokens_per_s/rollout"] == 4 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
+    assert found["flops_per_s/rollout"] == SHAPE.generate_flops([3], [3, 5], [2, 2]) / 0.5
+
+
 def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     cfg = Config()
     cfg.actor.ppo_epochs = 2

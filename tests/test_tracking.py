@@ -141,6 +141,14 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     assert summary["device"] == "NVIDIA H100 80GB HBM3"
 
 
+def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
+    tracker, talk = Tracker(str(tmp_path), 1, out=io.StringIO()), sample(0, 10)
+    talk.versions[2:8] = -1
+    tracker.step(Batch(0, [talk], (0, 0)), 0, times(step_s=2.0))
+    assert tracker.summary()["response_tokens_per_s"] == 4 / 2.0
+    assert tracker.steps[0]["response_length/mean"] == 10
+
+
 def test_staleness_is_over_all_tokens():
     batch = Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0))
     assert staleness(batch, 5) == {"staleness/min": 0.0, "staleness/max": 2.0}

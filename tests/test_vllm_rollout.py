@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections import namedtuple
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from one_step_off.vllm_rollout import (
     Place,
     RewardQueue,
     RolloutReplica,
+    Room,
     Sampling,
     engine_args,
     sample_seed,
@@ -344,12 +346,12 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
     samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert [s.extra["agent"]["turns"] for s in samples] == [4.0] * 12
-    assert most == 3 and replica.room._value == 3
+    assert most == 3 and replica.room._value == 3 and replica.room.away == 12
 
 
 def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
     async def main():
-        room = asyncio.Semaphore(1)
+        room = Room(1)
         one, other = Place(room), Place(room)
         await one.take()
         late = asyncio.create_task(other.take())
@@ -357,26 +359,61 @@ def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
         other.leave(over=True)
         one.leave()
         await late
-        assert room._value == 1
+        assert room._value == 1 and room.away == 2
         await asyncio.gather(one.take(), one.take())
         assert room._value == 0
 
     asyncio.run(main())
 
 
-def test_a_replica_says_when_it_has_room():
+class Away(AgentLoop):
+    """Waits for a tool."""
+
+    async def run(self, prompt, generate, score, limits):
+        talk = Trajectory(prompt.ids, limits)
+        await talk.say(generate)
+        await asyncio.sleep(0.3)
+        return talk
+
+
+@pytest.mark.parametrize("loop", ["single_turn", f"{__name__}:Away"])
+def test_a_replica_says_when_it_has_room(loop):
+    """Also of prompts that have not come yet; what is judged, or waits for a tool, takes none."""
     cfg = Config()
-    cfg.agent.max_concurrency = 1
-    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
+    cfg.agent.loop = loop
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.3)])
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
+    replica.stamp = (0, 0)
 
     async def main():
-        await asyncio.wait_for(replica.vacancy(), 5)
-        async with replica.room:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(replica.vacancy(), 0.05)
-        await asyncio.wait_for(replica.vacancy(), 5)
+        assert await asyncio.wait_for(replica.vacancy(3, 4), 5) == 0
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(replica.vacancy(4, 4), 0.05)
+        room, begin = asyncio.create_task(replica.vacancy(4, 4)), time.perf_counter()
+        work = asyncio.create_task(replica.rollout([Prompt((0, 0), np.arange(2), "q", "1")], Sampling(2, 1.0, None)))
+        assert await asyncio.wait_for(room, 5) >= 1 and time.perf_counter() - begin < 0.2
+        await work
+        assert await replica.vacancy(4, 3) == 2
 
     asyncio.run(main())
+
+
+def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch):
+    tiny_qwen.build_tokenizer().save_pretrained(tmp_path)
+    cfg, made = Config(), []
+    cfg.model.path = str(tmp_path)
+    replica = RolloutReplica(cfg, 0, "cpu", [], loops=("single_turn", "retry_with_feedback"))
+
+    def engine(_):
+        made.extend(replica.loops.made)
+        return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=7)))
+
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=dict))
+    llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=engine))
+    monkeypatch.setitem(sys.modules, "vllm.v1.engine.async_llm", llm)
+    monkeypatch.setattr("gc.freeze", lambda: None)
+    assert asyncio.run(replica.start()) == 7
+    assert made == ["single_turn", "retry_with_feedback"]
 
 
 def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch):
@@ -384,7 +421,7 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
     monkeypatch.setattr("agent_loop.tools.LISTED", {})
     monkeypatch.setattr("one_step_off.vllm_rollout.LISTED", tools.LISTED)
     cfg = Config()
-    cfg.agent.tools, cfg.agent.loop = f"mcp:{url}", "tool"
+    cfg.agent.tools, cfg.agent.loop, cfg.agent.loop_kwargs = f"mcp:{url}", "tool", {"tool": {"taught": True}}
     with pytest.raises(ConfigError, match="the server lists no tools"):
         Loops(cfg, tiny_qwen.build_tokenizer()).get()
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], {url: [schema]})
