@@ -41,7 +41,7 @@ VARIED = {"reward.function": "tests.test_e2e_pipeline:half_letters", "trainer.va
 @pytest.mark.parametrize(
     ("kind", "tied", "temperature", "estimator"),
     [
-        ("qwen2", True, 1.0, "optimal_token_baseline"),
+        pytest.param("qwen2", True, 1.0, "optimal_token_baseline", marks=pytest.mark.slow),
         ("qwen3", True, 0.7, "gdpo"),
         pytest.param("llama", False, 0.7, "grpo", marks=pytest.mark.slow),
         pytest.param("llama", True, 1.0, "grpo", marks=pytest.mark.slow),
