@@ -7,12 +7,13 @@
 # All paths are meant from where you stand, and so is the run folder, outputs/tool_agent.
 set -euo pipefail
 
+export EXTRA=cpu # vLLM's CUDA build cannot serve this config, also on a machine with GPUs
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$("$root/shell/setup.sh" --print-venv)"
 "$root/shell/setup.sh"
 args=("config=$root/config/tool_agent.yaml")
 if [[ -n "${MODEL:-}" ]]; then
-    args+=("model.path=$MODEL")
+    args+=("model.path=$MODEL" "agent.loop_kwargs={tool: {taught: false}}")
 fi
 # -P: a folder where the user stands, named like one of our packages, must not be taken for it.
 exec "$venv/bin/python" -P -m one_step_off.main_ppo "${args[@]}" "$@"

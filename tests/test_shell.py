@@ -200,6 +200,18 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
         assert engine == (megatron == "1" and installs and extra == "gpu")
 
 
+@pytest.mark.parametrize(
+    ("model", "more"), [("", ""), ("m", " model.path=m agent.loop_kwargs={tool: {taught: false}}")]
+)
+def test_tool_agent(checkout: Path, model: str, more: str) -> None:
+    """On the CPU whatever there is; only the built-in model may know its tools without being told."""
+    tool(checkout / "shell/setup.sh", f'[[ $EXTRA == cpu && $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
+    shutil.copytree(checkout / ".venv-gpu", checkout / ".venv-cpu")
+    done, (call,) = run(checkout, "run_tool_agent.sh", "trainer.total_steps=2", MODEL=model)
+    assert done.returncode == 0, done.stderr
+    assert f"{PROGRAM} config={checkout}/config/tool_agent.yaml{more} trainer.total_steps=2" in call
+
+
 def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
     assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr
