@@ -7,8 +7,8 @@ writes there what it printed. With SPEC (`module:Class`, looked for in FOLDERs t
 calls what comes, a line of JSON each: ["method", argument] in, the answer or {"error": ...} out.
 
 What is confined (SPEC: if CONFINED is 1) cannot open sockets, start processes, or reach other processes (a seccomp
-filter answers "not permitted"), has no capabilities, and sees of the files only the interpreter, the system's libraries
-and its folder, in which alone it writes (Landlock). Linux 5.13 on x86-64 or arm64 only.
+filter answers "not permitted"), has no capabilities, opens of the files only the interpreter, the system's libraries
+and its folder, in which alone it writes (Landlock), and changes no metadata (the filter). Linux 5.13 on x86-64 or arm64 only.
 """
 
 import atexit
@@ -19,34 +19,62 @@ import operator
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import struct
 import sys
 
 # name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys) or
-# is memory that its limit does not count, and no io_uring, which can do the work of the others.
+# is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a file by
+# its name or of its metadata, neither of which every Landlock covers.
 FORBIDDEN = {
-    "socket": (41, 198), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "kill": (62, 129),
-    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261), "setpriority": (141, 140),
-    "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "fork": (57, None), "vfork": (58, None),
+    "setsid": (112, 157), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
     "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
+    "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-# Commands of fcntl (F_SETOWN, F_SETSIG, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) that have the kernel send signals.
-SIGNALLING = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
-CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
+# Their arguments are structs, which a filter cannot read; libc then takes clone and openat.
+UNKNOWN = {"clone3": 435, "openat2": 437}
 X32 = 0x40000000  # that architecture's calls are numbered from here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+SET_DEATH_SIGNAL, THREAD = 1, 0x10000
+
+# What an argument decides: (x86-64, arm64), which argument, what is asked of it.
+_TRUNCATES = [  # the older Landlocks know nothing of it, so only where a file is opened to be written, which they know
+    (ANY_BIT, 0, "allow", os.O_TRUNC),
+    (AND, 0, 0, os.O_ACCMODE),
+    (EQUAL, "allow", 0, os.O_WRONLY),
+    (EQUAL, "allow", "refuse", os.O_RDWR),
+]
+BY_ARGUMENT = (
+    ((56, 220), 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
+    ((157, 167), 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl
+    # socketpair: asyncio needs streams; one of datagrams could send to any socket that has a name.
+    ((53, 199), 1, [(AND, 0, 0, 0xF), (EQUAL, "allow", "refuse", socket.SOCK_STREAM)]),
+    ((2, None), 1, _TRUNCATES),  # open
+    ((257, 56), 2, _TRUNCATES),  # openat
+    # fcntl and ioctl: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP have the kernel send signals,
+    # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR change metadata.
+    ((72, 25), 1, [*((EQUAL, "refuse", 0, command) for command in (8, 10, 15)), (RETURN, 0, 0, ALLOW)]),
+    ((16, 29), 1, [*((EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)),
+                   (RETURN, 0, 0, ALLOW)]),
+)  # fmt: skip
 
 # Rights of Landlock; each of its versions brought some, and it refuses those that it does not know.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -68,16 +96,15 @@ class _Program(ctypes.Structure):
 
 def filter_program(machine: str) -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
-    threads (clone3, whose flags it cannot read, "does not exist": libc then takes clone). Raises KeyError."""
+    threads. Raises KeyError."""
     column, audit = ARCHITECTURES[machine]
     ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
     steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", audit), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
     steps += [(EQUAL, "refuse", 0, both[column]) for both in FORBIDDEN.values() if both[column] is not None]
-    steps += [(EQUAL, "unknown", 0, CLONE3)]
-    steps += [(EQUAL, 0, 2, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, "allow", "refuse", THREAD)]
-    for both, commands in SIGNALLING.items():
-        tests = [(EQUAL, "refuse", 0, command) for command in commands] + [(RETURN, 0, 0, ALLOW)]
-        steps += [(EQUAL, 0, len(tests) + 1, both[column]), (LOAD, 0, 0, 24), *tests]
+    steps += [(EQUAL, "unknown", 0, number) for number in UNKNOWN.values()]
+    for both, argument, asked in BY_ARGUMENT:
+        if both[column] is not None:
+            steps += [(EQUAL, 0, len(asked) + 1, both[column]), (LOAD, 0, 0, 16 + 8 * argument), *asked]
     place = {name: len(steps) + i for i, name in enumerate(ends)}
     steps += [(RETURN, 0, 0, value) for value in ends.values()]
 
@@ -189,5 +216,7 @@ if __name__ == "__main__":
         os.chdir(task["folder"])
         os.environ |= {"HOME": task["folder"], "TMPDIR": task["folder"]}
         confine(task["folder"], 10)
+        # Copies keep no mode or times: changing them is refused, and a copy should not fail by that.
+        shutil.copymode = shutil.copystat = lambda *_, **__: None
         exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__"})
         atexit.register(program_end)

@@ -270,6 +270,55 @@ def test_what_python_may_not_do(code, refused):
     assert refused in answer
 
 
+BY_NUMBER = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+for call in {0}:
+    if libc.syscall(*call) != -1 or ctypes.get_errno() != errno.EPERM:
+        print(call, "is not refused but", errno.errorcode.get(ctypes.get_errno()))
+"""
+METADATA = [90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466, 469]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(number, -1, 0, 0, 0) for number in METADATA],  # chmod, chown, utime, setxattr and their like
+        [(16, -1, command, 0) for command in (0x40086602, 0x401C5820)],  # what chattr asks
+        [(76, b"/nowhere", 0)],  # truncate
+        [(2, b"/nowhere", 0o1000), (2, b"/nowhere", 0o1003), (257, -100, b"/nowhere", 0o1000, 0)],  # by opening
+        [(53, 1, kind, 0, 0) for kind in (2, 5, 0x80002)],  # socketpair, but of streams
+        [(42, 1, 0, 0), (49, 1, 0, 0)],  # connect, bind
+        [(157, 1, 0, 0, 0, 0)],  # to outlive the parent
+    ],
+)
+def test_calls_that_python_may_not_make(calls):
+    assert ask("python", timeout=20.0, code=BY_NUMBER.format(calls)) == ("", True)
+
+
+def test_usual_work_on_files_goes_on():
+    code = """
+import asyncio, os, shutil, sqlite3, tempfile
+with open("a", "w") as f:
+    f.write("abc")
+    f.truncate(2)
+with open("a", "a") as f, tempfile.TemporaryFile() as g, tempfile.NamedTemporaryFile("w") as h:
+    print(f.write("c"), g.write(b"d"), h.write("e"))
+with tempfile.TemporaryDirectory() as folder:
+    print(os.path.basename(shutil.copy("a", folder)), os.path.basename(shutil.copy2("a", folder + "/b")))
+    shutil.copytree(folder, "tree")
+shutil.move("a", "tree/c")
+print(sorted(os.listdir("tree")), open("tree/c").read())
+shutil.rmtree("tree")
+base = sqlite3.connect("base")
+base.execute("create table t (x)")
+base.commit()
+print(sorted(os.listdir()), asyncio.run(asyncio.sleep(0, "awake")))
+"""
+    assert ask("python", code=code) == ("1 1 1\na b\n['a', 'b', 'c'] abc\n['base'] awake\n", True)
+
+
 def test_a_program_that_hangs_is_killed_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\nopen('a', 'w')\nprint(1)\ntime.sleep(60)"
