@@ -12,9 +12,11 @@ and its folder, in which alone it writes (Landlock), and changes no metadata (th
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
+import math
 import operator
 import os
 import platform
@@ -24,6 +26,11 @@ import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LONGEST_LINE = 1 << 20
+"""Bytes of a call's answer."""
 
 # name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys) or
 # is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a file by
@@ -121,21 +128,21 @@ def _require(result: int, what: str) -> int:
     return result
 
 
-def _see_only(libc: ctypes.CDLL, folder: str | None) -> None:
+def _see_only(folder: str | None) -> None:
     """Landlock: what is not named here cannot be opened, and neither can other processes be traced or signalled."""
     create, add, restrict = 444, 445, 446
-    version = _require(libc.syscall(create, None, 0, 1), "Landlock")
+    version = _require(LIBC.syscall(create, None, 0, 1), "Landlock")
     all_rights = (1 << RIGHTS.get(version, 16)) - 1
     # The version decides how much of the struct is known; zeros after that are allowed.
     attributes = struct.pack("QQQ", all_rights, 0, 3 if version >= 6 else 0)
-    ruleset = _require(libc.syscall(create, attributes, len(attributes), 0), "Landlock")
+    ruleset = _require(LIBC.syscall(create, attributes, len(attributes), 0), "Landlock")
     rules = dict.fromkeys(READABLE, EXECUTE | READ_FILE | READ_DIR) | SINGLE_FILES
     for path, rights in (rules | ({folder: all_rights} if folder else {})).items():
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH)
-            _require(libc.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
+            _require(LIBC.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
             os.close(fd)
-    _require(libc.syscall(restrict, ruleset, 0), "Landlock")
+    _require(LIBC.syscall(restrict, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
@@ -149,41 +156,90 @@ def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int =
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (limit, limit))
-    libc, program = ctypes.CDLL(None, use_errno=True), filter_program(platform.machine())
+    program = filter_program(platform.machine())
     filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
-    _require(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
-    _require(libc.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
-    _see_only(libc, folder)
-    _require(libc.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+    _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
+    _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
+    _see_only(folder)
+    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+
+
+def _end(pid: int) -> None:
+    """Kill a child and what it began. It was not waited for before, so that its id is no other's."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # killed before it had a group
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def forked() -> socket.socket:
-    """Returns in every child, with its socket, to which it has said its id. The parent ends with its standard input."""
-    control = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    while fds := socket.recv_fds(control, 1, 1)[1]:
-        if os.fork() == 0:
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            control.detach()
-            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-            talk = socket.socket(fileno=fds[0])
-            talk.sendall(f"{os.getpid()}\n".encode())
-            return talk
-        os.close(fds[0])
-    sys.exit()
+    """Returns in every child, with its socket, to which it has said that it is there. The parent is sent a name with a
+    socket for a child to begin, the name alone for it to end; all end with it, and it with its standard input."""
+    control, parent, children = socket.socket(fileno=0), os.getpid(), {}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody can be waited for, and ids change hands
+    while True:
+        name, fds, *_ = socket.recv_fds(control, 32, 1)
+        if fds:
+            children[name] = os.fork()
+            if not children[name]:
+                break
+            os.close(fds[0])
+        elif name in children:
+            _end(children.pop(name))
+        elif not name:
+            for pid in children.values():
+                _end(pid)
+            sys.exit()
+    _require(LIBC.prctl(SET_DEATH_SIGNAL, signal.SIGKILL), "a signal at the parent's death")
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+    os.setsid()
+    control.detach()
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    talk = socket.socket(fileno=fds[0])
+    talk.sendall(b"\n")
+    return talk
 
 
-def answer_calls(made: object, lines: "socket.SocketIO") -> None:
-    """Call what comes, until nothing does."""
+def begin(make: Callable[[], object], confined: bool) -> object:
+    """The object that is called, made under the limits that it then has."""
+    if confined:
+        confine(None, 60)
+    made = make()
+    if confined:  # what the model's text prints is not for the log
+        os.dup2(0, 1)
+        os.dup2(0, 2)
+    return made
+
+
+def sound(method: str, answer: object) -> object:
+    """What goes out as the answer of an environment's method. Raises TypeError or ValueError: it is not one."""
+    if method == "reset":
+        if not isinstance(answer, str):
+            raise TypeError(f"it returned {answer!r:.80}, not a text")
+        return answer
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3 or not isinstance(answer[0], str):
+        raise TypeError(f"it returned {answer!r:.80}, not (observation, reward, done) with a text first")
+    observation, reward, done = answer[0], float(answer[1]), bool(answer[2])  # of numpy's types too
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return observation, reward, done
+
+
+def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.SocketIO") -> None:
+    """Call what comes, until nothing does. What goes wrong in the making is the answer to the first call."""
+    made = None
     for line in lines:
         method, argument = json.loads(line)
         try:
-            answer = getattr(made, method)(argument)
+            made = begin(make, confined) if made is None else made
+            answer = json.dumps(sound(method, getattr(made, method)(argument)))
+            if len(answer) >= LONGEST_LINE:
+                raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
         except Exception as e:
-            answer = {"error": f"{type(e).__name__}: {e}"}
-        lines.write(json.dumps(answer, default=float) + "\n")  # numpy's numbers
+            answer = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000]})
+        lines.write(answer + "\n")
         lines.flush()
 
 
@@ -204,11 +260,7 @@ if __name__ == "__main__":
     own = forked()
     stream = own.makefile("rw")
     if spec:
-        if confined == "1":
-            os.dup2(0, 1)
-            os.dup2(0, 2)
-            confine(None, 60)
-        answer_calls(make(), stream)
+        answer_calls(make, confined == "1", stream)
     else:
         task = json.loads(stream.readline())
         os.dup2(own.fileno(), 1)

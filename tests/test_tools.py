@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent_loop import tools
+from agent_loop import processes, tools
 from agent_loop.processes import Processes
 from agent_loop.tools import Toolbox
 from one_step_off.config import AgentConfig, ConfigError
@@ -319,6 +320,30 @@ print(sorted(os.listdir()), asyncio.run(asyncio.sleep(0, "awake")))
     assert ask("python", code=code) == ("1 1 1\na b\n['a', 'b', 'c'] abc\n['base'] awake\n", True)
 
 
+OWNER = """
+import asyncio
+from agent_loop.tools import python
+asyncio.run(python("import time; time.sleep(60)"))
+"""
+
+
+@pytest.mark.parametrize("who", ["owner", "parent"])
+def test_programs_end_with_whoever_is_killed_above_them(who, tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        deadline = time.monotonic() + 60
+        while len(below := psutil.Process(owner.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # until it sleeps
+        assert len(below) == 2
+        (owner if who == "owner" else below[0]).send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs(below, timeout=5)
+        assert not alive
+    finally:
+        owner.kill()
+        owner.wait()
+
+
 def test_a_program_that_hangs_is_killed_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\nopen('a', 'w')\nprint(1)\ntime.sleep(60)"
@@ -357,6 +382,19 @@ def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
     refused.__doc__ = "Run.\n\nArgs:\n    code: It."
     with pytest.raises(ConfigError, match="agent.tools=python: programs cannot be confined here .*Landlock is not"):
         Toolbox(AgentConfig(tools="python"))
+
+
+def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "LONGEST_START", 0.5)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    (tmp_path / "never_begins.py").write_text("import time; time.sleep(60)")
+
+    async def main() -> None:
+        async with Processes("never_begins:Class", False).one():
+            pass
+
+    with pytest.raises(RuntimeError, match="never_begins:Class: no process began within 0.5 s"):
+        asyncio.run(main())
 
 
 def test_programs_go_on_after_their_parent_died_and_it_ends_with_its_object():
