@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
 import platform
 import signal
@@ -358,19 +357,37 @@ def test_a_program_that_hangs_is_killed_and_leaves_nothing(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir()) and children() <= before and len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted():
-    """Six programs of half a second with a limit of two: one after the other they are all in time."""
+def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted(monkeypatch):
+    """Programs of half a second, from two toolboxes, so many that the last waits longer than a call may take."""
+    cores = min(2, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
 
     async def main():
-        box = Toolbox(AgentConfig(tools="python", tool_timeout_s=2.0))
-        box.cores = asyncio.Semaphore(1)
+        boxes = [Toolbox(AgentConfig(tools="python", tool_timeout_s=2.0)) for _ in range(2)]
         code = "import time; print(time.time()); time.sleep(0.5); print(time.time())"
-        return await asyncio.gather(*(box.call("python", {"code": code}, 600.0) for _ in range(6)))
+        return await asyncio.gather(*(boxes[i % 2].call("python", {"code": code}, 600.0) for i in range(6 * cores)))
 
     answers = asyncio.run(main())
     assert all(good for _, good in answers)
     times = [tuple(map(float, text.split())) for text, _ in answers]
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(times)))
+    assert max(sum(begin <= t < end for begin, end in times) for t, _ in times) == cores
+
+
+def test_the_wait_for_a_core_is_within_the_time_of_the_conversation(monkeypatch):
+    async def main(seconds: float, longest: float = 60.0) -> tuple[list[tuple[str, bool]], float]:
+        monkeypatch.setattr(processes, "LONGEST_QUEUE", longest)
+        box, begin = Toolbox(AgentConfig(tools="python", tool_timeout_s=1.0)), time.perf_counter()
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in os.sched_getaffinity(0):
+                await stack.enter_async_context(processes.core())
+            waits = await asyncio.wait_for(box.call("python", {"code": "print(1)"}, seconds), 10)
+        sleeps = await box.call("python", {"code": "import time; time.sleep(60)"}, 0.5)
+        return [waits, sleeps], time.perf_counter() - begin
+
+    for seconds, longest in ((0.3, 60.0), (float("inf"), 0.3)):
+        (waits, sleeps), took = asyncio.run(main(seconds, longest))
+        assert waits == ("error: TimeoutError: no core was free within 0.3 s", False)
+        assert not sleeps[1] and took < 5
 
 
 def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
