@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -18,9 +19,12 @@ import psutil
 import pytest
 
 from agent_loop import processes, tools
+from agent_loop.base import Limits, Loops, Trajectory
 from agent_loop.processes import Processes
 from agent_loop.tools import Toolbox
+from one_step_off import tiny_qwen
 from one_step_off.config import AgentConfig, ConfigError
+from tests.test_agent_loop import Script, config, prompt
 
 
 def hangs(seconds: float) -> str:
@@ -401,6 +405,36 @@ def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
         Toolbox(AgentConfig(tools="python"))
 
 
+TOO_DEEP = """
+import asyncio, ctypes, struct, sys
+sys.path += {path}
+libc = ctypes.CDLL(None)
+libc.prctl(38, 1, 0, 0, 0)
+for _ in range(16):  # as many as can lie over each other
+    libc.syscall(446, libc.syscall(444, struct.pack("Q", 1 << 11), 8, 0), 0)
+from tests.test_tools import *
+try:
+    {what}
+except ConfigError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "Toolbox(AgentConfig(tools='python'))",
+        "t = tiny_qwen.build_tokenizer(); asyncio.run(environment('Busy').check(prompt(t)))",
+    ],
+)
+def test_where_the_kernel_refuses_to_confine_the_cause_is_told(what):
+    code = TOO_DEEP.format(path=sys.path, what=what)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.search(r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not to be had", said.stdout), (
+        said.stdout + said.stderr
+    )
+
+
 def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "LONGEST_START", 0.5)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
@@ -444,3 +478,81 @@ def test_python_that_floods_is_cut():
         "python", timeout=20.0, code=code + "while True:\n  try: s.send(b'x' * 1000)\n  except OSError: 0"
     )
     assert good and len(answer) < 2100 and "characters)" in answer and time.perf_counter() - begin < 15
+
+
+LONG = Limits(4000, 8)
+
+
+def environment(name: str, **changes: object) -> object:
+    """The loop with one of tests/environments.py."""
+    kwargs = {"environment": {"env": f"tests.environments:{name}"}}
+    cfg = config(loop="environment", loop_kwargs=kwargs, **changes)
+    return Loops(cfg, tiny_qwen.build_tokenizer()).get()
+
+
+def episode(name: str, *turns: str, limits: Limits = LONG, **changes: object) -> Trajectory:
+    loop = environment(name, **changes)
+    script = Script(loop.tokenizer, *(f" {turn}" for turn in turns))
+    return asyncio.run(loop.run(prompt(loop.tokenizer, truth="good"), script, None, limits))
+
+
+WRITES = """
+import os
+for fd in range(3, 9):
+    try:
+        os.write(fd, {0} + b"\\n")
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nope",
+        b'{"error": "x"}',
+        b'["x", NaN, false]',
+        b'["x", 1e999, false]',
+        b'["x", 1e30, false]',
+        b'["x", 1, 2]',
+        b'["x", 1.0]',
+    ]
+    + [b"[null, 1.0, true]", b'["x", "1", true]', b"\xff", "b'[' * 99999", "b'x' * 1100000"],
+)
+def test_what_a_guess_writes_for_its_environment_is_a_lost_step(line):
+    talk = episode("Runs", "pass", WRITES.format(line), "pass")
+    assert talk.reward == 0.5 and talk.facts == {"steps": 2, "lost_steps": 1}
+
+
+@pytest.mark.parametrize("how", ["none", "bytes", "set", "pair", "nothing", "long", "word"])
+def test_an_environment_that_answers_wrongly_ends_the_run_by_name(how):
+    with pytest.raises(RuntimeError, match="environments:Moody.step: (TypeError|ValueError): .*(returned|float|MiB)"):
+        episode("Moody", "x", how)
+
+
+def test_an_environment_that_cannot_be_made_says_why():
+    loop = environment("Unmade")
+    with pytest.raises(ConfigError, match="Unmade does not begin .*OSError: its book is missing"):
+        asyncio.run(loop.check(prompt(loop.tokenizer)))
+
+
+def test_the_clock_of_an_episode_begins_with_its_first_turn():
+    assert episode("Busy", "x", limits=Limits(400, 8, seconds=0.05)).turns == 1
+
+
+def test_an_episode_waits_for_a_core_no_longer_than_its_time():
+    loop = environment("Busy", tool_timeout_s=1.0)
+
+    async def main() -> Trajectory:
+        script, stack = Script(loop.tokenizer, " x"), contextlib.AsyncExitStack()
+
+        async def generate(*asked: object) -> object:
+            for _ in os.sched_getaffinity(0):
+                await stack.enter_async_context(processes.core())
+            return await script(*asked)
+
+        async with stack:
+            ask = prompt(loop.tokenizer)
+            return await asyncio.wait_for(loop.run(ask, generate, None, Limits(400, 8, seconds=0.5)), 20)
+
+    assert asyncio.run(main()).facts == {"steps": 1, "lost_steps": 1}
