@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
-import os
+import sys
 from typing import Any, Protocol
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
-from agent_loop.processes import Processes, Streams
+from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off import registry
 from one_step_off.config import Config, ConfigError, first_line
 from one_step_off.samples import Prompt
+
+
+class NoAnswer(Exception):
+    """A call of an environment came to nothing: too late, its process died, or what it said is no answer."""
 
 
 class Environment(Protocol):
@@ -65,7 +68,8 @@ class EnvironmentLoop(AgentLoop):
     """The model acts, the environment answers, until the episode or a limit ends; the reward sums those of all steps.
 
     A step that takes longer than `agent.tool_timeout_s`, or of which the process dies, ends the episode with the reward
-    so far and is counted as `lost_steps`. An exception in the environment ends the run.
+    so far and is counted as `lost_steps`. An exception in the environment ends the run; not so in a step of a confined
+    one, where what the model said might pretend it.
     """
 
     hears = "user"
@@ -74,10 +78,10 @@ class EnvironmentLoop(AgentLoop):
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
         made = registry.load("agent.loop_kwargs.environment.env", env)
-        confined = getattr(made, "confined", False)
-        self.env, self.processes = env, Processes(env, confined)
-        # What only computes waits for a core, so that its time limit is about its own work; others may wait for servers.
-        self.cores = asyncio.Semaphore(len(os.sched_getaffinity(0))) if confined else contextlib.nullcontext()
+        self.env, self.confined = env, bool(getattr(made, "confined", False))
+        self.processes = Processes(env, self.confined)
+        # Where the model's text may give itself a reward, one whose square is infinite would end the run.
+        self.largest = 1e9 if self.confined else sys.float_info.max
 
     async def check(self, prompt: Prompt) -> None:
         """See `AgentLoop.check`."""
@@ -91,31 +95,45 @@ class EnvironmentLoop(AgentLoop):
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""
-        talk = Trajectory(prompt.ids, limits, reward=0.0)
         async with self.processes.one() as streams:
             await self._ask(streams, "reset", prompt.ground_truth)
+            talk = Trajectory(prompt.ids, limits, reward=0.0)  # its clock starts here, so that there is a first turn
             while said := await talk.say(generate):
                 talk.count("steps")
                 try:
-                    observation, reward, done = await self._ask(streams, "step", self.text(said.ids))
-                except (TimeoutError, EOFError, ConnectionError):  # the model's doing, and no reason to end the run
+                    # The wait for a core is never shorter than the step may take: the last one has a reward too.
+                    wait = max(talk.seconds_left, self.cfg.agent.tool_timeout_s)
+                    observation, reward, done = await self._ask(streams, "step", self.text(said.ids), wait)
+                except NoAnswer:  # the model's doing, and no reason to end the run
                     talk.count("lost_steps")
                     break
-                if not math.isfinite(reward):
-                    raise RuntimeError(f"{self.env}.step: the reward is {reward}")
                 talk.reward += reward
                 if done or not talk.hear("user", self.turn([{"role": "user", "content": observation}], said.ids)):
                     break
         return talk
 
-    async def _ask(self, streams: Streams, method: str, argument: str) -> Any:
-        (reader, writer), seconds = streams, self.cfg.agent.tool_timeout_s
-        async with self.cores:
-            writer.write(json.dumps([method, argument]).encode() + b"\n")
-            try:
-                answer = json.loads(await asyncio.wait_for(reader.readuntil(b"\n"), seconds))
-            except TimeoutError as e:
-                raise TimeoutError(f"{self.env}.{method} took longer than agent.tool_timeout_s={seconds:g}") from e
-        if isinstance(answer, dict):
-            raise RuntimeError(f"{self.env}.{method}: {answer['error']}")
-        return answer
+    async def _ask(self, streams: Streams, method: str, argument: str, wait: float = LONGEST_QUEUE) -> Any:
+        """What the method answers. Raises NoAnswer; RuntimeError: it raised, or returned what is none."""
+        (reader, writer), seconds, what = streams, self.cfg.agent.tool_timeout_s, f"{self.env}.{method}"
+        try:  # others than the confined may wait for servers, so they need no core
+            async with core(wait) if self.confined else contextlib.nullcontext():
+                writer.write(json.dumps([method, argument]).encode() + b"\n")
+                try:
+                    line = await asyncio.wait_for(reader.readuntil(b"\n"), seconds)
+                except TimeoutError as e:
+                    raise TimeoutError(f"took longer than agent.tool_timeout_s={seconds:g}") from e
+            answer = json.loads(line)
+        except TimeoutError as e:
+            raise NoAnswer(f"{what}: {e}") from e
+        except (EOFError, ConnectionError) as e:
+            raise NoAnswer(f"{what}: its process ended") from e
+        except (ValueError, RecursionError, asyncio.LimitOverrunError):
+            answer = None
+        match answer:
+            case {"error": why} if method == "reset" or not self.confined:
+                raise RuntimeError(f"{what}: {why}")
+            case str() if method == "reset":
+                return answer
+            case [str(), float(reward), bool()] if method == "step" and abs(reward) <= self.largest:
+                return answer
+        raise NoAnswer(f"{what}: its process wrote what is no answer")

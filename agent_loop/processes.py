@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,8 +16,32 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from agent_loop.sandbox import LONGEST_LINE
+
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-LONGEST_LINE = 1 << 20  # bytes
+LONGEST_START = 600.0  # seconds for the first process, after the imports of large libraries
+LONGEST_QUEUE = 3600.0  # seconds for a core
+
+
+@functools.lru_cache(8)  # a semaphore serves one event loop; a replica has only one
+def _cores(loop: asyncio.AbstractEventLoop) -> asyncio.Semaphore:
+    return asyncio.Semaphore(len(os.sched_getaffinity(0)))
+
+
+@contextlib.asynccontextmanager
+async def core(seconds: float = LONGEST_QUEUE) -> AsyncIterator[None]:
+    """A place among as many as this process has cores, for what only computes: a limit on its time is then about its own
+    work. Raises TimeoutError: none became free in time."""
+    places, seconds = _cores(asyncio.get_running_loop()), min(seconds, LONGEST_QUEUE)
+    try:
+        async with asyncio.timeout(seconds):
+            await places.acquire()
+    except TimeoutError as e:
+        raise TimeoutError(f"no core was free within {seconds:g} s") from e
+    try:
+        yield
+    finally:
+        places.release()
 
 
 class Processes:
@@ -27,11 +52,12 @@ class Processes:
         self.spec, self.confined = spec, confined
         self.parent: subprocess.Popen | None = None
         self.beginning = asyncio.Semaphore(8)  # a socket holds only so many others that nobody has fetched
+        self.names = itertools.count()
 
     def _start(self) -> None:
         if self.parent:
             self.end()
-        self.control, theirs = socket.socketpair()
+        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
         command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
         command += [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()] if self.spec else []
         env = {"PATH": os.defpath} if self.confined else dict(os.environ)
@@ -47,33 +73,43 @@ class Processes:
         async with self.beginning:
             if self.parent is None or self.parent.poll() is not None:
                 self._start()
+            parent, control, name, begun = self.parent, self.control, b"%d" % next(self.names), b""
             ours, theirs = socket.socketpair()
             with theirs:
-                socket.send_fds(self.control, [b"+"], [theirs.fileno()])
+                socket.send_fds(control, [name], [theirs.fileno()])
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
             try:
-                pid = int(await reader.readline() or 0)
-            except BaseException:
-                writer.close()
-                raise
+                begun = await asyncio.wait_for(reader.readline(), LONGEST_START)
+            except TimeoutError as e:
+                raise RuntimeError(f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s") from e
+            finally:
+                if not begun:
+                    with contextlib.suppress(OSError):  # the parent has ended
+                        control.send(name)
+                    writer.close()
+        if not begun:
+            raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
         try:
-            if not pid:
-                raise RuntimeError(f"sandbox.py {self.spec}: ended by {self.parent.wait(5)}; the log says why")
             yield reader, writer
         finally:
-            if pid:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-            with contextlib.suppress(ConnectionError):
-                while self.confined and await reader.read(1 << 16):  # ends when the process has ended
-                    pass
-            writer.close()
+            try:
+                with contextlib.suppress(OSError):  # the parent has ended, and all with it
+                    control.send(name)
+                with contextlib.suppress(ConnectionError, TimeoutError):
+                    async with asyncio.timeout(60):
+                        while self.confined and await reader.read(1 << 16):  # ends when the process has ended
+                            pass
+            finally:
+                writer.close()
 
 
 def _end(parent: subprocess.Popen, control: socket.socket) -> None:
+    control.shutdown(socket.SHUT_RDWR)  # also where a fork of ours holds a copy
+    control.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        parent.wait(2)  # it ends its children
     parent.kill()
     parent.wait()
-    control.close()
 
 
 def completed(work: Coroutine[Any, Any, Any]) -> Any:

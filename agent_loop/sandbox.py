@@ -7,46 +7,81 @@ writes there what it printed. With SPEC (`module:Class`, looked for in FOLDERs t
 calls what comes, a line of JSON each: ["method", argument] in, the answer or {"error": ...} out.
 
 What is confined (SPEC: if CONFINED is 1) cannot open sockets, start processes, or reach other processes (a seccomp
-filter answers "not permitted"), has no capabilities, and sees of the files only the interpreter, the system's libraries
-and its folder, in which alone it writes (Landlock). Linux 5.13 on x86-64 or arm64 only.
+filter answers "not permitted"), has no capabilities, opens of the files only the interpreter, the system's libraries
+and its folder, in which alone it writes (Landlock), and changes no metadata (the filter). Linux 5.13 on x86-64 or arm64 only.
 """
 
 import atexit
+import contextlib
 import ctypes
 import importlib
 import json
+import math
 import operator
 import os
 import platform
 import resource
+import shutil
 import signal
 import socket
 import struct
 import sys
+from collections.abc import Callable
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+LONGEST_LINE = 1 << 20
+"""Bytes of a call's answer."""
 
 # name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys) or
-# is memory that its limit does not count, and no io_uring, which can do the work of the others.
+# is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a file by
+# its name or of its metadata, neither of which every Landlock covers.
 FORBIDDEN = {
-    "socket": (41, 198), "fork": (57, None), "vfork": (58, None), "setsid": (112, 157), "kill": (62, 129),
-    "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
-    "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438), "ptrace": (101, 117),
-    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "process_madvise": (440, 440),
-    "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261), "setpriority": (141, 140),
-    "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
+    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "fork": (57, None), "vfork": (58, None),
+    "setsid": (112, 157), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
+    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440), "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261),
+    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
     "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "shmget": (29, 194), "shmat": (30, 196),
     "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
     "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218),
     "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
     "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
+    "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
+    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
+    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
+    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
 }  # fmt: skip
-# Commands of fcntl (F_SETOWN, F_SETSIG, F_SETOWN_EX) and ioctl (FIOSETOWN, SIOCSPGRP) that have the kernel send signals.
-SIGNALLING = {(72, 25): (8, 10, 15), (16, 29): (0x8901, 0x8902)}
-CLONE, CLONE3, THREAD = (56, 220), 435, 0x10000
+# Their arguments are structs, which a filter cannot read; libc then takes clone and openat.
+UNKNOWN = {"clone3": 435, "openat2": 437}
 X32 = 0x40000000  # that architecture's calls are numbered from here
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
+SET_DEATH_SIGNAL, THREAD = 1, 0x10000
+
+# What an argument decides: (x86-64, arm64), which argument, what is asked of it.
+_TRUNCATES = [  # the older Landlocks know nothing of it, so only where a file is opened to be written, which they know
+    (ANY_BIT, 0, "allow", os.O_TRUNC),
+    (AND, 0, 0, os.O_ACCMODE),
+    (EQUAL, "allow", 0, os.O_WRONLY),
+    (EQUAL, "allow", "refuse", os.O_RDWR),
+]
+BY_ARGUMENT = (
+    ((56, 220), 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
+    ((157, 167), 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl
+    # socketpair: asyncio needs streams; one of datagrams could send to any socket that has a name.
+    ((53, 199), 1, [(AND, 0, 0, 0xF), (EQUAL, "allow", "refuse", socket.SOCK_STREAM)]),
+    ((2, None), 1, _TRUNCATES),  # open
+    ((257, 56), 2, _TRUNCATES),  # openat
+    # fcntl and ioctl: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP have the kernel send signals,
+    # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR change metadata.
+    ((72, 25), 1, [*((EQUAL, "refuse", 0, command) for command in (8, 10, 15)), (RETURN, 0, 0, ALLOW)]),
+    ((16, 29), 1, [*((EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)),
+                   (RETURN, 0, 0, ALLOW)]),
+)  # fmt: skip
 
 # Rights of Landlock; each of its versions brought some, and it refuses those that it does not know.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -68,16 +103,15 @@ class _Program(ctypes.Structure):
 
 def filter_program(machine: str) -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
-    threads (clone3, whose flags it cannot read, "does not exist": libc then takes clone). Raises KeyError."""
+    threads. Raises KeyError."""
     column, audit = ARCHITECTURES[machine]
     ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
     steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", audit), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
     steps += [(EQUAL, "refuse", 0, both[column]) for both in FORBIDDEN.values() if both[column] is not None]
-    steps += [(EQUAL, "unknown", 0, CLONE3)]
-    steps += [(EQUAL, 0, 2, CLONE[column]), (LOAD, 0, 0, 16), (ANY_BIT, "allow", "refuse", THREAD)]
-    for both, commands in SIGNALLING.items():
-        tests = [(EQUAL, "refuse", 0, command) for command in commands] + [(RETURN, 0, 0, ALLOW)]
-        steps += [(EQUAL, 0, len(tests) + 1, both[column]), (LOAD, 0, 0, 24), *tests]
+    steps += [(EQUAL, "unknown", 0, number) for number in UNKNOWN.values()]
+    for both, argument, asked in BY_ARGUMENT:
+        if both[column] is not None:
+            steps += [(EQUAL, 0, len(asked) + 1, both[column]), (LOAD, 0, 0, 16 + 8 * argument), *asked]
     place = {name: len(steps) + i for i, name in enumerate(ends)}
     steps += [(RETURN, 0, 0, value) for value in ends.values()]
 
@@ -94,21 +128,21 @@ def _require(result: int, what: str) -> int:
     return result
 
 
-def _see_only(libc: ctypes.CDLL, folder: str | None) -> None:
+def _see_only(folder: str | None) -> None:
     """Landlock: what is not named here cannot be opened, and neither can other processes be traced or signalled."""
     create, add, restrict = 444, 445, 446
-    version = _require(libc.syscall(create, None, 0, 1), "Landlock")
+    version = _require(LIBC.syscall(create, None, 0, 1), "Landlock")
     all_rights = (1 << RIGHTS.get(version, 16)) - 1
     # The version decides how much of the struct is known; zeros after that are allowed.
     attributes = struct.pack("QQQ", all_rights, 0, 3 if version >= 6 else 0)
-    ruleset = _require(libc.syscall(create, attributes, len(attributes), 0), "Landlock")
+    ruleset = _require(LIBC.syscall(create, attributes, len(attributes), 0), "Landlock")
     rules = dict.fromkeys(READABLE, EXECUTE | READ_FILE | READ_DIR) | SINGLE_FILES
     for path, rights in (rules | ({folder: all_rights} if folder else {})).items():
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH)
-            _require(libc.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
+            _require(LIBC.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
             os.close(fd)
-    _require(libc.syscall(restrict, ruleset, 0), "Landlock")
+    _require(LIBC.syscall(restrict, ruleset, 0), "Landlock")
     os.close(ruleset)
 
 
@@ -122,41 +156,90 @@ def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int =
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (limit, limit))
-    libc, program = ctypes.CDLL(None, use_errno=True), filter_program(platform.machine())
+    program = filter_program(platform.machine())
     filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
-    _require(libc.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
-    _require(libc.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
-    _see_only(libc, folder)
-    _require(libc.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+    _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
+    _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
+    _see_only(folder)
+    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+
+
+def _end(pid: int) -> None:
+    """Kill a child and what it began. It was not waited for before, so that its id is no other's."""
+    os.kill(pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):  # killed before it had a group
+        os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
 def forked() -> socket.socket:
-    """Returns in every child, with its socket, to which it has said its id. The parent ends with its standard input."""
-    control = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
-    while fds := socket.recv_fds(control, 1, 1)[1]:
-        if os.fork() == 0:
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            control.detach()
-            os.dup2(os.open(os.devnull, os.O_RDWR), 0)
-            talk = socket.socket(fileno=fds[0])
-            talk.sendall(f"{os.getpid()}\n".encode())
-            return talk
-        os.close(fds[0])
-    sys.exit()
+    """Returns in every child, with its socket, to which it has said that it is there. The parent is sent a name with a
+    socket for a child to begin, the name alone for it to end; all end with it, and it with its standard input."""
+    control, parent, children = socket.socket(fileno=0), os.getpid(), {}
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody can be waited for, and ids change hands
+    while True:
+        name, fds, *_ = socket.recv_fds(control, 32, 1)
+        if fds:
+            children[name] = os.fork()
+            if not children[name]:
+                break
+            os.close(fds[0])
+        elif name in children:
+            _end(children.pop(name))
+        elif not name:
+            for pid in children.values():
+                _end(pid)
+            sys.exit()
+    _require(LIBC.prctl(SET_DEATH_SIGNAL, signal.SIGKILL), "a signal at the parent's death")
+    if os.getppid() != parent:  # it died before
+        os._exit(1)
+    os.setsid()
+    control.detach()
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    talk = socket.socket(fileno=fds[0])
+    talk.sendall(b"\n")
+    return talk
 
 
-def answer_calls(made: object, lines: "socket.SocketIO") -> None:
-    """Call what comes, until nothing does."""
+def begin(make: Callable[[], object], confined: bool) -> object:
+    """The object that is called, made under the limits that it then has."""
+    if confined:
+        confine(None, 60)
+    made = make()
+    if confined:  # what the model's text prints is not for the log
+        os.dup2(0, 1)
+        os.dup2(0, 2)
+    return made
+
+
+def sound(method: str, answer: object) -> object:
+    """What goes out as the answer of an environment's method. Raises TypeError or ValueError: it is not one."""
+    if method == "reset":
+        if not isinstance(answer, str):
+            raise TypeError(f"it returned {answer!r:.80}, not a text")
+        return answer
+    if not isinstance(answer, (tuple, list)) or len(answer) != 3 or not isinstance(answer[0], str):
+        raise TypeError(f"it returned {answer!r:.80}, not (observation, reward, done) with a text first")
+    observation, reward, done = answer[0], float(answer[1]), bool(answer[2])  # of numpy's types too
+    if not math.isfinite(reward):
+        raise ValueError(f"the reward is {reward}")
+    return observation, reward, done
+
+
+def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.SocketIO") -> None:
+    """Call what comes, until nothing does. What goes wrong in the making is the answer to the first call."""
+    made = None
     for line in lines:
         method, argument = json.loads(line)
         try:
-            answer = getattr(made, method)(argument)
+            made = begin(make, confined) if made is None else made
+            answer = json.dumps(sound(method, getattr(made, method)(argument)))
+            if len(answer) >= LONGEST_LINE:
+                raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
         except Exception as e:
-            answer = {"error": f"{type(e).__name__}: {e}"}
-        lines.write(json.dumps(answer, default=float) + "\n")  # numpy's numbers
+            answer = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000]})
+        lines.write(answer + "\n")
         lines.flush()
 
 
@@ -177,11 +260,7 @@ if __name__ == "__main__":
     own = forked()
     stream = own.makefile("rw")
     if spec:
-        if confined == "1":
-            os.dup2(0, 1)
-            os.dup2(0, 2)
-            confine(None, 60)
-        answer_calls(make(), stream)
+        answer_calls(make, confined == "1", stream)
     else:
         task = json.loads(stream.readline())
         os.dup2(own.fileno(), 1)
@@ -189,5 +268,7 @@ if __name__ == "__main__":
         os.chdir(task["folder"])
         os.environ |= {"HOME": task["folder"], "TMPDIR": task["folder"]}
         confine(task["folder"], 10)
+        # Copies keep no mode or times: changing them is refused, and a copy should not fail by that.
+        shutil.copymode = shutil.copystat = lambda *_, **__: None
         exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__"})
         atexit.register(program_end)

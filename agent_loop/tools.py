@@ -19,14 +19,13 @@ import contextlib
 import inspect
 import json
 import operator
-import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from agent_loop.processes import Processes, completed
+from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
 from one_step_off.config import AgentConfig, ConfigError
 from one_step_off.registry import load
@@ -194,7 +193,6 @@ class Toolbox:
         from transformers.utils import get_json_schema  # takes a second, which runs without tools need not wait for
 
         self.cfg, self.functions, self.signatures, self.schemas = cfg, {}, {}, []
-        self.cores = asyncio.Semaphore(len(os.sched_getaffinity(0)))
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
             if spec.startswith("mcp:"):
                 found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
@@ -227,15 +225,16 @@ class Toolbox:
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:
         """What the tool answers, cut to `agent.tool_output_chars`, and whether it did well. Never raises."""
-        function, limit = self.functions.get(name), asyncio.timeout(None)
+        function, limit, loop = self.functions.get(name), asyncio.timeout(None), asyncio.get_running_loop()
+        end = loop.time() + seconds
         if function is None:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
         try:
             self.signatures[name].bind(**arguments)
             # Programs take whole cores; the wait for one is not theirs.
-            async with self.cores if function is python else contextlib.nullcontext(), limit:
-                seconds = min(seconds, self.cfg.tool_timeout_s)
-                limit.reschedule(asyncio.get_running_loop().time() + seconds)
+            async with core(seconds) if function is python else contextlib.nullcontext(), limit:
+                seconds = min(end - loop.time(), self.cfg.tool_timeout_s)
+                limit.reschedule(loop.time() + seconds)
                 if inspect.iscoroutinefunction(function):
                     answer, good = await _tame(function(**arguments)), True
                 else:
@@ -243,6 +242,6 @@ class Toolbox:
         except Exception as e:  # whatever a tool raises is the model's to read
             answer, good = f"error: {_words(e)}", False
             if isinstance(e, TimeoutError) and limit.expired():
-                answer = f"error: {name} took longer than {seconds:g} s"
+                answer = f"error: {name} took longer than {round(seconds, 2):g} s"
         most = self.cfg.tool_output_chars
         return (answer if len(answer) <= most else answer[:most] + f" ... ({len(answer)} characters)"), good

@@ -7,6 +7,16 @@ import time
 
 import numpy as np
 
+WRONG = {
+    "none": (None, 0.0, False),
+    "bytes": (b"x", 0.0, False),
+    "set": ({1}, 0.0, False),
+    "pair": ("x", 0.0),
+    "nothing": None,
+    "long": ("x" * (1 << 20), 0.0, False),
+    "word": ("x", "good", False),
+}
+
 
 class Moody:
     """An environment that does what it is told to."""
@@ -25,6 +35,8 @@ class Moody:
             os._exit(1)
         if how == "raise":
             raise KeyError("mood")
+        if how in WRONG:
+            return WRONG[how]
         return how, np.float32("nan" if how == "nan" else 0.5), how == "end"
 
 
@@ -41,3 +53,22 @@ class Busy(Moody):
 
     def step(self, action: str) -> tuple[str, float, bool]:
         return "", 1.0, True
+
+
+class Runs(Moody):
+    """Runs what the model says."""
+
+    confined = True
+
+    def step(self, action: str) -> tuple[str, float, bool]:
+        exec(action.strip())
+        return "?", 0.5, False
+
+
+class Unmade(Moody):
+    """Cannot be made."""
+
+    confined = True
+
+    def __init__(self) -> None:
+        raise OSError("its book is missing")

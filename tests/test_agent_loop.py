@@ -356,9 +356,11 @@ def test_an_environment_of_ones_own(tokenizer):
 
 
 @pytest.mark.parametrize(
-    "guess", ["9**9**9**9", "__import__('os').system('touch /tmp/one_step_off_escaped')", "exit()"]
+    ("guess", "lost"),
+    [("9**9**9**9", 1), ("__import__('os').system('touch /tmp/one_step_off_escaped')", 0)]
+    + [("__import__('os')._exit(1)", 1), ("__import__('os').write(3, b'nope\\n')", 1)],
 )
-def test_a_guess_that_is_code_harms_nobody(tokenizer, guess):
+def test_a_guess_that_is_code_harms_nobody(tokenizer, guess, lost):
     truth = make_puzzles("train", 1, 0)[0]["reward_model"]["ground_truth"]
     assert "countdown" in truth
     cfg = config(loop="environment", tool_timeout_s=3.0)
@@ -374,7 +376,7 @@ def test_a_guess_that_is_code_harms_nobody(tokenizer, guess):
 
     talk, late = asyncio.run(main())
     assert talk.reward < 0.1 and late < 2 and not Path("/tmp/one_step_off_escaped").exists()
-    assert talk.facts.get("lost_steps", 0) == (guess[0] == "9")
+    assert talk.facts.get("lost_steps", 0) == lost
 
 
 def test_many_confined_episodes_at_once_are_in_time(tokenizer):

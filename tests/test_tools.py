@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import itertools
 import os
 import platform
+import re
+import signal
 import socket
 import subprocess
 import sys
@@ -17,10 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agent_loop import tools
+from agent_loop import processes, tools
+from agent_loop.base import Limits, Loops, Trajectory
 from agent_loop.processes import Processes
 from agent_loop.tools import Toolbox
+from one_step_off import tiny_qwen
 from one_step_off.config import AgentConfig, ConfigError
+from tests.test_agent_loop import Script, config, prompt
 
 
 def hangs(seconds: float) -> str:
@@ -270,6 +274,79 @@ def test_what_python_may_not_do(code, refused):
     assert refused in answer
 
 
+BY_NUMBER = """
+import ctypes, errno
+libc = ctypes.CDLL(None, use_errno=True)
+for call in {0}:
+    if libc.syscall(*call) != -1 or ctypes.get_errno() != errno.EPERM:
+        print(call, "is not refused but", errno.errorcode.get(ctypes.get_errno()))
+"""
+METADATA = [90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466, 469]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [(number, -1, 0, 0, 0) for number in METADATA],  # chmod, chown, utime, setxattr and their like
+        [(16, -1, command, 0) for command in (0x40086602, 0x401C5820)],  # what chattr asks
+        [(76, b"/nowhere", 0)],  # truncate
+        [(2, b"/nowhere", 0o1000), (2, b"/nowhere", 0o1003), (257, -100, b"/nowhere", 0o1000, 0)],  # by opening
+        [(53, 1, kind, 0, 0) for kind in (2, 5, 0x80002)],  # socketpair, but of streams
+        [(42, 1, 0, 0), (49, 1, 0, 0)],  # connect, bind
+        [(157, 1, 0, 0, 0, 0)],  # to outlive the parent
+    ],
+)
+def test_calls_that_python_may_not_make(calls):
+    assert ask("python", timeout=20.0, code=BY_NUMBER.format(calls)) == ("", True)
+
+
+def test_usual_work_on_files_goes_on():
+    code = """
+import asyncio, os, shutil, sqlite3, tempfile
+with open("a", "w") as f:
+    f.write("abc")
+    f.truncate(2)
+with open("a", "a") as f, tempfile.TemporaryFile() as g, tempfile.NamedTemporaryFile("w") as h:
+    print(f.write("c"), g.write(b"d"), h.write("e"))
+with tempfile.TemporaryDirectory() as folder:
+    print(os.path.basename(shutil.copy("a", folder)), os.path.basename(shutil.copy2("a", folder + "/b")))
+    shutil.copytree(folder, "tree")
+shutil.move("a", "tree/c")
+print(sorted(os.listdir("tree")), open("tree/c").read())
+shutil.rmtree("tree")
+base = sqlite3.connect("base")
+base.execute("create table t (x)")
+base.commit()
+print(sorted(os.listdir()), asyncio.run(asyncio.sleep(0, "awake")))
+"""
+    assert ask("python", code=code) == ("1 1 1\na b\n['a', 'b', 'c'] abc\n['base'] awake\n", True)
+
+
+OWNER = """
+import asyncio
+from agent_loop.tools import python
+asyncio.run(python("import time; time.sleep(60)"))
+"""
+
+
+@pytest.mark.parametrize("who", ["owner", "parent"])
+def test_programs_end_with_whoever_is_killed_above_them(who, tmp_path):
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=os.environ | {"TMPDIR": str(tmp_path)})
+    try:
+        deadline = time.monotonic() + 60
+        while len(below := psutil.Process(owner.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # until it sleeps
+        assert len(below) == 2
+        (owner if who == "owner" else below[0]).send_signal(signal.SIGKILL)
+        gone, alive = psutil.wait_procs(below, timeout=5)
+        assert not alive
+    finally:
+        owner.kill()
+        owner.wait()
+
+
 def test_a_program_that_hangs_is_killed_and_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = "import threading, time\nthreading.Thread(target=time.sleep, args=[60]).start()\nopen('a', 'w')\nprint(1)\ntime.sleep(60)"
@@ -284,19 +361,37 @@ def test_a_program_that_hangs_is_killed_and_leaves_nothing(tmp_path, monkeypatch
     assert not list(tmp_path.iterdir()) and children() <= before and len(os.listdir("/proc/self/fd")) <= fds
 
 
-def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted():
-    """Six programs of half a second with a limit of two: one after the other they are all in time."""
+def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted(monkeypatch):
+    """Programs of half a second, from two toolboxes, so many that the last waits longer than a call may take."""
+    cores = min(2, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)))
 
     async def main():
-        box = Toolbox(AgentConfig(tools="python", tool_timeout_s=2.0))
-        box.cores = asyncio.Semaphore(1)
+        boxes = [Toolbox(AgentConfig(tools="python", tool_timeout_s=2.0)) for _ in range(2)]
         code = "import time; print(time.time()); time.sleep(0.5); print(time.time())"
-        return await asyncio.gather(*(box.call("python", {"code": code}, 600.0) for _ in range(6)))
+        return await asyncio.gather(*(boxes[i % 2].call("python", {"code": code}, 600.0) for i in range(6 * cores)))
 
     answers = asyncio.run(main())
     assert all(good for _, good in answers)
     times = [tuple(map(float, text.split())) for text, _ in answers]
-    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(sorted(times)))
+    assert max(sum(begin <= t < end for begin, end in times) for t, _ in times) == cores
+
+
+def test_the_wait_for_a_core_is_within_the_time_of_the_conversation(monkeypatch):
+    async def main(seconds: float, longest: float = 60.0) -> tuple[list[tuple[str, bool]], float]:
+        monkeypatch.setattr(processes, "LONGEST_QUEUE", longest)
+        box, begin = Toolbox(AgentConfig(tools="python", tool_timeout_s=1.0)), time.perf_counter()
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in os.sched_getaffinity(0):
+                await stack.enter_async_context(processes.core())
+            waits = await asyncio.wait_for(box.call("python", {"code": "print(1)"}, seconds), 10)
+        sleeps = await box.call("python", {"code": "import time; time.sleep(60)"}, 0.5)
+        return [waits, sleeps], time.perf_counter() - begin
+
+    for seconds, longest in ((0.3, 60.0), (float("inf"), 0.3)):
+        (waits, sleeps), took = asyncio.run(main(seconds, longest))
+        assert waits == ("error: TimeoutError: no core was free within 0.3 s", False)
+        assert not sleeps[1] and took < 5
 
 
 def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
@@ -308,6 +403,49 @@ def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
     refused.__doc__ = "Run.\n\nArgs:\n    code: It."
     with pytest.raises(ConfigError, match="agent.tools=python: programs cannot be confined here .*Landlock is not"):
         Toolbox(AgentConfig(tools="python"))
+
+
+TOO_DEEP = """
+import asyncio, ctypes, struct, sys
+sys.path += {path}
+libc = ctypes.CDLL(None)
+libc.prctl(38, 1, 0, 0, 0)
+for _ in range(16):  # as many as can lie over each other
+    libc.syscall(446, libc.syscall(444, struct.pack("Q", 1 << 11), 8, 0), 0)
+from tests.test_tools import *
+try:
+    {what}
+except ConfigError as e:
+    print(e)
+"""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "Toolbox(AgentConfig(tools='python'))",
+        "t = tiny_qwen.build_tokenizer(); asyncio.run(environment('Busy').check(prompt(t)))",
+    ],
+)
+def test_where_the_kernel_refuses_to_confine_the_cause_is_told(what):
+    code = TOO_DEEP.format(path=sys.path, what=what)
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert re.search(r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not to be had", said.stdout), (
+        said.stdout + said.stderr
+    )
+
+
+def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(monkeypatch, tmp_path):
+    monkeypatch.setattr(processes, "LONGEST_START", 0.5)
+    monkeypatch.setattr("sys.path", [str(tmp_path)])
+    (tmp_path / "never_begins.py").write_text("import time; time.sleep(60)")
+
+    async def main() -> None:
+        async with Processes("never_begins:Class", False).one():
+            pass
+
+    with pytest.raises(RuntimeError, match="never_begins:Class: no process began within 0.5 s"):
+        asyncio.run(main())
 
 
 def test_programs_go_on_after_their_parent_died_and_it_ends_with_its_object():
@@ -340,3 +478,81 @@ def test_python_that_floods_is_cut():
         "python", timeout=20.0, code=code + "while True:\n  try: s.send(b'x' * 1000)\n  except OSError: 0"
     )
     assert good and len(answer) < 2100 and "characters)" in answer and time.perf_counter() - begin < 15
+
+
+LONG = Limits(4000, 8)
+
+
+def environment(name: str, **changes: object) -> object:
+    """The loop with one of tests/environments.py."""
+    kwargs = {"environment": {"env": f"tests.environments:{name}"}}
+    cfg = config(loop="environment", loop_kwargs=kwargs, **changes)
+    return Loops(cfg, tiny_qwen.build_tokenizer()).get()
+
+
+def episode(name: str, *turns: str, limits: Limits = LONG, **changes: object) -> Trajectory:
+    loop = environment(name, **changes)
+    script = Script(loop.tokenizer, *(f" {turn}" for turn in turns))
+    return asyncio.run(loop.run(prompt(loop.tokenizer, truth="good"), script, None, limits))
+
+
+WRITES = """
+import os
+for fd in range(3, 9):
+    try:
+        os.write(fd, {0} + b"\\n")
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"nope",
+        b'{"error": "x"}',
+        b'["x", NaN, false]',
+        b'["x", 1e999, false]',
+        b'["x", 1e30, false]',
+        b'["x", 1, 2]',
+        b'["x", 1.0]',
+    ]
+    + [b"[null, 1.0, true]", b'["x", "1", true]', b"\xff", "b'[' * 99999", "b'x' * 1100000"],
+)
+def test_what_a_guess_writes_for_its_environment_is_a_lost_step(line):
+    talk = episode("Runs", "pass", WRITES.format(line), "pass")
+    assert talk.reward == 0.5 and talk.facts == {"steps": 2, "lost_steps": 1}
+
+
+@pytest.mark.parametrize("how", ["none", "bytes", "set", "pair", "nothing", "long", "word"])
+def test_an_environment_that_answers_wrongly_ends_the_run_by_name(how):
+    with pytest.raises(RuntimeError, match="environments:Moody.step: (TypeError|ValueError): .*(returned|float|MiB)"):
+        episode("Moody", "x", how)
+
+
+def test_an_environment_that_cannot_be_made_says_why():
+    loop = environment("Unmade")
+    with pytest.raises(ConfigError, match="Unmade does not begin .*OSError: its book is missing"):
+        asyncio.run(loop.check(prompt(loop.tokenizer)))
+
+
+def test_the_clock_of_an_episode_begins_with_its_first_turn():
+    assert episode("Busy", "x", limits=Limits(400, 8, seconds=0.05)).turns == 1
+
+
+def test_an_episode_waits_for_a_core_no_longer_than_its_time():
+    loop = environment("Busy", tool_timeout_s=1.0)
+
+    async def main() -> Trajectory:
+        script, stack = Script(loop.tokenizer, " x"), contextlib.AsyncExitStack()
+
+        async def generate(*asked: object) -> object:
+            for _ in os.sched_getaffinity(0):
+                await stack.enter_async_context(processes.core())
+            return await script(*asked)
+
+        async with stack:
+            ask = prompt(loop.tokenizer)
+            return await asyncio.wait_for(loop.run(ask, generate, None, Limits(400, 8, seconds=0.5)), 20)
+
+    assert asyncio.run(main()).facts == {"steps": 1, "lost_steps": 1}
