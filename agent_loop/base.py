@@ -26,7 +26,7 @@ from one_step_off.registry import Registry
 from one_step_off.rewards import Score
 from one_step_off.samples import OTHERS, Prompt, Sample
 
-LOOPS = Registry("agent.loop")
+LOOPS = Registry("agent.loop", "module:Class")
 
 
 @dataclass(frozen=True)
@@ -303,9 +303,12 @@ class Loops:
         """
         name = name or self.cfg.agent.loop
         if name not in self.made:
-            own = self.cfg.agent.loop_kwargs.get(name) or {}
+            own, found = self.cfg.agent.loop_kwargs.get(name) or {}, LOOPS.find(name).function
+            if not (isinstance(found, type) and issubclass(found, AgentLoop)):
+                mend = "name a class made of agent_loop.base.AgentLoop, as module:Class"
+                raise ConfigError(f"agent.loop={name!r}: is no agent loop; {mend}")
             try:
-                self.made[name] = LOOPS.find(name).function(self.cfg, self.tokenizer, **own)
+                self.made[name] = found(self.cfg, self.tokenizer, **own)
             except (TypeError, ValueError) as e:
                 raise ConfigError(f"agent.loop_kwargs={{{name}: {own}}}: {e}; mend these settings") from e
         return self.made[name]

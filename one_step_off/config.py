@@ -23,7 +23,9 @@ def key(default: Any, help: str, *, choices="", low=None, high=None, above=None,
 class ModelConfig:
     """The policy."""
 
-    path: str = key("", "HF model directory or hub id; tiny:qwen2 or tiny:qwen3: a small warm-started one", path=True)
+    path: str = key(
+        "", "HF model directory or hub id; tiny:qwen2, tiny:qwen3 or tiny:tools: a small warm-started one", path=True
+    )
     dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
     attn_implementation: str = key("auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager")

@@ -490,6 +490,7 @@ def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
 def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
     path.write_text("".join(traceback.format_exception(error)))
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
     return "\n  ".join(said + getattr(error, "__notes__", []))

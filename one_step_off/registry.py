@@ -56,8 +56,9 @@ class Entry:
 class Registry(dict[str, Entry]):
     """Entries by name."""
 
-    def __init__(self, key: str) -> None:
-        self.key = key  # the config key whose values they are
+    def __init__(self, key: str, own: str = "module:function") -> None:
+        """`key`: of the config, whose values they are. `own`: how users name theirs."""
+        self.key, self.own = key, own
 
     def register(self, name: str, **facts: Any) -> Callable[[Any], Any]:
         """Make a function known by `name`; `facts` are fields of `Entry`."""
@@ -76,7 +77,7 @@ class Registry(dict[str, Entry]):
         if spec in self:
             return self[spec]
         if ":" not in spec:
-            raise ConfigError(f"{self.key}={spec!r}: unknown; use module:function or one of {', '.join(self)}")
+            raise ConfigError(f"{self.key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}")
         function = load(self.key, spec)
         if not callable(function):
             raise ConfigError(f"{self.key}={spec!r}: is a {type(function).__name__}, not callable; name a function")
