@@ -420,7 +420,6 @@ def test_loops_with_turns_need_a_chat_template(tokenizer, loop):
     [
         ({"loop": "nothing"}, "agent.loop='nothing': unknown; use module:Class or one of"),
         ({"loop": "json:dumps"}, "agent.loop='json:dumps': is no agent loop; name a class"),
-        ({"loop": "json:loads"}, "agent.loop_kwargs"),
         ({"loop_kwargs": {"tool": {"colour": 1}}}, "colour"),
         ({"loop_kwargs": {"tool": {"format": "xml"}}}, "format='xml'"),
         ({"tools": ""}, "agent.tools names none"),
