@@ -101,7 +101,9 @@ class BackendConfig:
         None, "megatron: ranks that share each sequence; null: as the actor", low=1
     )
     expert_parallel_size: Optional[int] = key(None, "megatron: ranks that share the experts; null: as the actor", low=1)
-    sequence_parallel: Optional[bool] = key(None, "megatron: split norms over the tensor-parallel ranks too")
+    sequence_parallel: Optional[bool] = key(
+        None, "megatron: split norms over the tensor-parallel ranks too; null: as the actor"
+    )
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 

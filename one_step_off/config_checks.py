@@ -411,7 +411,8 @@ def _agent(cfg: Config) -> Iterator[str]:
     for key, (specs, known) in named.items():
         for spec in specs:
             if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
-                mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {YOURS}")
+                yours = YOURS if key == "tools" else YOURS.replace("function", "Class")
+                mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
                 yield f"agent.{key}={show(spec)}: no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():
         if not isinstance(own, dict):
