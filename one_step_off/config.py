@@ -248,7 +248,11 @@ class PipelineConfig:
 class WeightSyncConfig:
     """Weights from the trainer into vLLM."""
 
-    bucket_mb: int = key(256, "size of the reused send and receive buffers, in MiB", low=1)
+    overlap: bool = key(True, "send while the next step's first forward and backward pass run (staleness 1)")
+    mode: str = key("full", "delta: send only the elements that changed, bit by bit", choices="full delta")
+    full_every: int = key(50, "delta: every so many syncs send everything", low=1)
+    sender: str = key("sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather")
+    bucket_mb: int = key(64, "size of each of the two reused buffers at both ends, in MiB", low=1)
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
     canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
     canary_tolerance: Optional[float] = key(None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0)

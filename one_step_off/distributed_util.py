@@ -1,184 +1,50 @@
-"""The weight stream: dedicated process groups, the bucket plan, packing, sending, receiving, checksums.
+"""The weight stream: dedicated process groups, packing, sending, receiving.
 
 Trainer ranks send the pieces they own; every vLLM worker receives all of them and assembles whole tensors:
 
     plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
-    Sender(plan, rank, ...).connect(n_receivers);               .send(tensors, version)
-    Receiver(plan, index, ...).connect(addresses, n_receivers); .receive(load, version)
+    Sender(plan, rank, ...).connect(epoch, n_receivers);               .send(tensors, version)
+    Receiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
 
-There is one group per sender, {sender} u receivers, on a store of its own: no default group is touched, and a send
-calls no collective of the trainer's, so it cannot interleave with FSDP's. All receivers walk buckets, and within a
-bucket the senders, in the order of the plan; each sender walks its own buckets in that order too. Receivers that are
-`near` a sender, on the same device, are not in its group: they read its buckets where they lie (shared_link.py).
+There is one group per sender, {sender} u receivers, made anew in every epoch, that is when receivers come or go. All
+receivers walk buckets, and within a bucket the senders, in the order of the plan; each sender walks its own buckets in
+that order too. Receivers that are `near` a sender, on the same device, are not in its group: they read its buckets where
+they lie (shared_link.py). Both ends have a thread for the wire: while bucket k travels, k+1 is packed and k-1 loaded.
+
+The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls no collective of
+the trainer's and touches no default group; it runs on a thread, a group and, on GPUs, streams of its own, and reads
+nothing but this rank's shard. So it goes on whatever the trainer's ranks wait for, and they go on whatever it waits for;
+what a send waits for are receivers, which walk the senders in one order and wait for nothing else. (Trainers that gather
+a tensor, send it, and gather the next hang when one rank's next gather is queued behind another rank's send.) On a GPU
+both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up all that is launched later.
 """
 
-import graphlib
-import hashlib
-import heapq
 import itertools
-import math
-import re
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from one_step_off import delta
+from one_step_off.bucket_plan import Bucket, BucketPlan, Slot, SyncError, checksum
 from one_step_off.shared_link import SharedInlet, SharedOutlet
-from one_step_off.workers import WeightPiece
 
-_ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
-_LANES = 1024  # int64 words per checksum row
-
-
-class SyncError(RuntimeError):
-    """A weight sync that is not complete and exact. The replica that received it must not be used again."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one piece lies in its sender's part of a bucket: bytes [offset, offset + nbytes)."""
-
-    piece: WeightPiece
-    sender: int
-    offset: int
-    nbytes: int
-
-    def view(self, part: torch.Tensor) -> torch.Tensor:
-        """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
-        flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
-        return flat.view(self.piece.block)
-
-
-@dataclass
-class Bucket:
-    """Whole tensors that travel together, piece by piece in the order of rows; `nbytes[s]`: sender s's padded part."""
-
-    slots: list[Slot]
-    nbytes: list[int]
-
-
-@dataclass
-class BucketPlan:
-    """Which bytes travel in which bucket. Built once; `digest` tells whether two sides hold the same plan."""
-
-    buckets: list[Bucket]
-    senders: int
-    digest: int
-
-    @staticmethod
-    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
-        """Fill buckets with whole tensors, in the order of `_merged`. A tensor over `bucket_bytes` gets one of its own.
-
-        Args:
-            pieces: per sender its pieces, in the order in which it will yield their data.
-            bucket_bytes: the size to aim for, all senders' parts together.
-
-        Raises:
-            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
-        """
-        buckets: list[Bucket] = []
-        filled = math.inf
-        order: list[list[WeightPiece]] = [[] for _ in pieces]
-        for parts in _covered(pieces):
-            size = sum(_bytes(piece) for _, piece in parts)
-            if filled + size > bucket_bytes:
-                buckets.append(Bucket([], [0] * len(pieces)))
-                filled = 0
-            filled += size
-            bucket = buckets[-1]
-            for s, piece in parts:
-                slot = Slot(piece, s, bucket.nbytes[s], _bytes(piece))
-                bucket.slots.append(slot)
-                bucket.nbytes[s] += -(-slot.nbytes // _ALIGN) * _ALIGN
-                order[s].append(piece)
-        if order != pieces:
-            # Data comes without names, so it would be taken for another tensor of the same shape.
-            raise SyncError("weight plan: the senders have their pieces in different orders")
-        text = repr(buckets)
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
-        return BucketPlan(buckets, len(pieces), digest)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes on the wire per sync and receiver."""
-        return sum(sum(b.nbytes) for b in self.buckets)
-
-
-def _bytes(piece: WeightPiece) -> int:
-    return math.prod(piece.block) * getattr(torch, piece.dtype).itemsize
-
-
-def _covered(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
-    """Per tensor its (sender, piece) in the order of rows, after checking that rows are covered once each; the tensors
-    as `_merged` has them."""
-    by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
-    for s, sent in enumerate(pieces):
-        for p in sent:
-            by_name.setdefault(p.name, []).append((s, p))
-    for name, parts in by_name.items():
-        parts.sort(key=lambda part: part[1].start)
-        first, at = parts[0][1], 0
-        for _, p in parts:
-            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
-                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
-            if p.start != at or p.stop <= p.start:
-                raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
-            at = p.stop
-        rows = first.shape[first.dim] if first.shape else 1
-        if at != rows:
-            raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
-    return [by_name[name] for name in _merged(pieces)]
-
-
-def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
-    """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
-    layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
-    would be held almost all at once."""
-    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
-    place: dict[str, int] = {}
-    for sent in pieces:
-        names = list(dict.fromkeys(piece.name for piece in sent))
-        for i, name in enumerate(names):
-            sorter.add(name, *names[max(0, i - 1) : i])
-            place.setdefault(name, len(place))
-    try:
-        sorter.prepare()
-    except graphlib.CycleError as e:
-        raise SyncError("weight plan: the senders have their pieces in different orders") from e
-    ready: list[tuple[int, int, str]] = []
-    merged: list[str] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            layer = re.search(r"\.(\d+)\.", name)
-            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
-        merged.append(heapq.heappop(ready)[2])
-        sorter.done(merged[-1])
-    return merged
-
-
-def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane. `flat` is uint8 [n],
-    n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers along rows and along
-    lanes, mod 2^64. No temporary as large as the bucket is made."""
-    words = flat.view(torch.int64)
-    whole = len(words) // _LANES * _LANES
-    out = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for block in (words[:whole].view(-1, _LANES), words[whole:].view(1, -1)):
-        if block.numel():
-            for i, sums in enumerate((block.sum(0), block.sum(1))):
-                odd = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=flat.device)
-                out[i] = out[i] * 31 + (sums * odd).sum()
-    return out
+FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
+MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
+RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
 
 
 def make_group(
     store: dist.Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A process group on a store of its own: NCCL for CUDA, gloo for CPU. Blocks until all `size` ranks are there."""
+    """A process group of its own, by a store of its own: NCCL for CUDA, gloo for CPU. Blocks until all `size` ranks are there."""
     scoped = dist.PrefixStore(name, store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
@@ -215,13 +81,11 @@ def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
 
 
 class NetworkLink:
-    """Either end of a sender's group; the sender may go on while a broadcast is on its way, and a receiver waits.
-    `buffer` (uint8, receivers only): where buckets arrive."""
+    """Either end of a sender's group."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, buffer: torch.Tensor | None = None
-    ) -> None:
-        self.group, self.device, self.timeout_s, self.buffer = group, device, timeout_s, buffer
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
+        self.group, self.device, self.timeout_s = group, device, timeout_s
+        self.work: dist.Work | None = None
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Begin to send a tensor; it must stay as it is until `wait` has returned."""
@@ -236,13 +100,20 @@ class NetworkLink:
         self.publish(tensor)
         self.wait(self.timeout_s)
 
-    def bucket(self, size: int) -> torch.Tensor:
-        """Receive a bucket: uint8 [size], as it is until the next one."""
-        self.fill(self.buffer[:size])
-        return self.buffer[:size]
+    def bucket(self, size: int, room: torch.Tensor) -> torch.Tensor:
+        """Receive a bucket into `room`: uint8 [size]."""
+        self.fill(room[:size])
+        return room[:size]
 
     def release(self) -> None:
-        """The buffer is this side's own: there is nobody to tell."""
+        """The room is this side's own: there is nobody to tell."""
+
+    def close(self) -> None:
+        """Break the connections, so that no peer waits for this one any longer: gloo does so when nothing refers to the
+        group or to its work any more."""
+        if self.device.type == "cuda":
+            self.group.abort()
+        self.group = self.work = None
 
 
 @dataclass
@@ -257,25 +128,34 @@ class _End:
 
     def __post_init__(self) -> None:
         self.who = f"{type(self).__name__.lower()} {self.index}"
+        self.links: list[Any] = []
+        # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self.wire = ThreadPoolExecutor(1, "weight-wire", self._at_home)
         self._begin()
+
+    def _at_home(self) -> None:
+        """On the wire's thread: CUDA's device and stream are kept per thread."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+            torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
     def _begin(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.each: list[list[float]] = []  # on the wire: [bucket, sender, seconds]
+        self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
+        self.bytes = 0
         self.bucket = -1
 
-    def _largest(self, sender: int) -> int:
-        """Bytes of the largest part of a sender."""
-        return max((b.nbytes[sender] for b in self.plan.buckets), default=0)
+    def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
+        group = make_group(store, f"{epoch}/sync{sender}", rank, size, self.device, self.host, self.timeout_s)
+        return NetworkLink(group, self.device, self.timeout_s)
 
-    def _buffer(self, sender: int) -> torch.Tensor:
-        """Room for it. Zeros, so that the pages are touched now."""
-        return torch.zeros(self._largest(sender), dtype=torch.uint8, device=self.device)
-
-    def _join(
-        self, store: dist.Store, sender: int, rank: int, size: int, buffer: torch.Tensor | None = None
-    ) -> NetworkLink:
-        group = make_group(store, f"sync{sender}", rank, size, self.device, self.host, self.timeout_s)
-        return NetworkLink(group, self.device, self.timeout_s, buffer)
+    def close(self) -> None:
+        """Leave all groups; peers that wait for this end fail at once."""
+        for link in self.links:
+            link.close()
+        self.links = []
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -286,14 +166,30 @@ class _End:
             raise
         except Exception as e:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
+            traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
             where = f"phase {name}, bucket {self.bucket + 1} of {len(self.plan.buckets)}"
             raise SyncError(f"{self.who}, {where}: {cause}") from e
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+            self._timed("", name, time.perf_counter() - start)
+
+    def _timed(self, lane: str, name: str, seconds: float) -> float:
+        """Note a phase that has just ended."""
+        now = time.time()
+        if not lane:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if len(self.spans) < MOST_SPANS:
+            self.spans.append([lane, name, now - seconds, now])
+        return seconds
+
+    def _report(self) -> dict[str, Any]:
+        return {**self.seconds, "bytes": float(self.bytes), "each": self.each, "spans": self.spans}
 
 
 class Sender(_End):
-    """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store."""
+    """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
+    sends everything each time; n > 0 what changed since the last time, and everything every n-th."""
+
+    full_every = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -301,125 +197,283 @@ class Sender(_End):
         limit = timedelta(seconds=self.timeout_s)
         self.store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.address = (self.host, self.store.port)
+        self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
+        self.buffers: list[torch.Tensor] = []
+        self.base: list[torch.Tensor] = []  # what receivers hold, bucket by bucket, as they got it from here
+        self.since_full = 0
 
-    def connect(self, receivers: int, near: Sequence[int] = ()) -> None:
+    def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
         """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
-        receivers that are on this sender's device."""
+        receivers that are on this sender's device. An earlier epoch's group is given up."""
+        self.close()
+        self.base = []
         with self._phase("connect"):
-            self.outlets: list[NetworkLink | SharedOutlet] = []
-            # Two buffers: the next bucket is packed while one is on the wire.
+            # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
+            room = [max(self.sizes, default=0)] * 2
             if near:
-                size = self._largest(self.index)
-                self.outlets = [SharedOutlet(self.store, [size, size], list(near), self.device)]
-                self.buffers = self.outlets[0].buffers
-            else:
-                self.buffers = [self._buffer(self.index), self._buffer(self.index)]
+                store = dist.PrefixStore(f"{epoch}", self.store)
+                self.links = [SharedOutlet(store, room, list(near), self.device)]
+                self.buffers = self.links[0].buffers
+            elif not self.buffers:
+                self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
             if receivers > len(near):
-                self.outlets.append(self._join(self.store, self.index, 0, receivers - len(near) + 1))
+                far = self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1)
+                for i in (*_rehearsed(self.plan), *_rehearsed(self.plan)):
+                    if self.sizes[i]:
+                        far.publish(self.buffers[0][: self.sizes[i]])
+                        far.wait(self.timeout_s)
+                self.links.append(far)
 
-    def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, float]:
+    def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (pack, wire) and "bytes". Raises SyncError naming this sender, phase and bucket."""
+        (gather, checksum, encode, wire), "bytes" that travelled and "each" bucket's time on the wire. Raises SyncError
+        naming this sender, phase and bucket; the group is given up then, and receivers do not wait for it any longer."""
         self._begin()
-        data, buffers = iter(tensors), itertools.cycle(self.buffers)
+        try:
+            with torch.cuda.stream(self.stream) if self.stream else nullcontext():
+                self._send(iter(tensors), version)
+        except BaseException:
+            self.base = []  # receivers hold nobody knows what
+            self.close()
+            raise
+        return self._report()
+
+    def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
+        changes = self.full_every > 0
+        self.since_full = self.since_full + 1 if self.base else 0
+        if changes and (not self.base or self.since_full >= self.full_every):
+            pinned = self.device.type == "cuda"
+            self.base = self.base or [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
+            self.since_full = 0
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
-            header = torch.tensor([self.plan.digest, version], dtype=torch.int64, device=self.device)
-            self._publish(header)
-            self._settle()
-        for i, bucket in enumerate(self.plan.buckets):
-            self.bucket = i
-            if size := bucket.nbytes[self.index]:  # a bucket may hold nothing of this sender
-                flat = next(buffers)[:size]
-                with self._phase("pack"):
-                    self._pack(flat, self.slots[i], data)
-                    sums[i] = checksum(flat)
-                with self._phase("wire"):
-                    self._settle()
-                    self._publish(flat)
+            self._carry(self._words(self.plan.digest, version, int(changes)))
+        buffers, flying = itertools.cycle(self.buffers), None
+        for i, size in enumerate(self.sizes):
+            if not size:  # a bucket may hold nothing of this sender
+                continue
+            self.bucket, flat = i, next(buffers)[:size]
+            with self._phase("gather"):
+                self._pack(flat, self.slots[i], data)
+            with self._phase("checksum"):
+                sums[i] = checksum(flat)
+            messages = self._changed(i, flat) if changes else [flat]
+            self._settle(flying)
+            flying = i, self.wire.submit(self._carry, *messages)
+        self._settle(flying)
         with self._phase("wire"):
-            self._settle()
-            self._publish(sums)
-            self._settle()
-        return {**self.seconds, "bytes": float(sum(b.nbytes[self.index] for b in self.plan.buckets))}
+            self._carry(sums)
 
-    def _publish(self, tensor: torch.Tensor) -> None:
-        for outlet in self.outlets:
-            outlet.publish(tensor)
+    def _words(self, *numbers: int) -> torch.Tensor:
+        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
 
-    def _settle(self) -> None:
-        """Until the last tensor published has reached everybody."""
-        for outlet in self.outlets:
-            outlet.wait(self.timeout_s)
+    def _changed(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """A bucket's messages: which kind, how many bytes, and these: what changed, in `flat`, or all of it."""
+        payload = None
+        with self._phase("encode"):
+            base = self.base[i].to(self.device, non_blocking=True)
+            if self.since_full:
+                payload = delta.encode(flat, base)
+            self.base[i].copy_(flat)
+            if payload is not None:
+                flat = flat[: len(payload)].copy_(payload)
+        return [self._words(FULL if payload is None else DELTA, len(flat)), flat]
+
+    def _carry(self, *messages: torch.Tensor) -> float:
+        """To every receiver; returns the seconds it took."""
+        if self.stream:
+            self.stream.synchronize()  # what packed them
+        begin = time.perf_counter()
+        for message in messages:
+            for link in self.links:
+                link.publish(message)
+            for link in self.links:
+                link.wait(self.timeout_s)
+        self.bytes += sum(m.nbytes for m in messages if m.dtype == torch.uint8)
+        return self._timed(" wire", "wire", time.perf_counter() - begin)
+
+    def _settle(self, flying: tuple[int, Future] | None) -> None:
+        """Until the bucket on the wire has reached everybody."""
+        if flying:
+            here, self.bucket = self.bucket, flying[0]
+            with self._phase("wire"):
+                self.each.append([flying[0], self.index, flying[1].result()])
+            self.bucket = here
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
-            tensor, view = next(data), slot.view(flat)
-            if (tensor.shape, tensor.dtype) != (view.shape, view.dtype):
-                raise SyncError(
-                    f"{self.who}: {slot.piece.name} is {tuple(tensor.shape)} {tensor.dtype}, "
-                    f"planned {tuple(view.shape)} {view.dtype}"
-                )
-            view.copy_(tensor, non_blocking=True)
+            if not slot.first:  # the others are strips of the same tensor
+                self.tensor = next(data)
+                if self.tensor.shape != slot.piece.block:
+                    shape, planned = tuple(self.tensor.shape), slot.piece.block
+                    raise SyncError(f"{self.who}: {slot.piece.name} is {shape}, planned {planned}")
+            view = slot.view(flat)
+            view.copy_(self.tensor[slot.first : slot.last] if slot.piece.shape else self.tensor, non_blocking=True)
+
+
+class Mirror:
+    """What a receiver got from each sender last, bucket by bucket, in the checkpoint's layout: a copy of the model in
+    host memory. What changed is applied here, where no engine has packed or fused anything."""
+
+    def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.parts = [[torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in b.nbytes] for b in plan.buckets]
+        self.device = device
+
+    def update(self, i: int, sender: int, kind: int, message: torch.Tensor) -> torch.Tensor:
+        """The sender's part of bucket `i` after a message: uint8, on the receiver's device."""
+        mine = self.parts[i][sender]
+        if kind == FULL:
+            mine.copy_(message)
+            return message
+        delta.apply(message.to("cpu"), mine)
+        return mine.to(self.device, non_blocking=True)
 
 
 class Receiver(_End):
     """The receiving end in one vLLM worker."""
 
     def connect(
-        self, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
+        self,
+        epoch: int,
+        addresses: list[tuple[str, int]],
+        receivers: int,
+        near: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device."""
-        self.inlets: list[NetworkLink | SharedInlet] = []
-        for s, (host, port) in enumerate(addresses):
-            with self._phase("connect"):
+        self.close()
+        self.mirror: Mirror | None = None
+        with self._phase("connect"):
+            for s, (host, port) in enumerate(addresses):
                 store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
                 far = [r for r in range(receivers) if not (near and r in near[s])]
                 if self.index in far:
-                    rank = 1 + far.index(self.index)
-                    self.inlets.append(self._join(store, s, rank, len(far) + 1, self._buffer(s)))
+                    self.links.append(self._join(store, epoch, s, 1 + far.index(self.index), len(far) + 1))
                 else:
-                    self.inlets.append(SharedInlet(store, self.index, self.device, self.timeout_s))
+                    store = dist.PrefixStore(f"{epoch}", store)
+                    self.links.append(SharedInlet(store, self.index, self.device, self.timeout_s))
+            self.far = [isinstance(link, NetworkLink) for link in self.links]
+            most = max((sum(self._far_bytes(b)) for b in self.plan.buckets), default=0)
+            # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
+            self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
+            self.raw = self._rehearse() if any(self.far) else 0.0
 
-    def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, float]:
+    def _far_bytes(self, bucket: Bucket) -> list[int]:
+        return [n if far else 0 for n, far in zip(bucket.nbytes, self.far, strict=True)]
+
+    def _rehearse(self) -> float:
+        """Seconds per byte of the bare link: the first buckets as they will travel, twice; the second time counts."""
+        for _ in range(2):
+            begin, total = time.perf_counter(), 0
+            for i in _rehearsed(self.plan):
+                for link, size in zip(self.links, self._far_bytes(self.plan.buckets[i]), strict=True):
+                    if size:
+                        link.bucket(size, self.buffers[0])
+                        total += size
+        return (time.perf_counter() - begin) / max(total, 1)
+
+    def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
-        the senders' by checksum; before that the model must not be used. Returns seconds per phase (wire, load, verify)
-        and "bytes". Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs."""
+        the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
+        verify, load), "bytes", "each" part's time on the wire, and "raw", the time that the bare link would take for
+        them. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
+        are given up then."""
         self._begin()
-        header = torch.zeros(2, dtype=torch.int64, device=self.device)
-        for s, inlet in enumerate(self.inlets):
+        try:
+            self._receive(load, version)
+        except BaseException:
+            self.mirror = None
+            self.close()
+            raise
+        far = sum(self.plan.buckets[i].nbytes[s] for i, s, _ in self.each)
+        return self._report() | {"raw": self.raw * min(self.bytes, far)}
+
+    def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
+        buckets = self.plan.buckets
+        changes = self._headers(version)
+        if changes and not self.mirror:
+            self.mirror = Mirror(self.plan, self.device)
+        sums = torch.zeros(self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device)
+        coming = self.wire.submit(self._fill, 0, changes)
+        for i, bucket in enumerate(buckets):
+            self.bucket = i
+            near = [s for s, size in enumerate(bucket.nbytes) if size and not self.far[s]]
+            with self._phase("wait"):
+                # The near ones first: their senders go on only when they are taken, and others wait for these senders.
+                parts = {s: self._take(s, bucket.nbytes[s], self.buffers[0], changes) for s in near}
+                parts |= coming.result()
+                if i + 1 < len(buckets):
+                    coming = self.wire.submit(self._fill, i + 1, changes)
+            with self._phase("apply"):
+                full = {s: self.mirror.update(i, s, *part) if changes else part[1] for s, part in parts.items()}
+            with self._phase("verify"):
+                for s, part in full.items():
+                    sums[s, i] = checksum(part)
+            with self._phase("load"):
+                self._deliver(bucket, full, load)
+                for s in near:
+                    self.links[s].release()
+        self._check_sums(sums)
+
+    def _headers(self, version: int) -> bool:
+        """Whether messages tell what they hold, after checking that every sender sends what is expected."""
+        header = torch.zeros(3, dtype=torch.int64, device=self.device)
+        for s, link in enumerate(self.links):
             with self._phase("header"):
-                inlet.fill(header)
-            digest, sent = header.tolist()
+                link.fill(header)
+            digest, sent, changes = header.tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.who}: sender {s} follows another bucket plan")
             if sent != version:
                 raise SyncError(f"{self.who}: sender {s} sends version {sent}, expected {version}")
-        sums = torch.zeros(self.plan.senders, len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
-        for i, bucket in enumerate(self.plan.buckets):
-            self.bucket, parts = i, {}
-            for s, size in enumerate(bucket.nbytes):
-                if size:
-                    with self._phase("wire"):
-                        parts[s] = self.inlets[s].bucket(size)
-                    with self._phase("verify"):
-                        sums[s, i] = checksum(parts[s])
-            with self._phase("load"):
-                tensors = itertools.groupby(bucket.slots, key=lambda slot: slot.piece.name)
-                load([(name, _assemble(parts, slots)) for name, slots in tensors])
-                for s in parts:
-                    self.inlets[s].release()
-        self._check_sums(sums)
-        return {**self.seconds, "bytes": float(self.plan.total_bytes)}
+        return bool(changes)
+
+    def _fill(self, i: int, changes: bool) -> dict[int, tuple[int, torch.Tensor]]:
+        """On the wire's thread: what far senders have of bucket `i`, into one of the buffers in turn."""
+        parts, at = {}, 0
+        for s, size in enumerate(self._far_bytes(self.plan.buckets[i])):
+            if size:
+                begin = time.perf_counter()
+                parts[s] = self._take(s, size, self.buffers[i % 2][at : at + size], changes)
+                self.each.append([i, s, self._timed(" wire", "wire", time.perf_counter() - begin)])
+                at += size
+        return parts
+
+    def _take(self, sender: int, size: int, room: torch.Tensor, changes: bool) -> tuple[int, torch.Tensor]:
+        """A sender's part of a bucket: the kind of message, and the message."""
+        kind = FULL
+        if changes:
+            head = torch.zeros(2, dtype=torch.int64, device=self.device)
+            self.links[sender].fill(head)
+            kind, size = head.tolist()
+        self.bytes += size
+        return kind, self.links[sender].bucket(size, room)
+
+    def _deliver(self, bucket: Bucket, parts: dict[int, torch.Tensor], load: Callable) -> None:
+        """Load a bucket's whole tensors: views where one slot holds all of it, joined in `room` otherwise."""
+        tensors = []
+        for name, slots in bucket.tensors():
+            piece = slots[0].piece
+            if name not in bucket.joined:
+                tensors.append((name, slots[0].view(parts[slots[0].sender])))
+                continue
+            flat = self.room[bucket.joined[name] :].view(getattr(torch, piece.dtype))
+            whole = flat[: torch.Size(piece.shape).numel()].view(piece.shape)
+            for slot in slots:
+                slot.place(whole).copy_(slot.view(parts[slot.sender]))
+            tensors.append((name, whole))
+        if bucket.ends:
+            load(tensors)
 
     def _check_sums(self, mine: torch.Tensor) -> None:
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
         theirs = torch.zeros_like(mine)
         with self._phase("verify"):
-            for inlet, table in zip(self.inlets, theirs, strict=True):
-                inlet.fill(table)
+            for link, table in zip(self.links, theirs, strict=True):
+                link.fill(table)
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
@@ -429,11 +483,10 @@ class Receiver(_End):
             )
 
 
-def _assemble(parts: dict[int, torch.Tensor], slots: Iterable[Slot]) -> torch.Tensor:
-    """A whole tensor: a view where one sender owns all of it, else pieces joined in order."""
-    slots = list(slots)
-    pieces = [slot.view(parts[slot.sender]) for slot in slots]
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, slots[0].piece.dim)
+def _rehearsed(plan: BucketPlan) -> list[int]:
+    """The buckets by which the bare link is measured: the first RAW_BYTES."""
+    ends = itertools.accumulate(sum(b.nbytes) for b in plan.buckets)
+    return [i for i, end in enumerate(ends) if end <= RAW_BYTES] or [0]
 
 
 def own_host(host: str) -> str:
@@ -441,25 +494,3 @@ def own_host(host: str) -> str:
     from ray.util import get_node_ip_address
 
     return host or get_node_ip_address()
-
-
-class SendingEnd:
-    """Mixed into a training worker's process: its end of the weight sync, over `weight_plan` and `weight_tensors`."""
-
-    def open_sender(
-        self, pieces: list[list[WeightPiece]], bucket_bytes: int, host: str, timeout_s: float
-    ) -> tuple[str, int]:
-        """Build the plan over all senders' pieces, this one's among them, and listen. Returns (host, port)."""
-        plan, index = BucketPlan.build(pieces, bucket_bytes), pieces.index(self.weight_plan())
-        self.sender = Sender(plan, index, torch.device(self.device), own_host(host), timeout_s)
-        return self.sender.address
-
-    def connect_sync(self, receivers: int, near: list[list[int]]) -> None:
-        """Form this sender's group; the receivers join meanwhile. `near`: per sender the receivers on its device."""
-        self.sender.connect(receivers, near[self.sender.index])
-
-    def send_weights(self, version: int) -> dict[str, float]:
-        """As `Sender.send`; it refuses (SyncError) if the worker is at another version."""
-        if version != self.version:
-            raise SyncError(f"sender {self.sender.index} holds version {self.version}, asked to send {version}")
-        return self.sender.send(self.weight_tensors(), version)

@@ -281,12 +281,15 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
     optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward
-    pass runs on gathered copies. Tied tensors appear once. Under HSDP the first replica sends."""
-    held = []
+    pass runs on gathered copies. Tied tensors appear once. HSDP's replicas are dealt the tensors by size."""
+    held, loads = [], None
     for name, parameter in model.named_parameters():
         mesh = parameter.device_mesh
         rows, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
-        if rows[0] and (mesh.ndim == 1 or mesh.get_coordinate()[0] == 0):
+        loads = loads or [0] * (mesh.size(0) if mesh.ndim == 2 else 1)
+        replica = loads.index(min(loads))
+        loads[replica] += parameter.numel()  # of the whole, so that all ranks count alike
+        if rows[0] and (mesh.ndim == 1 or mesh.get_coordinate()[0] == replica):
             held.append((name, parameter, offset[0], offset[0] + rows[0]))
     if dist.get_rank() == 0:
         kept = set(model.state_dict())

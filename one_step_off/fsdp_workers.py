@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.advantages import Arrays
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
-from one_step_off.distributed_util import SendingEnd
 from one_step_off.samples import Batch, Sample, assert_versions
+from one_step_off.sending_end import SendingEnd
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
@@ -158,6 +158,9 @@ class TrainedWorker(ModelWorker):
     optimizer_steps = 0
     optimizer: torch.optim.Optimizer | None = None
 
+    def before_step(self) -> None:
+        """Called before the weights change; whoever still reads them makes it wait."""
+
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
         raise NotImplementedError
@@ -192,6 +195,7 @@ class TrainedWorker(ModelWorker):
         before anything is changed, on every rank."""
         assert_versions(batch)
         if not learn:
+            self.before_step()
             self.version += 1
             return {}
         for name, values in self._columns(batch).items():
@@ -202,6 +206,8 @@ class TrainedWorker(ModelWorker):
         stats, clock, rates = Stats(self.device), Clock(self.device), []
         for k, mini in enumerate(minis):
             self._accumulate(batch, mini, stats, clock, first=k == 0)
+            with clock("sync_wait"):
+                self.before_step()
             with clock("optimizer"):
                 rates.append(self._optimizer_step(stats))
         self.version += 1
@@ -425,16 +431,18 @@ class PolicyWorker(TrainedWorker):
 
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
-        """The data of `weight_plan()`, in its order and dtype (no collective). In fp32 these are the live rows
-        themselves: read them before the next optimiser step."""
+        """The data of `weight_plan()`, in its order (no collective): the live rows themselves, in the dtype that they are
+        trained in. Read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield local.detach().to(self.device, getattr(torch, piece.dtype)).reshape(piece.block).contiguous()
+            yield local.detach().reshape(piece.block)
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        whole, problem, error = self._whole(), [None], None
+        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(plans, self.weight_plan())
+        whole, problem, error = dict(self.gathered(plans, "cpu")), [None], None
         if self.rank == 0:
             try:
                 self._write(whole, path)
@@ -443,25 +451,6 @@ class PolicyWorker(TrainedWorker):
         dist.broadcast_object_list(problem, src=0)
         if problem[0] is not None:
             raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
-
-    @torch.no_grad()
-    def _whole(self) -> dict[str, Tensor]:
-        """On rank 0 every tensor that is streamed, on the CPU (collective)."""
-        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(plans, self.weight_plan())
-        own = (tensor.cpu() for tensor in self.weight_tensors())
-        if self.rank:
-            for tensor in own:
-                dist.send(tensor, 0)
-            return {}
-        whole = {p.name: torch.empty(p.shape, dtype=getattr(torch, p.dtype)) for plan in plans for p in plan}
-        for rank, piece in ((rank, piece) for rank, plan in enumerate(plans) for piece in plan):
-            block = torch.empty(piece.block, dtype=whole[piece.name].dtype) if rank else next(own)
-            if rank:
-                dist.recv(block, rank)
-            rows = torch.atleast_1d(whole[piece.name])  # the same memory
-            rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
-        return whole
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
         fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)

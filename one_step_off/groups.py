@@ -1,29 +1,30 @@
 """The groups of processes as the pipeline sees them: a few awaitable methods, each with a time limit.
 
-`TrainGroup` is a role with a model on one or more ranks, `RolloutGroup` the vLLM replicas, and `WeightSync`
-the bridge between the two. The pipeline is tested with stand-ins that have the same methods.
+`TrainGroup` is a role with a model on one or more ranks, `RolloutGroup` the vLLM replicas; `weight_sync.py` is the
+bridge between the two. The pipeline is tested with stand-ins that have the same methods.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
-from one_step_off.distributed_util import BucketPlan, SyncError
-from one_step_off.samples import Batch, Prompt, Sample, StalenessError, Stamp
+from one_step_off.samples import Batch, Prompt, Sample, StalenessError
 from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of time.perf_counter."""
 
-SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
+
+PING_S = 10.0  # so long a replica may take to say that it is there
 
 
 class PhaseTimeout(RuntimeError):
@@ -65,10 +66,15 @@ async def named(who: str, work: Awaitable[T]) -> T:
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
 
 
-async def every(limit_s: float, what: str, actors: list[Any], method: str, *args: Any) -> list[Any]:
-    """Call a method on all actors at once and await all; the first failure is raised at once, and names the actor."""
-    calls = (named(f"{what} {i}, {method}", getattr(a, method).remote(*args)) for i, a in enumerate(actors))
-    return await within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
+def every(
+    limit_s: float, what: str, actors: list[Any], method: str, *args: Any, each: list[tuple] | None = None
+) -> Awaitable[list[Any]]:
+    """Call a method on all actors at once, now, with `args` and with what is `each` one's own; awaiting it awaits all.
+    The first failure is raised at once, and names the actor."""
+    each = each or [()] * len(actors)
+    sent = [getattr(a, method).remote(*args, *own) for a, own in zip(actors, each, strict=True)]
+    calls = (named(f"{what} {i}, {method}", answer) for i, answer in enumerate(sent))
+    return within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
 
 
 class TrainGroup:
@@ -115,9 +121,15 @@ class TrainGroup:
         """The critic's values of the states before all response tokens: one float32 [R] per sample."""
         return merged(await self._in_turn(batch.step, "values", _put(batch)))
 
-    async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        """The trainer's half of the canary: log-probs of every token but the first, at temperature 1."""
-        return next(filter(None, await every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)))
+    def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
+        """The trainer's half of the canary: log-probs of every token but the first, at temperature 1, by the weights as
+        they are now, whatever is called before this is awaited."""
+        answers = every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)
+
+        async def whole() -> list[np.ndarray]:
+            return next(filter(None, await answers))
+
+        return asyncio.ensure_future(whole())
 
     async def save_state(self, folder: str) -> None:
         """Write the role's part of a checkpoint."""
@@ -167,10 +179,20 @@ class RolloutGroup:
     prompts wait for whichever is done first.
     """
 
-    def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None) -> None:
-        """`turn`: shared with the other roles in the pool, if there are any."""
-        self.replicas, self.cfg = replicas, cfg
+    def __init__(
+        self,
+        replicas: list[Any],
+        cfg: Config,
+        seeded: bool,
+        turn: Any = None,
+        respawn: Callable[[int], Any] | None = None,
+    ) -> None:
+        """`turn`: shared with the other roles in the pool, if there are any. `respawn`: ends what is left of a replica
+        and returns a new one in its place."""
+        self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn = turn or nullcontext()
+        self.active = list(range(len(replicas)))  # those that hold verified weights, or will by the next sync
+        self.returning: dict[int, asyncio.Task] = {}
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
         own, longest = cfg.rollout, cfg.rollout.val_max_response_length
@@ -180,17 +202,52 @@ class RolloutGroup:
         self.train = Sampling(own.n, own.temperature, train_seed, greedy=greedy)
         self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
 
+    @property
+    def replicas(self) -> list[Any]:
+        """Those that take part."""
+        return [self.all[i] for i in self.active]
+
     async def setup(self) -> None:
         """Load all engines."""
         at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "start")
         self.most = min(self.most, *at_once)
 
+    async def missing(self) -> dict[int, str]:
+        """Number and name of each replica that does not answer, or whose engine has died."""
+        asked = [within(PING_S, f"rollout {i}", named(f"rollout {i}", self.all[i].ping.remote())) for i in self.active]
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        return {i: f"rollout {i}" for i, x in zip(self.active, answers, strict=True) if isinstance(x, Exception)}
+
+    async def restart(self, numbers: list[int]) -> None:
+        """Leave these out and start them anew in the background; waits for one of them if no other is left."""
+        for i in numbers:
+            self.active.remove(i)
+            self.loads[i] = Load()
+            self.returning[i] = asyncio.create_task(self._revive(i))
+        if not self.active:
+            await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
+            await self.rejoin()
+
+    async def _revive(self, i: int) -> None:
+        self.all[i] = await asyncio.to_thread(self.respawn, i)
+        await every(self.cfg.trainer.start_timeout_s, f"rollout {i} anew", [self.all[i]], "start")
+
+    async def rejoin(self) -> bool:
+        """Take those back that have started; whether there are any. They hold no weights of the trainer's yet. Raises
+        what their start ended with."""
+        back = sorted(i for i, task in self.returning.items() if task.done())
+        for i in back:
+            self.returning.pop(i).result()
+        self.active = sorted(self.active + back)
+        return bool(back)
+
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
-        n = len(self.replicas)
+        n = len(self.active)
         async with self.turn:
             if self.static or n == 1:
-                calls = (self._call(i, prompts[i::n], what, sampling) for i in range(min(n, len(prompts))))
+                shares = [(i, prompts[k::n]) for k, i in enumerate(self.active)]
+                calls = (self._call(i, share, what, sampling) for i, share in shares if share)
                 work = asyncio.gather(*calls)
             else:
                 work = self._spread(prompts, what, sampling)
@@ -200,7 +257,7 @@ class RolloutGroup:
         return samples, max(seconds for _, seconds in parts)
 
     async def _call(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        return await named(f"{what}, rollout {i}", self.replicas[i].rollout.remote(prompts, sampling))
+        return await named(f"{what}, rollout {i}", self.all[i].rollout.remote(prompts, sampling))
 
     async def _spread(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
         """One part per prompt; the first failure is raised at once."""
@@ -208,12 +265,12 @@ class RolloutGroup:
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in prompts:
-                    while min(load.now for load in self.loads) >= self.most:
+                    while min(self.loads[i].now for i in self.active) >= self.most:
                         asked = {i: task for i, task in asked.items() if not task.done()}
-                        for i in set(range(len(self.loads))) - asked.keys():
+                        for i in set(self.active) - asked.keys():
                             asked[i] = group.create_task(self._ask(i, what))
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
-                    i = min(range(len(self.loads)), key=lambda i: self.loads[i].now)
+                    i = min(self.active, key=lambda i: self.loads[i].now)
                     self.loads[i].sent += sampling.n + sampling.greedy
                     calls.append(group.create_task(self._one(i, prompt, what, sampling)))
                 for task in asked.values():
@@ -225,7 +282,7 @@ class RolloutGroup:
     async def _ask(self, i: int, what: str) -> None:
         """Wait until replica `i` has room, whatever is at its tools or still to be scored."""
         load = self.loads[i]
-        load.away = await named(f"{what}, rollout {i}", self.replicas[i].vacancy.remote(load.sent, self.most))
+        load.away = await named(f"{what}, rollout {i}", self.all[i].vacancy.remote(load.sent, self.most))
 
     async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         samples, seconds = await self._call(i, [prompt], what, sampling)
@@ -243,80 +300,3 @@ class RolloutGroup:
     async def stop(self) -> None:
         """End all engines; what does not answer is left to be killed."""
         await every(15.0, "rollout", self.replicas, "stop")
-
-
-class WeightSync:
-    """The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops."""
-
-    def __init__(
-        self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str, near: list[list[int]]
-    ) -> None:
-        """`near`: per rank of the actor the vLLM workers on its device; they need no network."""
-        self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
-        self.cfg = actor.cfg.weight_sync
-        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
-
-    async def connect(self) -> None:
-        """Exchange the metadata and form all groups, once."""
-        limit, bucket_bytes, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
-        plans = await every(limit, what, self.actor.ranks, "weight_plan")
-        self.senders = [rank for rank, plan in zip(self.actor.ranks, plans, strict=True) if plan]
-        pieces = [plan for plan in plans if plan]
-        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
-        replicas = self.rollout.replicas
-        near = [those for those, plan in zip(self.near, plans, strict=True) if plan]
-        receivers = len(replicas) * self.rollout.cfg.rollout.tensor_parallel_size
-        info = {
-            "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
-            "bucket_bytes": bucket_bytes,
-            "addresses": await every(limit, what, self.senders, "open_sender", pieces, bucket_bytes, self.host, limit),
-            "receivers": receivers,
-            "near": near,
-            "host": self.host,
-            "timeout_s": limit,
-        }
-        await asyncio.gather(
-            every(2 * limit, what, self.senders, "connect_sync", receivers, near),
-            every(2 * limit, "weight sync, rollout", replicas, "connect_sync", info),
-        )
-
-    async def __call__(self, stamp: Stamp) -> dict[str, float]:
-        """Bring every replica to `stamp`. Returns metrics: sync/bytes, sync/gb_per_s, seconds per phase, canary. Raises
-        SyncError or PhaseTimeout, naming who, which phase, bucket and version."""
-        begin, what = time.perf_counter(), f"weight sync of version {stamp[1]}"
-        # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
-        limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        sent, received = await asyncio.gather(
-            every(limit, f"{what}, trainer rank", self.senders, "send_weights", stamp[1]),
-            every(limit, f"{what}, rollout", self.rollout.replicas, "sync", stamp),
-        )
-        seconds = time.perf_counter() - begin
-        size = sum(r["bytes"] for r in sent)
-        metrics = {
-            "sync/transfer_s": seconds,
-            "sync/bytes": size,
-            "sync/gb_per_s": size / seconds / 1e9,
-            "sync/pack_s": max(r["pack"] for r in sent),
-        }
-        for phase in ("pause", "prepare", "wire", "load", "verify", "finish"):
-            metrics[f"sync/{phase}_s"] = max(r.get(phase, 0.0) for r in received)
-        canary = await self._check_canary(stamp)
-        whole = time.perf_counter() - begin  # the replicas idle until the canary has passed, so it belongs to the sync
-        return metrics | canary | {"time/sync_s": whole, "time/canary_s": whole - seconds}
-
-    async def _check_canary(self, stamp: Stamp) -> dict[str, float]:
-        trainer, replicas = await asyncio.gather(self.actor.score(self.canary), self.rollout.score(self.canary))
-        found: dict[str, float] = {}
-        for i, replica in enumerate(replicas):
-            diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
-            # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
-            for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
-                if not size <= share * self.tolerance:  # NaN fails too
-                    raise SyncError(
-                        f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
-                        f"{size:.3g} nats on the same tokens ({kind}), "
-                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
-                    )
-                name = f"canary/logprob_diff_{kind}"
-                found[name] = max(found.get(name, 0.0), float(size))
-        return found

@@ -87,6 +87,8 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if hasattr(cls, "calls_at_once"):
         options["max_concurrency"] = cls.calls_at_once
+    if hasattr(cls, "threads"):
+        options["concurrency_groups"] = cls.threads
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)

@@ -87,6 +87,10 @@ class Pipeline:
         self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
         self.checkpointer, self.resumed = checkpointer, resumed
         self.ahead = cfg.pipeline.staleness
+        # With replicas in the actor's pool, or in turns with them, nothing runs beside the sync.
+        where = cfg.placement.roles
+        self.overlap = self.ahead and cfg.weight_sync.overlap and where["actor"] != where["rollout"]
+        self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
         self.oldest = self.start if not (resumed and resumed.samples) else 0
@@ -103,6 +107,7 @@ class Pipeline:
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
                 role.on_span = tracker.span
+        roles.sync.on_trace, roles.sync.say = tracker.trace, tracker.say
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
     async def fit(self) -> None:
@@ -124,19 +129,27 @@ class Pipeline:
             if self.ahead:
                 batch, waited = await self._collect(step, in_flight.popleft())
             await self._checkpoint(step, batch)
-            synced = await self._sync(step)
-            self._evaluate_if_due(step)
-            if step + self.ahead < total:
-                in_flight.append(self._launch(step + self.ahead))
+            renewal = self.background.create_task(self._renew(step, total, in_flight))
+            if not self.overlap:
+                await renewal
             if not self.ahead:
                 batch, waited = await self._collect(step, in_flight.popleft())
-            metrics = waited | synced | await self._train(batch)
+            metrics = waited | await self._train(batch) | await renewal
             metrics["time/step_s"] = time.perf_counter() - begin
             if step + 1 == total:
                 await self._finish(total)
             self.tracker.step(batch, step, metrics)
         if self.checkpointer and self.checkpointer.in_use:
             await self._save(total, None)
+
+    async def _renew(self, step: int, total: int, in_flight: deque[asyncio.Future]) -> dict[str, Any]:
+        """What the replicas do at a step's beginning, beside the trainer if `weight_sync.overlap`: take v(step) over,
+        then generate with it."""
+        metrics = await self._sync(step)
+        self._evaluate_if_due(step)
+        if step + self.ahead < total:
+            in_flight.append(self._launch(step + self.ahead))
+        return metrics
 
     async def _begin(self, total: int) -> deque[asyncio.Future]:
         """The rollouts in flight before the first step: launched now, or those of the checkpoint."""
@@ -223,7 +236,7 @@ class Pipeline:
         if self.synced == version:
             return idle | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary
         begin = time.perf_counter()
-        metrics = await self.roles.sync((self.incarnation, version))
+        metrics = await self.roles.sync((self.incarnation, version), self.expected)
         self.tracker.span("sync", "weights", version, begin, time.perf_counter())
         self.synced = version
         self.canary = {k: v for k, v in metrics.items() if k.startswith("canary/")}
@@ -242,6 +255,8 @@ class Pipeline:
             updates.append(self.roles.critic.update(batch))
         for found in await asyncio.gather(*updates):
             metrics |= found
+        # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
+        self.expected = self.roles.sync.expect()
         times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 

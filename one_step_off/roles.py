@@ -5,17 +5,19 @@ import os
 from typing import Any
 
 import numpy as np
+import ray
 from transformers import AutoTokenizer
 
 from agent_loop.tools import LISTED
 from one_step_off.config import Config, settings_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import RolloutGroup, TrainGroup, WeightSync
+from one_step_off.groups import RolloutGroup, TrainGroup
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import Find, LocalRewardModel, RemoteRewardModel
 from one_step_off.rewards import Scorer
 from one_step_off.vllm_rollout import RolloutReplica
+from one_step_off.weight_sync import WeightSync
 
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
@@ -72,21 +74,22 @@ class Spawned:
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
         scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
-        replicas = [
-            spawn(
-                RolloutReplica,
-                (cfg, i, device, scorers, LISTED, loops),
-                seat,
-                device,
-                self._share(where["rollout"]),
-                self.env | ENGINE_ENV[device],
-            )
-            for i, seat in enumerate(self.pools[where["rollout"]])
-        ]
+
+        def replica(i: int) -> Any:
+            args, seat = (cfg, i, device, scorers, LISTED, loops), self.pools[where["rollout"]][i]
+            share, env = self._share(where["rollout"]), self.env | ENGINE_ENV[device]
+            return spawn(RolloutReplica, args, seat, device, share, env)
+
+        def respawn(i: int) -> Any:
+            ray.kill(rollout.all[i])
+            self.actors.append(replica(i))
+            return self.actors[-1]
+
+        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]))]
         self.reading = {"find": find, "ours": tokenizer}
         self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
         turn = self.turns[where["rollout"]] if shared else None
-        rollout, actor = RolloutGroup(replicas, cfg, seeded, turn), self.groups["actor"]
+        rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
             if where[role] == where["rollout"]:
                 group.colocated = rollout

@@ -57,6 +57,9 @@ class SharedOutlet:
         while self.open:
             self.store.delete_key(self.open.pop())
 
+    def close(self) -> None:
+        """Readers that still wait do so to the end of their limit."""
+
 
 class SharedInlet:
     """A receiver's end, as reader `number`; its peer must hold a SharedOutlet. `timeout_s`: for any message."""
@@ -73,8 +76,9 @@ class SharedInlet:
         tensor.copy_(data.view(tensor.shape))
         self.release()
 
-    def bucket(self, size: int) -> torch.Tensor:
-        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`."""
+    def bucket(self, size: int, room: torch.Tensor | None = None) -> torch.Tensor:
+        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`. It needs no
+        room of its own."""
         return self.buffers[int(self._next())][:size]
 
     def release(self) -> None:
@@ -87,3 +91,6 @@ class SharedInlet:
         self.count += 1
         self.store.wait([f"message{self.count}"], self.limit)
         return self.store.get(f"message{self.count}")
+
+    def close(self) -> None:
+        """There is nothing to break."""

@@ -106,8 +106,12 @@ class Tracker:
         trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
-        event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": role}
-        event |= {"ts": round((begin + self.epoch) * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+        self.trace(role, what, step, begin + self.epoch, end + self.epoch)
+
+    def trace(self, lane: str, what: str, step: int, begin: float, end: float) -> None:
+        """Draw it in `timeline.json` alone; times by the clock on the wall."""
+        event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
+        event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
         with open(self.folder / "timeline.json", "a") as f:
             f.write(("" if f.tell() else "[\n") + json.dumps(event) + ",\n")
 

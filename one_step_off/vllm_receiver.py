@@ -2,7 +2,8 @@
 
 vLLM imports this module through `worker_extension_cls`, which registers the transfer engine `one_step_off`
 with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
-step may fall between them and meet half-loaded layers.
+step may fall between them and meet half-loaded layers. An update that broke leaves half-loaded layers too: nothing is
+generated with them, and the next update begins by giving them up.
 """
 
 import time
@@ -18,9 +19,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from one_step_off.distributed_util import BucketPlan, Receiver, SyncError
+from one_step_off.bucket_plan import BucketPlan, SyncError
+from one_step_off.distributed_util import Receiver
 from one_step_off.workers import WeightPiece
 
 BACKEND = "one_step_off"
@@ -32,6 +34,7 @@ class InitInfo(WeightTransferInitInfo):
 
     pieces: list[list[list[Any]]]
     bucket_bytes: int
+    epoch: int
     addresses: list[list[Any]]
     first_receiver: int
     receivers: int
@@ -55,12 +58,15 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Build the plan and join the senders' groups."""
+        """Build the plan and join the senders' groups; an earlier epoch's are given up."""
         pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in init_info.pieces]
         plan = BucketPlan.build(pieces, init_info.bucket_bytes)
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
+        if earlier := getattr(self, "receiver", None):
+            earlier.close()
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
-        self.receiver.connect([(h, p) for h, p in init_info.addresses], init_info.receivers, init_info.near)
+        addresses = [(host, port) for host, port in init_info.addresses]
+        self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
         self.expected = {name for name, _ in self.model.named_parameters()}
 
@@ -68,6 +74,11 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
         self.loaded: set[str] = set()
         start = time.perf_counter()
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():  # what an update that broke has left: the reload would take it for its own
+                _place_kernel_tensors(layer, info)
+                info.reset()
         initialize_layerwise_reload(self.model)
         for method in (getattr(layer, "quant_method", None) for layer in self.model.modules()):
             if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
@@ -118,10 +129,14 @@ WeightTransferEngineFactory.register_engine(BACKEND, OneStepOffTransferEngine)
 
 
 class SyncWorkerExtension:
-    """Mixed into vLLM's worker; `collective_rpc("sync_weights")` reaches it."""
+    """Mixed into vLLM's worker; `collective_rpc` reaches its methods."""
 
-    def sync_weights(self, version: int) -> dict[str, float]:
-        """One whole update. Returns seconds per phase and bytes."""
+    def connect_sync(self, info: dict[str, Any]) -> None:
+        """Join the groups of a new epoch. `info`: the fields of `InitInfo`."""
+        self.weight_transfer_engine.init_transfer_engine(InitInfo(**info))
+
+    def sync_weights(self, version: int) -> dict[str, Any]:
+        """One whole update. Returns seconds per phase, bytes, and each bucket's time on the wire."""
         self.start_weight_update()
         self.update_weights({"version": version})
         self.finish_weight_update()

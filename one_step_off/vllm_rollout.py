@@ -19,8 +19,9 @@ import numpy as np
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config
-from one_step_off.distributed_util import SyncError, own_host
+from one_step_off.distributed_util import own_host
 from one_step_off.rewards import RewardItem, Score
 from one_step_off.samples import Prompt, Sample, Stamp
 from one_step_off.usage import UsageProbe
@@ -183,34 +184,41 @@ class RolloutReplica(UsageProbe):
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
         return self.engine.vllm_config.scheduler_config.max_num_seqs
 
-    async def connect_sync(self, info: dict[str, Any]) -> None:
-        """Join the weight-sync groups. `info`: the fields of vllm_receiver.InitInfo that replicas share."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+    async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
+        """Join the weight-sync groups of a new epoch. `info`: the fields of vllm_receiver.InitInfo that replicas share;
+        `first_receiver`: the number of this replica's first worker. Raises SyncError."""
+        own = {"host": own_host(info["host"]), "first_receiver": first_receiver}
+        await self._call_workers("connect_sync", info | own)
 
-        own = {"host": own_host(info["host"]), "first_receiver": self.index * self.cfg.rollout.tensor_parallel_size}
-        await self.engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info | own))
-
-    async def sync(self, stamp: Stamp) -> dict[str, float]:
-        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches. Returns seconds per phase
-        (pause, wire, load, verify, ...), the slowest worker's, and bytes. Raises SyncError: the engine is unusable
-        then, and stays paused."""
-        self.stamp, begin = None, time.perf_counter()
-        await self.engine.pause_generation(mode="wait", clear_cache=True)
-        pause = time.perf_counter() - begin
+    async def _call_workers(self, method: str, *args: Any) -> list[Any]:
         try:
-            if self.asleep:
-                await self.engine.wake_up(["weights"])
-            reports = await self.engine.collective_rpc("sync_weights", args=(stamp[1],))
+            return await self.engine.collective_rpc(method, args=args)
         except Exception as e:  # vLLM passes on no type of its workers' errors, only their text
             text = str(e).strip().splitlines() or [type(e).__name__]
             raise SyncError(text[-1].removeprefix("Call to collective_rpc method failed: ")) from e
+
+    async def sync(self, stamp: Stamp) -> list[dict[str, Any]]:
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches. Returns per worker seconds per
+        phase (pause, wait, load, verify, ...), bytes, and what `Receiver.receive` tells besides. Raises SyncError: the
+        engine stays paused then, and generates nothing until a sync has ended well."""
+        self.stamp, begin = None, time.perf_counter()
+        await self.engine.pause_generation(mode="wait", clear_cache=True)
+        pause = time.perf_counter() - begin
+        if self.asleep:
+            await self.engine.wake_up(["weights"])
+        reports = await self._call_workers("sync_weights", stamp[1])
         if self.asleep:
             await self.engine.wake_up(["kv_cache"])
             self.asleep = False
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         await self.engine.resume_generation()
         self.stamp = stamp
-        return {k: max(r[k] for r in reports) for k in reports[0]} | {"pause": pause}
+        return [report | {"pause": pause} for report in reports]
+
+    async def ping(self) -> None:
+        """Answer, if the engine still can. Raises RuntimeError: it died."""
+        if self.engine.errored:
+            raise RuntimeError(f"the engine of rollout replica {self.index} died")
 
     async def sleep(self) -> None:
         """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.distributed_util import BucketPlan, Receiver, Sender, SyncError, checksum
+from one_step_off.bucket_plan import BucketPlan, SyncError, checksum
+from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.shared_link import SharedOutlet
 from one_step_off.workers import WeightPiece
 
@@ -50,12 +51,16 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
             ends = [0] + [slot.offset + slot.nbytes for slot in slots]
             assert all(slot.offset >= end and slot.offset % 16 == 0 for slot, end in zip(slots, ends, strict=False))
             assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
-        size = sum(slot.nbytes for slot in bucket.slots)
-        assert size <= bucket_bytes or len({slot.piece.name for slot in bucket.slots}) == 1
+        one_row_each = all(slot.last - slot.first == 1 for slot in bucket.slots)
+        assert sum(bucket.nbytes) <= bucket_bytes or (one_row_each and len({s.piece.name for s in bucket.slots}) == 1)
     assert {slot.piece.name for b in plan.buckets for slot in b.slots} == set(shapes)
     # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
     for s, sent in enumerate(pieces):
-        assert [slot.piece for b in plan.buckets for slot in b.slots if slot.sender == s] == sent
+        mine = [slot for b in plan.buckets for slot in b.slots if slot.sender == s]
+        assert [slot.piece for slot in mine if slot.first == 0] == sent
+        for piece in sent:  # all of its rows, once, in order
+            rows = [n for slot in mine if slot.piece == piece for n in range(slot.first, slot.last)]
+            assert rows == list(range(piece.block[0] if piece.block else 1))
     assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
 
 
@@ -72,7 +77,7 @@ def test_layers_come_together_from_senders_that_own_different_parts_of_them():
             for layer in (stage, stage + 1):
                 names += [f"layers.{layer}.{'qk'[rank]}", *(f"layers.{layer}.experts.{2 * rank + i}" for i in (0, 1))]
             pieces.append([whole(name) for name in (*names, *["norm"] * (stage == 2 and rank == 1))])
-    plan = BucketPlan.build(pieces, 1)
+    plan = BucketPlan.build(pieces, 16)
     order = [slot.piece.name for bucket in plan.buckets for slot in bucket.slots]
     assert order[0] == "embed" and [int(name.split(".")[1]) for name in order[1:-1]] == sorted([0, 1, 2, 3] * 6)
     for s, sent in enumerate(pieces):
@@ -123,11 +128,16 @@ class Net:
         self.plan = BucketPlan.build(self.pieces, bucket_bytes)
         self.senders = [Sender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)]
         self.receivers = [Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)]
+        self.connect(1, near)
+
+    def connect(self, epoch, near=None) -> None:
+        near, receivers = near or [[] for _ in self.senders], len(self.receivers)
         addresses = [s.address for s in self.senders]
-        self.together(
-            [lambda s=s, n=n: s.connect(receivers, n) for s, n in zip(self.senders, near, strict=True)]
-            + [lambda r=r: r.connect(addresses, receivers, near) for r in self.receivers]
+        results = self.together(
+            [lambda s=s, n=n: s.connect(epoch, receivers, n) for s, n in zip(self.senders, near, strict=True)]
+            + [lambda r=r: r.connect(epoch, addresses, receivers, near) for r in self.receivers]
         )
+        assert results == [None] * len(results)
 
     @staticmethod
     def together(jobs) -> list:
@@ -198,7 +208,7 @@ def test_bits_arrive_over_gloo(senders, receivers, dtype):
 )
 def test_bits_arrive_in_shared_memory(receivers, near):
     net = Net(SHAPES, len(near), receivers, near=near)
-    assert [s.outlets[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [n for n in near if n]
+    assert [s.links[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [n for n in near if n]
     for version in range(3):
         model = {n: torch.randn(s) for n, s in SHAPES.items()}
         results, got = net.sync(model, version)
@@ -209,7 +219,7 @@ def test_bits_arrive_in_shared_memory(receivers, near):
 
 def test_a_near_receiver_reads_the_senders_own_buffer_and_no_message_is_left():
     net = Net(SHAPES, 1, 1, near=[[0]])
-    theirs, mine = net.senders[0].buffers[1], net.receivers[0].inlets[0].buffers[1]
+    theirs, mine = net.senders[0].buffers[1], net.receivers[0].links[0].buffers[1]
     theirs[3] = 77
     assert mine[3] == 77 and mine.data_ptr() != theirs.data_ptr()
     net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
@@ -289,7 +299,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
     import one_step_off.distributed_util as room
 
     net = Net(SHAPES, 2, 1)
-    receiver, honest, flipped = net.receivers[0], room._broadcast, []
+    receiver, honest, flipped, seen = net.receivers[0], room._broadcast, [], []
 
     class Corrupted:
         def __init__(self, work, tensor):
@@ -302,8 +312,10 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
 
     def broadcast(group, tensor):
         work = honest(group, tensor)
-        ours = group is receiver.inlets[0].group and tensor.dtype == torch.uint8 and receiver.bucket == 1
-        return Corrupted(work, tensor) if ours else work
+        if group is receiver.links[0].group and tensor.dtype == torch.uint8:
+            seen.append(1)
+            return Corrupted(work, tensor) if len(seen) == 2 else work
+        return work
 
     monkeypatch.setattr(room, "_broadcast", broadcast)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
@@ -339,3 +351,107 @@ def test_a_tensor_that_is_not_as_planned_is_named():
     model["w"] = torch.randn(4, 4, 3)
     results, _ = net.sync(model, 0)
     assert any("w is (4, 4, 3)" in str(r) and "planned (4, 4, 2)" in str(r) for r in results)
+
+
+def normal(shapes, dtype="float32"):
+    return {n: torch.randn(s).to(getattr(torch, dtype)) for n, s in shapes.items()}
+
+
+def same(got: list[dict], model: dict) -> bool:
+    return all(one.keys() == model.keys() and all(torch.equal(one[n], model[n]) for n in model) for one in got)
+
+
+@pytest.mark.parametrize("near", [None, [[0], [0]]])
+def test_a_tensor_larger_than_a_bucket_arrives_in_strips_and_memory_stays_bounded(near):
+    shapes = {"small": (3, 5), "huge": (1000, 64), "column": (6, 300), "last": (7,)}
+    net = Net(shapes, 2, 1, bucket_bytes=20_000, near=near)
+    largest, piece = 1000 * 64 * 4, 500 * 64 * 4
+    assert sum("huge" in b.joined for b in net.plan.buckets) == 13 and net.plan.largest <= 20_000
+    for sender in net.senders:  # two buffers; what is packed is the live rows, without a copy
+        assert sum(buffer.nbytes for buffer in sender.buffers) <= 2 * 20_000
+    receiver = net.receivers[0]
+    assert sum(buffer.nbytes for buffer in receiver.buffers) <= 2 * 20_000 and len(receiver.room) == largest > piece
+    places = [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers]
+    for version in range(3):
+        model = normal(shapes)
+        results, got = net.sync(model, version)
+        assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
+    assert places == [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers], "the buffers are reused"
+
+
+def test_pieces_cut_along_columns_are_joined():
+    whole = torch.arange(60.0).view(6, 10)
+    pieces = [[WeightPiece("o", "float32", (6, 10), i, i + 5, dim=1)] for i in (0, 5)]
+    for limit in (1000, 64):  # in one bucket, and in strips
+        plan, joined = BucketPlan.build(pieces, limit), torch.zeros(6, 10)
+        for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
+            slot.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop][slot.first : slot.last])
+        assert torch.equal(joined, whole)
+
+
+@pytest.mark.parametrize("near", [None, [[0, 1], [0, 1]], [[0], [1]]])
+def test_changes_alone_leave_the_same_bits_as_everything_would(near):
+    """Random sparse updates of bf16 weights, a dense one among them, and a full sync every 20."""
+    shapes = {"embed": (400, 64), "w": (64, 64), "norm": (64,), "scalar": ()}
+    net = Net(shapes, 2, 2, bucket_bytes=16_000, dtype="bfloat16", near=near)
+    for sender in net.senders:
+        sender.full_every = 20
+    model, sizes = normal(shapes, "bfloat16"), []
+    for version in range(50):
+        results, got = net.sync(model, version)
+        assert not [r for r in results if isinstance(r, Exception)] and same(got, model), version
+        sizes.append(sum(r["bytes"] for r in results[:2]))
+        for tensor in model.values():
+            words = tensor.view(torch.int16)
+            step = torch.randint(-2, 3, words.shape, dtype=torch.int16)
+            words += torch.where(torch.rand(words.shape) < 0.02, step, torch.zeros_like(step))
+            if version == 7:
+                tensor.copy_(torch.randn(tensor.shape))
+    full = net.plan.total_bytes
+    assert [i for i, size in enumerate(sizes) if size >= full] == [0, 8, 20, 40]
+    assert max(size for i, size in enumerate(sizes) if i not in (0, 8, 20, 40)) < 0.1 * full
+
+
+def test_a_wrong_base_of_changes_is_caught():
+    shapes = {"w": (64, 64)}
+    net = Net(shapes, 1, 1, dtype="bfloat16")
+    net.senders[0].full_every = 20
+    model = normal(shapes, "bfloat16")
+    net.sync(model, 0)
+    net.receivers[0].mirror.parts[0][0][5] ^= 1
+    model["w"].view(torch.int16)[3, 3] += 1
+    results, _ = net.sync(model, 1)
+    assert any("checksum of bucket 1" in str(r) for r in results)
+
+
+def test_groups_are_made_anew_without_a_lost_receiver_and_with_a_late_one():
+    net = Net(SHAPES, 2, 3, timeout_s=20.0)
+    for sender in net.senders:
+        sender.full_every = 20
+    model = normal(SHAPES)
+    net.sync(model, 0)
+    lost, begin = net.receivers.pop(1), time.monotonic()
+
+    lost.close()
+    results, _ = net.sync(normal(SHAPES), 1)
+    assert all(isinstance(r, SyncError) for r in results), "every end is told"
+    assert time.monotonic() - begin < 10, "and soon"
+    net.receivers = [Receiver(net.plan, i, CPU, "127.0.0.1", 20.0) if i else net.receivers[0] for i in range(2)]
+    net.connect(2)
+    results, got = net.sync(model := normal(SHAPES), 1)
+    assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
+    net.receivers.append(Receiver(net.plan, 2, CPU, "127.0.0.1", 20.0))
+    net.connect(3)
+    for version in (2, 3):  # with changes: the first sync after a newcomer is full
+        results, got = net.sync(model := normal(SHAPES), version)
+        assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
+
+
+def test_each_bucket_is_timed_on_the_wire_and_set_against_the_bare_link():
+    net = Net({"w": (1000, 64)}, 2, 1, bucket_bytes=50_000)
+    results, _ = net.sync(normal({"w": (1000, 64)}), 0)
+    received = results[2]
+    assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
+    assert {(i, s) for i, s, _ in received["each"]} == {(i, s) for i in range(len(net.plan.buckets)) for s in (0, 1)}
+    assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
+    assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}

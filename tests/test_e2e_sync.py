@@ -148,7 +148,7 @@ def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
     import json
 
     from one_step_off import launch
-    from one_step_off.distributed_util import SyncError
+    from one_step_off.bucket_plan import SyncError
 
     mine = models(tied=True, seed=2)
     twisted = shutil.copytree(mine, tmp_path / "twisted")
@@ -169,7 +169,7 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     import ray
 
     from one_step_off import launch
-    from one_step_off.distributed_util import SyncError
+    from one_step_off.bucket_plan import SyncError
     from one_step_off.groups import RoleError, named
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})

@@ -8,10 +8,11 @@ import time
 import numpy as np
 import pytest
 
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
-from one_step_off.distributed_util import SyncError
-from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, WeightSync, every, named, within
+from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
 from one_step_off.samples import Batch, Prompt, Sample, StalenessError
+from one_step_off.weight_sync import WeightSync
 
 
 class Method:
@@ -189,10 +190,13 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
-    actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights={"bytes": 8.0, "pack": 0.1})], cfg)
-    replicas = [Actor(score=lambda seqs, e=e: e, sync={"wire": 0.1, "load": 0.2}) for e in engines]
+    sent = {"bytes": 8.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
+    got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
+    actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent))], cfg)
+    replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], ping=None) for e in engines]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
-    sync.senders, sync.total_bytes = actor.ranks, 8
+    sync.senders = sync.taking_part = actor.ranks
+    sync.total_bytes = 8
     return sync
 
 

@@ -38,7 +38,7 @@ class World:
         self.alive += 1
         try:
             self.events.append(("begin", *event))
-            await asyncio.sleep(self.delays.random() * self.longest)
+            await asyncio.sleep(self.delays.random() * self.longest * (0.2 if event[0] == "sync" else 1.0))
             if self.fail_at == event:
                 raise ValueError(f"broken on purpose in {event}")
             self.events.append(("end", *event))
@@ -74,6 +74,8 @@ class FakeActor:
     async def update(self, batch, learn=True):
         w = self.world
         await w.phase("train", batch.step)
+        while w.engine_version != w.version:  # as a worker before its optimiser step
+            await asyncio.sleep(0)
         w.version += 1
         w.trained.append((batch.step, batch.prompt_order(), {int(v) for s in batch.samples for v in s.versions}))
         return {"ratio/mean": 1.0}
@@ -97,11 +99,16 @@ class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    async def __call__(self, stamp):
+    def expect(self):
+        return self.world.version
+
+    async def __call__(self, stamp, expected=None):
         w = self.world
+        assert expected in (None, stamp[1]), "the canary's trainer half is of other weights"
         assert w.generating == 0, "a sync while the engine generates"
         assert stamp == (0, w.version), "asked for weights that the trainer does not hold"
         await w.phase("sync", stamp[1])
+        assert stamp == (0, w.version), "the weights changed while they were being sent"
         w.engine_version = stamp[1]
         return {"time/sync_s": 0.0}
 

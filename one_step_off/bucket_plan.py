@@ -1,0 +1,228 @@
+"""Which bytes of the model travel in which bucket, the same on both ends of the weight stream; and their checksum."""
+
+import graphlib
+import hashlib
+import heapq
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from one_step_off.workers import WeightPiece
+
+_ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
+_LANES = 1024  # int64 words per checksum row
+
+
+Rows = tuple[int, WeightPiece, int, int]
+"""The rows [first, last) of a sender's piece: (sender, piece, first, last)."""
+
+
+class SyncError(RuntimeError):
+    """A weight sync that is not complete and exact. The replica that received it must not be used as it is."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one piece, or the rows [first, last) of its block, lie in its sender's part of a bucket: bytes
+    [offset, offset + nbytes)."""
+
+    piece: WeightPiece
+    sender: int
+    offset: int
+    nbytes: int
+    first: int
+    last: int
+
+    def view(self, part: torch.Tensor) -> torch.Tensor:
+        """Its rows as a tensor of their own shape and dtype, inside `part` (uint8 [n])."""
+        flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
+        return flat.view(self.rows_of(self.piece.block))
+
+    def rows_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of its rows."""
+        return (self.last - self.first, *block[1:]) if block else ()
+
+    def place(self, whole: torch.Tensor) -> torch.Tensor:
+        """Its rows inside the whole tensor."""
+        if not self.piece.shape:
+            return whole
+        block = whole.narrow(self.piece.dim, self.piece.start, self.piece.stop - self.piece.start)
+        return block[self.first : self.last]
+
+
+@dataclass
+class Bucket:
+    """Tensors that travel together, piece by piece in the order of rows; `nbytes[s]`: sender s's padded part."""
+
+    slots: list[Slot]
+    nbytes: list[int]
+    joined: dict[str, int] = field(default_factory=dict)  # tensors of several slots -> where receivers join them
+    ends: bool = True  # False: its one tensor goes on in the next bucket
+
+    def take(self, strip: "list[Rows]", join: int | None, ends: bool) -> None:
+        """Add a tensor, or a strip of one; `join`: where receivers join it."""
+        for s, piece, *rows in strip:
+            self.slots.append(Slot(piece, s, self.nbytes[s], _bytes(piece, rows), *rows))
+            self.nbytes[s] += _padded(piece, rows)
+        if join is not None:
+            self.joined[strip[0][1].name] = join
+        self.ends = ends
+
+    def tensors(self) -> Iterator[tuple[str, list[Slot]]]:
+        """Name and slots of each tensor, in order."""
+        for name, slots in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
+            yield name, list(slots)
+
+
+@dataclass
+class BucketPlan:
+    """Built once on both sides; `digest` tells whether two sides hold the same plan. `room`: bytes that a receiver needs
+    to join tensors of several slots."""
+
+    buckets: list[Bucket]
+    senders: int
+    digest: int
+    room: int
+
+    @staticmethod
+    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
+        """Fill buckets with whole tensors, in the order of `_merged`; one over `bucket_bytes` is cut into strips, each
+        with rows of all its senders, and has its buckets for itself.
+
+        Args:
+            pieces: per sender its pieces, in the order in which it will yield their data.
+            bucket_bytes: the most a bucket holds, all senders' parts together (or one row of each).
+
+        Raises:
+            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
+        """
+        buckets: list[Bucket] = []
+        filled, room, joined = math.inf, 0, 0
+        order: list[list[WeightPiece]] = [[] for _ in pieces]
+        for parts in owners(pieces):
+            strips, size = _strips(parts, bucket_bytes), sum(_padded(p, (0, _rows(p))) for _, p in parts)
+            alone = len(strips) > 1
+            if alone or filled + size > bucket_bytes:
+                buckets.append(Bucket([], [0] * len(pieces)))
+                filled = joined = 0
+            for i, strip in enumerate(strips):
+                if i:
+                    buckets.append(Bucket([], [0] * len(pieces)))
+                buckets[-1].take(strip, joined if alone or len(parts) > 1 else None, ends=i == len(strips) - 1)
+            if alone or len(parts) > 1:
+                joined += size
+                room = max(room, joined)
+            filled = math.inf if alone else filled + size
+            for s, piece in parts:
+                order[s].append(piece)
+        if order != pieces:
+            # Data comes without names, so it would be taken for another tensor of the same shape.
+            raise SyncError("weight plan: the senders have their pieces in different orders")
+        digest = int.from_bytes(hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big")
+        return BucketPlan(buckets, len(pieces), digest, room)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes on the wire per full sync and receiver."""
+        return sum(sum(b.nbytes) for b in self.buckets)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest bucket."""
+        return max((sum(b.nbytes) for b in self.buckets), default=0)
+
+
+def _rows(piece: WeightPiece) -> int:
+    return piece.block[0] if piece.block else 1
+
+
+def _bytes(piece: WeightPiece, rows: tuple[int, int]) -> int:
+    return (rows[1] - rows[0]) * math.prod(piece.block[1:]) * getattr(torch, piece.dtype).itemsize
+
+
+def _padded(piece: WeightPiece, rows: tuple[int, int]) -> int:
+    return -(-_bytes(piece, rows) // _ALIGN) * _ALIGN
+
+
+def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Rows]]:
+    """One tensor, cut into as few strips as keep to `limit` bytes each."""
+    longest = max(_rows(piece) for _, piece in parts)
+    count = max(1, min(longest, sum(_bytes(p, (0, _rows(p))) for _, p in parts) // limit))
+    while True:
+        cuts = [[(s, p, _rows(p) * i // count, _rows(p) * (i + 1) // count) for s, p in parts] for i in range(count)]
+        if count >= longest or max(sum(_padded(p, rows) for _, p, *rows in cut) for cut in cuts) <= limit:
+            return [[part for part in cut if part[2] < part[3]] for cut in cuts]
+        count += 1
+
+
+def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
+    """Per tensor its (sender, piece) in the order of rows, after checking (SyncError) that rows are covered once each;
+    the tensors as `_merged` has them."""
+    by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
+    for s, sent in enumerate(pieces):
+        for p in sent:
+            by_name.setdefault(p.name, []).append((s, p))
+    for name, parts in by_name.items():
+        parts.sort(key=lambda part: part[1].start)
+        first, at = parts[0][1], 0
+        for _, p in parts:
+            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
+                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
+            if p.start != at or p.stop <= p.start:
+                raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
+            at = p.stop
+        rows = first.shape[first.dim] if first.shape else 1
+        if at != rows:
+            raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
+    return [by_name[name] for name in _merged(pieces)]
+
+
+def whole_pieces(pieces: list[list[WeightPiece]]) -> list[WeightPiece]:
+    """The pieces of a rank that gathers the others'."""
+    firsts = (parts[0][1] for parts in owners(pieces))
+    return [WeightPiece(p.name, p.dtype, p.shape, 0, p.shape[0] if p.shape else 1) for p in firsts]
+
+
+def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
+    """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
+    layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
+    would be held almost all at once."""
+    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
+    place: dict[str, int] = {}
+    for sent in pieces:
+        names = list(dict.fromkeys(piece.name for piece in sent))
+        for i, name in enumerate(names):
+            sorter.add(name, *names[max(0, i - 1) : i])
+            place.setdefault(name, len(place))
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as e:
+        raise SyncError("weight plan: the senders have their pieces in different orders") from e
+    ready: list[tuple[int, int, str]] = []
+    merged: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            layer = re.search(r"\.(\d+)\.", name)
+            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
+        merged.append(heapq.heappop(ready)[2])
+        sorter.done(merged[-1])
+    return merged
+
+
+def checksum(flat: torch.Tensor) -> torch.Tensor:
+    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane. `flat` is uint8 [n],
+    n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers along rows and along
+    lanes, mod 2^64. No temporary as large as the bucket is made."""
+    words = flat.view(torch.int64)
+    whole = len(words) // _LANES * _LANES
+    out = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for block in (words[:whole].view(-1, _LANES), words[whole:].view(1, -1)):
+        if block.numel():
+            for i, sums in enumerate((block.sum(0), block.sum(1))):
+                odd = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=flat.device)
+                out[i] = out[i] * 31 + (sums * odd).sum()
+    return out

@@ -1,0 +1,93 @@
+"""A training worker's end of the weight sync, over its `weight_plan` and `weight_tensors`.
+
+With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run: what Ray calls
+here has a thread of its own beside the worker's, and the optimiser waits for it before it changes what is being read.
+"""
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from one_step_off.bucket_plan import BucketPlan, SyncError, owners, whole_pieces
+from one_step_off.distributed_util import Sender, own_host
+from one_step_off.workers import WeightPiece
+
+
+class SendingEnd:
+    """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
+
+    threads = {"sync": 1}
+    sent_version = -1
+
+    @ray.method(concurrency_group="sync")
+    def open_sender(
+        self, pieces: list[list[WeightPiece]], bucket_bytes: int, host: str, timeout_s: float
+    ) -> tuple[str, int] | None:
+        """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
+        nothing itself."""
+        self.pieces, self.sent, own = pieces, threading.Condition(), self.cfg.weight_sync
+        senders = [rank for rank, held in enumerate(pieces) if held] if own.sender == "sharded" else [0]
+        if self.rank not in senders:
+            return None
+        held = [pieces[rank] for rank in senders] if own.sender == "sharded" else [whole_pieces(pieces)]
+        plan, device = BucketPlan.build(held, bucket_bytes), torch.device(self.device)
+        self.sender = Sender(plan, senders.index(self.rank), device, own_host(host), timeout_s)
+        self.sender.full_every = own.full_every if own.mode == "delta" else 0
+        return self.sender.address
+
+    @ray.method(concurrency_group="sync")
+    def connect_sync(self, epoch: int, receivers: int, near: list[int]) -> None:
+        """Form this sender's group; the receivers join meanwhile. `near`: those on its device."""
+        self.sender.connect(epoch, receivers, near)
+
+    @ray.method(concurrency_group="sync")
+    def send_weights(self, version: int) -> dict[str, Any]:
+        """As `Sender.send`; it refuses (SyncError) if the worker is at another version. With weight_sync.sender=gather
+        every rank is called, and gives rank 0 its pieces (collective)."""
+        if version != self.version:
+            raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
+        if self.cfg.weight_sync.sender == "sharded":
+            report = self.sender.send(self.weight_tensors(), version)
+        elif self.rank == 0:
+            report = self.sender.send((tensor for _, tensor in self.gathered(self.pieces, self.device)), version)
+        else:
+            report = dict.fromkeys((name for name, _ in self.gathered(self.pieces, self.device)), 0.0)
+        with self.sent:
+            self.sent_version = version
+            self.sent.notify_all()
+        return report
+
+    def before_step(self) -> None:
+        """Wait until these weights have been sent. Raises SyncError: the driver has not got them to the replicas."""
+        own, limit = self.cfg.weight_sync, self.cfg.trainer.step_timeout_s
+        if own.overlap and hasattr(self, "sent"):
+            with self.sent:
+                if not self.sent.wait_for(lambda: self.sent_version >= self.version, limit):
+                    raise SyncError(f"trainer rank {self.rank}: version {self.version} was not sent in {limit:g} s")
+
+    @torch.no_grad()
+    def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
+        ranks, which must take part (collective)."""
+        own = self.weight_tensors()
+        for parts in owners(pieces):
+            first = parts[0][1]
+            dtype = getattr(torch, first.dtype)
+            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
+            for rank, piece in parts:
+                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
+                if self.rank == 0:
+                    if block is None:
+                        block = torch.empty(piece.block, dtype=dtype, device=device)
+                        dist.recv(block, rank)
+                    rows = torch.atleast_1d(whole)  # the same memory
+                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
+                elif block is not None:
+                    dist.send(block, 0)
+            if self.rank == 0:
+                yield first.name, whole

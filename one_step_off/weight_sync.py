@@ -1,0 +1,172 @@
+"""The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops.
+
+A replica whose process dies in a sync is left out: the groups are made anew without it, and those that are left receive
+the whole sync again, from whatever state the broken one left them in. It is started anew in the background and joins at
+the next sync; before that it generates nothing.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import astuple
+from typing import Any
+
+import numpy as np
+
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
+from one_step_off.groups import RolloutGroup, TrainGroup, every, named
+from one_step_off.samples import Stamp
+
+SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
+SENDING = "gather", "checksum", "encode", "wire"  # phases of a sender
+RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
+
+
+class WeightSync:
+    """Brings every replica to the trainer's weights."""
+
+    def __init__(
+        self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str, near: list[list[int]]
+    ) -> None:
+        """`near`: per rank of the actor the replicas on its device; they need no network."""
+        self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
+        self.cfg, self.epoch = actor.cfg.weight_sync, 0
+        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
+        self.say: Callable[[str], None] = lambda line: None
+        self.on_trace: Callable[[str, str, int, float, float], None] = lambda *_: None
+
+    async def connect(self) -> None:
+        """Exchange the metadata, once, and form all groups."""
+        limit, size, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
+        plans = await every(limit, what, self.actor.ranks, "weight_plan")
+        found = await every(limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit)
+        # With sender=gather all ranks take part, and one of them has an address.
+        sending = [i for i, address in enumerate(found) if address]
+        self.senders = [self.actor.ranks[i] for i in sending]
+        self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
+        self.near = [self.near[i] for i in sending]
+        pieces = [plans[i] for i in sending] if self.cfg.sender == "sharded" else [whole_pieces(plans)]
+        self.total_bytes = BucketPlan.build(pieces, size).total_bytes
+        self.info = {
+            "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
+            "bucket_bytes": size,
+            "addresses": [found[i] for i in sending],
+            "host": self.host,
+            "timeout_s": limit,
+        }
+        await self._regroup()
+
+    async def _regroup(self) -> None:
+        """New groups, of the senders and the replicas that take part now."""
+        self.epoch += 1
+        width = self.rollout.cfg.rollout.tensor_parallel_size
+        place = {number: i for i, number in enumerate(self.rollout.active)}
+        near = [[place[r] for r in those if r in place] for those in self.near]
+        receivers, limit = len(place) * width, 2 * self.cfg.timeout_s
+        info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
+        shape, firsts = (self.epoch, receivers), [(i * width,) for i in place.values()]
+        await asyncio.gather(
+            every(limit, "weight sync, trainer rank", self.senders, "connect_sync", *shape, each=[(n,) for n in near]),
+            every(limit, "weight sync, rollout", self.rollout.replicas, "connect_sync", info, each=firsts),
+        )
+
+    def expect(self) -> Awaitable[list[np.ndarray]]:
+        """Ask the trainer for its half of the canary, by the weights that it has now."""
+        return self.actor.score(self.canary)
+
+    async def __call__(self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None) -> dict[str, Any]:
+        """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
+        sync/gb_per_s, seconds per phase, canary. Raises SyncError or PhaseTimeout, naming who, which phase, bucket and
+        version."""
+        trainer = await (expected or self.expect())
+        begin = time.perf_counter()
+        if await self.rollout.rejoin():
+            await self._regroup()
+        while True:
+            sent, received, error = await self._transfer(stamp)
+            if error is None:
+                break
+            lost = await self.rollout.missing()
+            if not lost:
+                raise error
+            self.say(f"weight sync of version {stamp[1]}: {error}; starting {', '.join(lost.values())} anew")
+            await self.rollout.restart(list(lost))
+            await self._regroup()
+        seconds = time.perf_counter() - begin
+        metrics = self._metrics(stamp, seconds, sent, received) | await self._check_canary(stamp, trainer)
+        whole = time.perf_counter() - begin  # the replicas idle until the canary has passed, so it belongs to the sync
+        return metrics | {"time/sync_s": whole, "time/canary_s": whole - seconds}
+
+    async def _transfer(self, stamp: Stamp) -> tuple[list[Any], list[Any], Exception | None]:
+        """What senders and replicas report, and the first failure, once all have ended. Whoever fails leaves its groups,
+        so that the others fail soon after."""
+        what, replicas = f"weight sync of version {stamp[1]}", self.rollout.active
+        calls = [("trainer rank", i, actor.send_weights.remote(stamp[1])) for i, actor in enumerate(self.taking_part)]
+        calls += [("rollout", i, self.rollout.all[i].sync.remote(stamp)) for i in replicas]
+        tasks = [asyncio.ensure_future(named(f"{what}, {who} {i}", answer)) for who, i, answer in calls]
+        # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
+        limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
+        _, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        failed = [task for task in tasks if task not in late and task.exception()]
+        if late:
+            _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
+            for task in late:
+                task.cancel()
+        if failed:
+            return [], [], failed[0].exception()
+        if late:
+            who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)
+            return [], [], SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")
+        reports = [task.result() for task in tasks]
+        return reports[: len(self.taking_part)], reports[len(self.taking_part) :], None
+
+    def _metrics(self, stamp: Stamp, seconds: float, sent: list, received: list) -> dict[str, Any]:
+        width = self.rollout.cfg.rollout.tensor_parallel_size
+        ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
+        for number, workers in zip(self.rollout.active, received, strict=True):
+            names = [f"rollout {number}" + (f".{k}" if width > 1 else "") for k in range(width)]
+            ranks |= dict(zip(names, workers, strict=True))
+        size = sum(report["bytes"] for report in sent)
+        metrics: dict[str, Any] = {
+            "sync/transfer_s": seconds,
+            "sync/bytes": size,
+            "sync/gb_per_s": size / seconds / 1e9,
+            "sync/full_bytes": float(self.total_bytes),
+        }
+        phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
+        for names, reports in phases:
+            metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
+        wires = [(_on_wire(sent, w["each"]), w["raw"]) for workers in received for w in workers]
+        metrics["sync/wire_s"], raw = max(wires)
+        if raw:
+            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
+        for who, report in ranks.items():
+            for lane, phase, begin, end in report.pop("spans"):
+                self.on_trace(f"sync {who}{lane}", phase, stamp[1], begin, end)
+        plain = ("bytes", *SENDING, *RECEIVING)
+        metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
+        return metrics
+
+    async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray]) -> dict[str, float]:
+        replicas = await self.rollout.score(self.canary)
+        found: dict[str, float] = {}
+        for i, replica in zip(self.rollout.active, replicas, strict=True):
+            diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
+            # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
+            for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
+                if not size <= share * self.tolerance:  # NaN fails too
+                    raise SyncError(
+                        f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
+                        f"{size:.3g} nats on the same tokens ({kind}), "
+                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
+                    )
+                name = f"canary/logprob_diff_{kind}"
+                found[name] = max(found.get(name, 0.0), float(size))
+        return found
+
+
+def _on_wire(sent: list[dict[str, Any]], each: list[list[float]]) -> float:
+    """Seconds that a receiver's data travelled. Either end's time includes its wait for the other, so the shorter of the
+    two counts, bucket by bucket."""
+    theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
+    return sum(min(seconds, theirs[i, s]) for i, s, seconds in each)
