@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, policy_losses
 from one_step_off.advantages import Arrays
+from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
@@ -436,6 +437,28 @@ class PolicyWorker(TrainedWorker):
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             yield local.detach().reshape(piece.block)
+
+    @torch.no_grad()
+    def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
+        ranks, which must take part (collective)."""
+        own = self.weight_tensors()
+        for parts in owners(pieces):
+            first = parts[0][1]
+            dtype = getattr(torch, first.dtype)
+            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
+            for rank, piece in parts:
+                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
+                if self.rank == 0:
+                    if block is None:
+                        block = torch.empty(piece.block, dtype=dtype, device=device)
+                        dist.recv(block, rank)
+                    rows = torch.atleast_1d(whole)  # the same memory
+                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
+                elif block is not None:
+                    dist.send(block, 0)
+            if self.rank == 0:
+                yield first.name, whole
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0

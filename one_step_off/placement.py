@@ -87,11 +87,10 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
     options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
     if hasattr(cls, "calls_at_once"):
         options["max_concurrency"] = cls.calls_at_once
-    if hasattr(cls, "threads"):
-        options["concurrency_groups"] = cls.threads
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)
         options["num_gpus"] = bundle.get("GPU", 0) * share
         options["num_cpus"] = 0 if device == "cuda" else bundle["CPU"] * share
-    return ray.remote(Pinned).options(**options).remote(*args)
+    wrap = ray.remote(concurrency_groups=cls.threads) if hasattr(cls, "threads") else ray.remote
+    return wrap(Pinned).options(**options).remote(*args)

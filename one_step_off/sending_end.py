@@ -5,15 +5,12 @@ here has a thread of its own beside the worker's, and the optimiser waits for it
 """
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import ray
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
-from one_step_off.bucket_plan import BucketPlan, SyncError, owners, whole_pieces
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.distributed_util import Sender, own_host
 from one_step_off.workers import WeightPiece
 
@@ -69,25 +66,3 @@ class SendingEnd:
             with self.sent:
                 if not self.sent.wait_for(lambda: self.sent_version >= self.version, limit):
                     raise SyncError(f"trainer rank {self.rank}: version {self.version} was not sent in {limit:g} s")
-
-    @torch.no_grad()
-    def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
-        """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
-        ranks, which must take part (collective)."""
-        own = self.weight_tensors()
-        for parts in owners(pieces):
-            first = parts[0][1]
-            dtype = getattr(torch, first.dtype)
-            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
-            for rank, piece in parts:
-                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
-                if self.rank == 0:
-                    if block is None:
-                        block = torch.empty(piece.block, dtype=dtype, device=device)
-                        dist.recv(block, rank)
-                    rows = torch.atleast_1d(whole)  # the same memory
-                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
-                elif block is not None:
-                    dist.send(block, 0)
-            if self.rank == 0:
-                yield first.name, whole

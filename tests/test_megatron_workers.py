@@ -22,8 +22,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from one_step_off import megatron_model, megatron_weights
-from one_step_off.config import ConfigError
 from one_step_off.bucket_plan import BucketPlan
+from one_step_off.config import ConfigError
 from one_step_off.fsdp_workers import WORKERS as FSDP_WORKERS
 from one_step_off.megatron_model import read_config
 from one_step_off.megatron_workers import WORKERS
