@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -184,6 +185,74 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
             await named("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
             await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
+
+    launch.start_ray(cfg)
+    try:
+        asyncio.run(check())
+    finally:
+        ray.shutdown()
+
+
+@pytest.mark.timeout(400)
+def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path):
+    """kill -9 between two buckets. The other one receives everything again without a restart; the lost one is started
+    anew beside it, and takes part from the next sync on."""
+    import ray
+
+    from one_step_off import launch
+
+    mine, said = models(tied=True, seed=2), []
+    cfg = tiny_config(
+        mine,
+        str(tmp_path / "run"),
+        **{
+            "placement.pools": {"rollout": [2], "actor": [1]},
+            "rollout.engine_kwargs": {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160},
+            "rollout.sampling_kwargs": {"ignore_eos": True},
+            "weight_sync.bucket_mb": 1,
+            "weight_sync.mode": "delta",
+            "weight_sync.timeout_s": 30.0,
+        },
+    )
+
+    def kill_at_third_bucket(worker, pid):
+        import os
+        import signal
+
+        honest, packed = worker.sender._pack, []
+
+        def pack(*args):
+            packed.append(1)
+            if len(packed) == 3:
+                os.kill(pid, signal.SIGKILL)
+            honest(*args)
+
+        worker.sender._pack = pack
+
+    async def check() -> None:
+        roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+        roles.sync.say = said.append
+        await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
+        await roles.sync.connect()
+        first = await roles.sync((0, 0))
+        assert first["sync/bytes"] >= 3 << 20
+        await roles.actor.update(batch_for_update())
+        survivor = roles.rollout.all[0]
+        pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: __import__("os").getpid())
+        await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
+        begin = time.monotonic()
+        await roles.sync((0, 1))
+        assert time.monotonic() - begin < 60, "nobody waits for the dead"
+        assert roles.rollout.active == [0] and roles.rollout.replicas == [survivor]
+        assert len(said) == 1 and "rollout 1" in said[0]
+        saved = str(tmp_path / "after")
+        await roles.actor.save_hf(saved)
+        await compare(roles, saved)
+        await roles.rollout.returning[1]
+        await roles.sync((0, 1))
+        assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
+        await compare(roles, saved)
+        await roles.rollout.stop()
 
     launch.start_ray(cfg)
     try:
