@@ -15,7 +15,6 @@ import torch
 # Words: few enough for small temporaries, enough to hide what calling an operation costs.
 _BLOCK = {"cpu": 1 << 21, "cuda": 1 << 23}
 _WIDTHS = (torch.int32, torch.int16, torch.uint8)
-_FULL = {torch.uint8: 0xFF, torch.int16: 0xFFFF}
 
 
 def encode(new: torch.Tensor, base: torch.Tensor, most: int | None = None) -> torch.Tensor | None:
@@ -24,21 +23,17 @@ def encode(new: torch.Tensor, base: torch.Tensor, most: int | None = None) -> to
     largest temporaries, beside the payload's parts, are about 40 bytes for each word of a block, not of the bucket."""
     most = len(new) if most is None else most
     words, before, block = new.view(torch.int16), base.view(torch.int16), _BLOCK[new.device.type]
+    size, parts = 4 * (2 + 6 * -(-len(words) // block)), []
     if len(words) >= 2**31:  # the header could not say so
         return None
-    lengths, streams = [len(words), block], {dtype: [] for dtype in _WIDTHS}
-    size = 4 * (2 + 6 * -(-len(words) // block))
     for start in range(0, len(words), block):
         for column in _changes(words[start : start + block], before[start : start + block]):
-            for dtype, stream in zip(_WIDTHS, _split(column), strict=True):
-                streams[dtype].append(stream)
-                lengths.append(len(stream))
-                size += stream.nbytes
+            parts += _split(column)
+            size += sum(part.nbytes for part in parts[-3:])
         if -(-size // 16) * 16 >= most:
             return None
-    header = torch.tensor(lengths, dtype=torch.int32).to(new.device)
-    padding = header.new_zeros(16, dtype=torch.uint8)
-    parts = [header, *(stream for dtype in _WIDTHS for stream in streams[dtype]), padding]
+    header = torch.tensor([len(words), block, *map(len, parts)], dtype=torch.int32).to(new.device)
+    parts = [header, *sorted(parts, key=lambda part: -part.itemsize), new.new_zeros(16)]
     return torch.cat([part.view(torch.uint8) for part in parts])[: -(-size // 16) * 16]
 
 
@@ -58,67 +53,55 @@ def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.
 def _split(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The streams of a column (int32 [c], none negative), as `_WIDTHS` has them."""
     wide = column[column >= 0xFF]
-    if 2 * len(wide) < len(column):
-        narrow = column.clamp(max=0xFF).to(torch.uint8)
-    else:
-        narrow, wide = column.new_empty(0, dtype=torch.uint8), column
-    return wide[wide >= 0xFFFF], wide.clamp(max=0xFFFF).to(torch.int16), narrow
+    narrow, wide = (column, wide) if 2 * len(wide) < len(column) else (column[:0], column)
+    return wide[wide >= 0xFFFF], wide.clamp(max=0xFFFF).to(torch.int16), narrow.clamp(max=0xFF).to(torch.uint8)
 
 
 def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
     """Make of `words` (uint8 [n]), which holds `base`, the `new` that `payload` was encoded from. Raises ValueError, with
     `words` as they were: the payload belongs to another size, or contradicts itself. It cannot tell another base, nor
     damage that leaves a valid payload: compare checksums."""
-    words = words.view(torch.int16)
-    blocks = _blocks(payload, len(words))
-    blocks = [block for block in blocks if any(map(len, (*block[2], *block[3])))]
+    blocks = _blocks(payload, words.view(torch.int16))
     for write in (False, True):  # nothing is written before all blocks have been checked
-        for start, stop, gaps, steps in blocks:
-            at = (_join(gaps).long() + 1).cumsum(0) - 1
-            step = _join(steps)
-            if len(at) != len(step) or len(at) and int(at[-1]) >= stop - start:
-                raise ValueError(f"delta: its positions are not within words {start} to {stop}")
+        for part, gaps, steps in blocks:
+            at, step = (_join(gaps).long() + 1).cumsum(0) - 1, _join(steps)
+            if len(at) != len(step) or not 0 <= int(at.min()) <= int(at.max()) < len(part):
+                raise ValueError("delta: its positions are not within a block")
             if write:
                 step = ((step >> 1) ^ -(step & 1)).to(torch.int16)
-                part = words[start:stop]
                 part.scatter_(0, at, part.index_select(0, at) + step)
 
 
-def _blocks(payload: torch.Tensor, count: int) -> list[tuple[int, int, list[torch.Tensor], list[torch.Tensor]]]:
-    """Per block its first word, the one after its last, and the streams of its two columns, as `_WIDTHS` has them; of a
-    bucket of `count` words. Raises ValueError: the header fits neither that nor the payload's size."""
-    of, block = payload[:8].view(torch.int32).tolist() if len(payload) >= 16 else (-1, 0)
-    starts = range(0, count, block) if of == count and block > 0 else range(0)
+def _blocks(payload: torch.Tensor, words: torch.Tensor) -> list[tuple[torch.Tensor, list, list]]:
+    """Each block of `words` (int16 [k]) that has changes, with the streams of its two columns, as `_WIDTHS` has them.
+    Raises ValueError: the header fits neither the words nor the payload's size."""
+    whole = len(payload) >= 16 and len(payload) % 16 == 0
+    count, block = payload[:8].view(torch.int32).tolist() if whole else (-1, 1)
+    starts = range(0, len(words), max(block, 1))
     at = 8 + 24 * len(starts)
-    if of != count or count and not starts or at > len(payload):
-        raise ValueError(f"delta: a payload of {len(payload)} bytes for {of} words, and here are {count}")
-    lengths = payload[8:at].view(torch.int32).view(-1, 3).cpu()
-    streams: list[list[torch.Tensor]] = [[] for _ in lengths]
-    for dtype, sizes in zip(_WIDTHS, lengths.T.tolist(), strict=True):
-        for stream, size in zip(streams, sizes, strict=True):
-            end = at + size * dtype.itemsize
-            if size < 0 or end > len(payload):
-                raise ValueError(f"delta: a payload of {len(payload)} bytes breaks off")
-            stream.append(payload[at:end].view(dtype))
-            at = end
-    if -(-at // 16) * 16 != len(payload):
-        raise ValueError(f"delta: a payload of {len(payload)} bytes, of which only {at} are used")
-    columns = zip(starts, streams[::2], streams[1::2], strict=True)
-    return [(start, min(start + block, count), gaps, steps) for start, gaps, steps in columns]
+    lengths = payload[8:at].view(torch.int32).tolist() if whole else []
+    size = at + sum(length * _WIDTHS[i % 3].itemsize for i, length in enumerate(lengths))
+    real = (len(words), 6 * len(starts), len(payload))
+    if (count, len(lengths), -(-size // 16) * 16) != real or min(lengths, default=0) < 0:
+        raise ValueError(f"delta: a payload of {len(payload)} bytes for {count} words does not fit {len(words)} words")
+    columns: list[list[torch.Tensor]] = [[] for _ in range(2 * len(starts))]
+    for i, dtype in enumerate(_WIDTHS):
+        for column, length in zip(columns, lengths[i::3], strict=True):
+            column.append(payload[at : at + length * dtype.itemsize].view(dtype))
+            at += length * dtype.itemsize
+    parts = (words[start : start + block] for start in starts)
+    rows = zip(parts, columns[::2], columns[1::2], strict=True)
+    return [(part, gaps, steps) for part, gaps, steps in rows if any(map(len, gaps + steps))]
 
 
 def _join(streams: list[torch.Tensor]) -> torch.Tensor:
     """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong together."""
-    column = streams[0]
-    if len(column) and int(column.amin()) < 0xFFFF:
-        raise ValueError("delta: a number stands in a stream wider than it needs")
-    for stream in streams[1:]:
-        full = _FULL[stream.dtype]
+    column, *narrower = streams
+    for stream, full in zip(narrower, (0xFFFF, 0xFF), strict=True):
         numbers = stream.int() & full
         escaped = numbers == full
-        # Only a column that begins in the wider stream leaves the narrow one empty.
-        if len(stream) or stream.dtype == torch.int16:
+        if len(stream) or full == 0xFFFF:  # a column may begin in the 16-bit stream
             if int(escaped.sum()) != len(column):
                 raise ValueError("delta: the streams of a column do not fit together")
-            column = numbers.masked_scatter_(escaped, column) if len(column) else numbers
+            column = numbers.masked_scatter_(escaped, column)
     return column

@@ -17,9 +17,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-Pair = tuple[torch.Tensor, torch.Tensor]
-_SIZES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 class NotInPlace(RuntimeError):
     """The model's parameters do not hold these tensors as they were sent. The model is as it was."""
@@ -28,7 +25,7 @@ class NotInPlace(RuntimeError):
 class LiveWeights:
     """One bucket's way into the model. `pairs`: (part of a parameter, part of an HF tensor) of one shape each."""
 
-    def __init__(self, pairs: list[Pair]) -> None:
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.live, self.held = [live for live, _ in pairs], [held for _, held in pairs]
 
     @staticmethod
@@ -52,8 +49,6 @@ class LiveWeights:
         try:
             with watch:
                 model.load_weights(list(tensors.items()))
-        except NotInPlace:
-            raise
         except Exception as e:
             raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
         if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
@@ -75,7 +70,7 @@ class LiveWeights:
             raise NotInPlace("two parts share memory in the parameters")
         if sum(held.numel() for held in self.held) != sum(tensor.numel() for tensor in tensors.values()):
             raise NotInPlace("the parameters hold other amounts of numbers than were sent: only a part, or some twice")
-        bits = [tensor.view(_SIZES[tensor.itemsize]) for tensor in tensors.values()]
+        bits = [tensor.view(-1).view(torch.uint8) for tensor in tensors.values()]
         torch._foreach_zero_(bits)
         self.read()
         first = [each.clone() for each in bits]
@@ -106,7 +101,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.homes = {_home(tensor): name for name, tensor in _parameters(model).items()}
         self.sources = {_home(tensor) for tensor in tensors.values()}
-        self.pairs: list[Pair] = []
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}

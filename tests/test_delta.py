@@ -134,10 +134,10 @@ def test_a_damaged_payload_is_refused_or_stays_inside(data):
 def test_what_does_not_fit_raises():
     payload, base = example()
     for wrong in (payload[:-16], payload[:16], payload[:0], torch.cat([payload, payload[:16]])):
-        with pytest.raises(ValueError, match="delta: a payload of"):
+        with pytest.raises(ValueError, match="does not fit"):
             delta.apply(wrong, base)
     for words in (base[:-16], base[:0], torch.cat([base, base[:16]])):
-        with pytest.raises(ValueError, match="words, and here are"):
+        with pytest.raises(ValueError, match="does not fit"):
             delta.apply(payload, words)
     for field in range(8):  # words, block, and the lengths of the streams
         for value in (-1, 0, 1, 2**31 - 1):
@@ -158,6 +158,6 @@ def test_nothing_is_written_when_a_later_block_is_wrong(monkeypatch):
     gap = payload[56:58].view(torch.int16)  # of the second block's word: the only number of two bytes
     assert gap.item() == 1023
     gap += 1
-    with pytest.raises(ValueError, match="not within words 1024 to 2048"):
+    with pytest.raises(ValueError, match="not within a block"):
         delta.apply(payload, base.view(torch.uint8))
     assert not base.any()
