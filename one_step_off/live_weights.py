@@ -1,0 +1,128 @@
+"""Where the bytes of Hugging Face tensors lie inside a vLLM model whose parameters are used as they were loaded.
+
+A delta applies to HF tensors. Without this the receiver would have to mirror the model in HF layout; with it, the mirror is
+the model itself: `read` gathers a bucket out of the parameters, the delta is applied and the checksum compared there, and
+`write` puts it back. Which part goes where only the model's own `load_weights` knows (names, fused qkv, stacked experts), so
+that is watched once, with its writes held back.
+
+Not every model can do this: layers packed for CPU kernels, quantised or reordered ones, and tensor parallelism, where a
+worker holds only its part, are refused; what they need is a mirror. After writing, attention layers that derive
+something from weights must be processed again, as vLLM's reload does (`process_weights_after_loading`).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class NotInPlace(RuntimeError):
+    """The model's parameters do not hold these tensors as they were sent. The model is as it was."""
+
+
+class LiveWeights:
+    """One bucket's way into the model. `pairs`: (part of a parameter, part of an HF tensor) of one shape each."""
+
+    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.live, self.held = [live for live, _ in pairs], [held for _, held in pairs]
+
+    @staticmethod
+    @torch.no_grad()
+    def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
+        """Find where `tensors` live: HF name -> view into the caller's buffer, of the shape and dtype that `load_weights`
+        takes; its bytes do not matter. The model must hold a completely loaded version, and stays as it is.
+
+        The result proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
+        parameters, and after a `read`, `same()` must tell that the buffer equals, by bytes or checksum, what was sent.
+        Only that sees parameters that were reordered after loading. It cannot see it while all of a tensor's numbers are
+        equal, as a fresh norm's; the canary can, later.
+
+        Raises:
+            NotInPlace: anything of this does not hold. The buffer's bytes are lost.
+        """
+        if packed := next((name for name, module in model.named_modules() if hasattr(module, "cpu_linear")), None):
+            raise NotInPlace(f"{packed} is packed for its CPU kernel")
+        watch = _Watch(model, tensors)
+        before = {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}
+        try:
+            with watch:
+                model.load_weights(list(tensors.items()))
+        except Exception as e:
+            raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
+        if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
+            raise RuntimeError("load_weights replaced parameters; the model cannot be used any more")
+        return LiveWeights(watch.pairs)._proven(tensors, same)
+
+    def read(self) -> None:
+        """Parameters -> buffer."""
+        torch._foreach_copy_(self.held, self.live)
+
+    def write(self) -> None:
+        """Buffer -> parameters."""
+        torch._foreach_copy_(self.live, self.held)
+
+    def _proven(self, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
+        """Itself, after the checks that `record` describes."""
+        spans = sorted((live.data_ptr(), live.data_ptr() + live.nbytes) for live in self.live)
+        if any(start < end for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
+            raise NotInPlace("two parts share memory in the parameters")
+        if sum(held.numel() for held in self.held) != sum(tensor.numel() for tensor in tensors.values()):
+            raise NotInPlace("the parameters hold other amounts of numbers than were sent: only a part, or some twice")
+        bits = [tensor.view(-1).view(torch.uint8) for tensor in tensors.values()]
+        torch._foreach_zero_(bits)
+        self.read()
+        first = [each.clone() for each in bits]
+        for each in bits:  # what no part covers would stay so
+            each.zero_().bitwise_not_()
+        self.read()
+        if not all(torch.equal(one, other) for one, other in zip(first, bits, strict=True)):
+            raise NotInPlace("some numbers are in no parameter")
+        if not same():
+            raise NotInPlace("the parameters hold other bytes than were sent")
+        return self
+
+
+def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers that hold anything, by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.numel()}
+
+
+def _home(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class _Watch(TorchDispatchMode):
+    """Holds back all writes to the model's parameters, and notes in `pairs` those that copy out of `tensors`."""
+
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.homes = {_home(tensor): name for name, tensor in _parameters(model).items()}
+        self.sources = {_home(tensor) for tensor in tensors.values()}
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
+        names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+        written = [x for x in tree_leaves([given.get(n) for n in names]) if isinstance(x, torch.Tensor) and x.numel()]
+        hit = next((self.homes[_home(x)] for x in written if _home(x) in self.homes), None)
+        if hit is None:
+            return func(*args, **kwargs)
+        live = written[0]
+        if func is torch.ops.aten.copy_.default and _home(args[1]) in self.sources:
+            self._note(hit, live, args[1])
+        elif func not in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) or bool(
+            (live != [*args, 0][1]).any()
+        ):
+            raise NotInPlace(f"loading {hit} writes something else than a part of what was sent ({func})")
+        return live
+
+    def _note(self, name: str, live: torch.Tensor, held: torch.Tensor) -> None:
+        if live.shape != held.shape or not live.is_contiguous():
+            raise NotInPlace(f"{name} does not hold a part of what was sent in one piece")
+        if live.device != held.device or torch.promote_types(live.dtype, held.dtype) != live.dtype:
+            raise NotInPlace(f"{name} holds {live.dtype} on {live.device}, and {held.dtype} on {held.device} is sent")
+        self.pairs.append((live.detach(), held.detach()))
