@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
+import xxhash
 
 from one_step_off.workers import WeightPiece
 
-_ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
+ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
 _LANES = 1024  # int64 words per checksum row
 
 
@@ -145,7 +146,7 @@ def _bytes(piece: WeightPiece, rows: tuple[int, int]) -> int:
 
 
 def _padded(piece: WeightPiece, rows: tuple[int, int]) -> int:
-    return -(-_bytes(piece, rows) // _ALIGN) * _ALIGN
+    return -(-_bytes(piece, rows) // ALIGN) * ALIGN
 
 
 def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Rows]]:
@@ -214,9 +215,16 @@ def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket; they change with any word's value, row or lane. `flat` is uint8 [n],
-    n a multiple of 16. The words (int64 [2], on its device) are sums weighted by odd numbers along rows and along
-    lanes, mod 2^64. No temporary as large as the bucket is made."""
+    """Two int64 words over the bytes of a bucket, uint8 [n], n a multiple of 16; on its device. On CPUs XXH3 (128 bits).
+    On GPUs sums mod 2^64 weighted by odd numbers along rows and along lanes: they change with any word's value, row or
+    lane. No temporary as large as the bucket is made. Both ends of a stream are of one kind."""
+    if flat.device.type == "cpu":
+        return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(flat.numpy())), dtype=torch.int64)
+    return weighted_sums(flat)
+
+
+def weighted_sums(flat: torch.Tensor) -> torch.Tensor:
+    """The checksum of GPUs."""
     words = flat.view(torch.int64)
     whole = len(words) // _LANES * _LANES
     out = torch.zeros(2, dtype=torch.int64, device=flat.device)

@@ -20,6 +20,7 @@ both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send w
 """
 
 import itertools
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,12 +34,20 @@ import torch
 import torch.distributed as dist
 
 from one_step_off import delta
-from one_step_off.bucket_plan import Bucket, BucketPlan, Slot, SyncError, checksum
+from one_step_off.bucket_plan import ALIGN, Bucket, BucketPlan, Slot, SyncError, checksum
 from one_step_off.shared_link import SharedInlet, SharedOutlet
 
 FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
+ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
+
+
+def unpin() -> None:
+    """Let this thread, and those that it starts, run on all cores that the run has. Where processes are bound to cores
+    (`placement.pin_process`) the sync's threads are not: while one end of the stream works the other's core is free."""
+    if cores := os.environ.get(ALL_CORES):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
 
 
 def make_group(
@@ -136,6 +145,7 @@ class _End:
 
     def _at_home(self) -> None:
         """On the wire's thread: CUDA's device and stream are kept per thread."""
+        unpin()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
@@ -148,8 +158,9 @@ class _End:
         self.bucket = -1
 
     def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
-        group = make_group(store, f"{epoch}/sync{sender}", rank, size, self.device, self.host, self.timeout_s)
-        return NetworkLink(group, self.device, self.timeout_s)
+        # On the wire's thread, because gloo starts threads of its own, which may run where that one may.
+        name, where = f"{epoch}/sync{sender}", (rank, size, self.device, self.host, self.timeout_s)
+        return NetworkLink(self.wire.submit(make_group, store, name, *where).result(), self.device, self.timeout_s)
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this end fail at once."""
@@ -309,6 +320,9 @@ class Sender(_End):
                     raise SyncError(f"{self.who}: {slot.piece.name} is {shape}, planned {planned}")
             view = slot.view(flat)
             view.copy_(self.tensor[slot.first : slot.last] if slot.piece.shape else self.tensor, non_blocking=True)
+            if odd := slot.nbytes % ALIGN:  # what pads it is part of the checksum, and the buffer held another bucket
+                end = slot.offset + slot.nbytes
+                flat[end : end + ALIGN - odd].zero_()
 
 
 class Mirror:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
-CANARY_TOKENS = 64
+CANARY_TOKENS = 32
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several

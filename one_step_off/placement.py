@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import seat_cores, seats_per_node
+from one_step_off.distributed_util import ALL_CORES
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,10 @@ class Seat:
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and all it starts later, to `cores`."""
+    """Bind every thread of this process, and all it starts later, to `cores`; what it could use before is kept in the
+    environment for the weight sync."""
+    if cores:
+        os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     for thread in os.listdir("/proc/self/task") if cores else ():
         with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
             os.sched_setaffinity(int(thread), cores)

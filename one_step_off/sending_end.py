@@ -11,7 +11,7 @@ import ray
 import torch
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
-from one_step_off.distributed_util import Sender, own_host
+from one_step_off.distributed_util import Sender, own_host, unpin
 from one_step_off.workers import WeightPiece
 
 
@@ -46,6 +46,7 @@ class SendingEnd:
     def send_weights(self, version: int) -> dict[str, Any]:
         """As `Sender.send`; it refuses (SyncError) if the worker is at another version. With weight_sync.sender=gather
         every rank is called, and gives rank 0 its pieces (collective)."""
+        unpin()
         if version != self.version:
             raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
         if self.cfg.weight_sync.sender == "sharded":

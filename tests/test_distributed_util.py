@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.bucket_plan import BucketPlan, SyncError, checksum
+from one_step_off.bucket_plan import BucketPlan, SyncError, checksum, weighted_sums
 from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.shared_link import SharedOutlet
 from one_step_off.workers import WeightPiece
@@ -102,9 +102,10 @@ def test_plan_refuses_pieces_that_do_not_fit(change, words):
         BucketPlan.build(pieces, 100)
 
 
+@pytest.mark.parametrize("checksum", [checksum, weighted_sums])  # of CPUs and of GPUs
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 40000), st.data())
-def test_checksum_sees_one_changed_bit_and_a_swap(words, data):
+@given(words=st.integers(1, 40000), data=st.data())
+def test_checksum_sees_one_changed_bit_and_a_swap(checksum, words, data):
     flat = torch.randint(0, 256, (16 * words,), dtype=torch.uint8)
     before = checksum(flat)
     assert torch.equal(before, checksum(flat.clone()))
