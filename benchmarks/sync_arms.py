@@ -26,7 +26,7 @@ LIMIT_S = 600.0
 @dataclass
 class Took:
     """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's time by phase (the
-    slowest one's; on more than one thread they overlap), `sender` likewise, `extra` other figures."""
+    slowest one's; on more than one thread they overlap), `sender` of rank 0's (the product's: of the slowest sender's), `extra` other figures."""
 
     seconds: float
     split: dict[str, float]
@@ -108,7 +108,7 @@ class Arm:
     async def _both(self, trainer: Any, engines: Any) -> Took:
         begin = time.perf_counter()
         sent, received = await asyncio.gather(trainer, engines)
-        return Took(time.perf_counter() - begin, slowest(received), slowest(sent))
+        return Took(time.perf_counter() - begin, slowest(received), sent[0])
 
 
 class Raw(Arm):
@@ -152,7 +152,7 @@ class File(Arm):
 
     async def run(self, version: int) -> Took:
         team, begin = self.team, time.perf_counter()
-        sent = slowest(await team.trainers(sync_trainer.write_file, self.folder.name))
+        sent = (await team.trainers(sync_trainer.write_file, self.folder.name))[0]
         received = slowest(await team.engines("updated", "bench_reload", self.folder.name))
         return Took(time.perf_counter() - begin, sent | received)
 
@@ -184,7 +184,7 @@ class VLLM(Arm):
         begin = time.perf_counter()
         sent = await team.trainers(sync_trainer.send_vllm)
         seconds = time.perf_counter() - begin
-        return Took(seconds, slowest(await team.engines("report")), slowest(sent))
+        return Took(seconds, slowest(await team.engines("report")), sent[0])
 
 
 class VLLMOnNCCL(Arm):
