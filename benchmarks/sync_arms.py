@@ -26,7 +26,8 @@ LIMIT_S = 600.0
 @dataclass
 class Took:
     """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's time by phase (the
-    slowest one's; on more than one thread they overlap), `sender` of rank 0's (the product's: of the slowest sender's), `extra` other figures."""
+    slowest one's; on more than one thread they overlap), `sender` likewise of rank 0's (the product's: of the slowest
+    sender's), `extra` other figures."""
 
     seconds: float
     split: dict[str, float]
@@ -83,9 +84,11 @@ class Team:
 
 
 class Arm:
-    """One way to bring the weights over. `said`: what it does, for the table."""
+    """One way to bring the weights over. `said`: what it does, for the table. `changes`: its first updates, each after
+    the sign of one in so many elements has changed."""
 
     name, said = "", ""
+    changes: tuple[int, ...] = (2,)
 
     def __init__(self, team: Team) -> None:
         self.team = team
@@ -245,6 +248,7 @@ class Delta(Product):
 
     name, said = "delta", "every rank sends the elements of its rows that changed; checked likewise"
     keys = {"mode": "delta"}
+    changes = (2, 8)  # the first one is dense anyway
 
 
 class Shared(Product):

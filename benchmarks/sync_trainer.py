@@ -41,10 +41,24 @@ def whole(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 @torch.no_grad()
-def flip(worker: Any, every: int, seed: int, version: int) -> None:
-    """Make weights `version`: the sign of one in `every` elements changes, others with every seed."""
+def flip(worker: Any, every: int, version: int) -> None:
+    """Make weights `version`: the sign of one in `every` elements changes, which the canary sees."""
     for parameter in worker.model.parameters():
-        parameter.to_local().view(-1)[seed % every :: every].neg_()
+        parameter.to_local().view(-1)[version % every :: every].neg_()
+    worker.version = version
+
+
+@torch.no_grad()
+def nudge(worker: Any, share: float, version: int) -> None:
+    """Make weights `version`: a `share` of the elements, anywhere, moves to a neighbouring bf16 value or the one after
+    it, as an optimiser step at a learning rate of RL does; too little for the canary."""
+    random = torch.Generator().manual_seed(1000 * version + worker.rank)
+    factor = 1 + 2**-7 if version % 2 else 1 - 2**-7
+    for parameter in worker.model.parameters():
+        local = parameter.to_local().view(-1)
+        if count := round(share * len(local)):
+            at = torch.randint(len(local), (count,), generator=random).to(local.device)
+            local[at] = local[at] * factor
     worker.version = version
 
 

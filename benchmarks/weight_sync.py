@@ -110,22 +110,29 @@ async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) ->
     return {side: max(memory(pid, "VmHWM") - before[pid] for pid in those) for side, those in pids.items()}
 
 
-async def start(team: sync_arms.Team, arms: list[sync_arms.Arm]) -> dict[str, Any]:
-    """Each arm's setup and first update, from weights that the canary tells from the engine's. Returns memory and what
-    the canary found. Raises RuntimeError: an arm did not load, or the canary is blind."""
+async def start(team: sync_arms.Team, arms: list[sync_arms.Arm]) -> tuple[int, dict[str, Any]]:
+    """Each arm's setup and first updates, from weights that the canary tells from the engine's. Returns the version
+    reached, and of each arm memory and what the canary found. Raises RuntimeError: an arm did not load, or the canary
+    is blind."""
     found: dict[str, Any] = {}
-    for version, arm in enumerate(arms, 1):
-        await team.trainers(sync_trainer.flip, 2, version, version)
-        if arm.name != "raw" and await team.canary_diff(version) is not None:
-            raise RuntimeError(f"{arm.name}: the canary does not see that half of the elements changed their sign")
-        taken = await with_memory(team, arm, version)
-        diff = await team.canary_diff(version)
-        if arm.name != "raw" and diff is None:
-            raise RuntimeError(f"{arm.name}: the engine does not hold the trainer's weights")
+    version = 0
+    for arm in arms:
         loads = arm.name != "raw"
+        for first, every in enumerate(arm.changes):
+            version += 1
+            await team.trainers(sync_trainer.flip, every, version)
+            if loads and await team.canary_diff(version) is not None:
+                raise RuntimeError(f"{arm.name}: the canary does not see that one in {every} elements changed its sign")
+            if first == 0:
+                taken = await with_memory(team, arm, version)
+            else:
+                await arm.run(version)
+            diff = await team.canary_diff(version)
+            if loads and diff is None:
+                raise RuntimeError(f"{arm.name}: the engine does not hold the trainer's weights")
         found[arm.name] = {"memory": taken if loads else {}, "canary_diff": diff, "said": arm.said}
         print(f"{arm.name}: set up, {'loaded and checked' if loads else 'ran'}", flush=True)
-    return found
+    return version, found
 
 
 async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
@@ -139,20 +146,22 @@ async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
     every = [sync_arms.ARMS[name](team) for name in dict.fromkeys(["raw", *args.arms])]
     skipped = {arm.name: arm.why_not for arm in every if arm.why_not}
     arms = [arm for arm in every if not arm.why_not]
-    found = await start(team, arms)
+    version, found = await start(team, arms)
     runs: dict[str, list[sync_arms.Took]] = {arm.name: [] for arm in arms}
     for repeat in range(args.repeats):
-        version = len(arms) + 1 + repeat
-        await team.trainers(sync_trainer.flip, round(1 / args.changed), version, version)
+        version += 1
+        await team.trainers(sync_trainer.nudge, args.changed, version)
         turn = repeat % len(arms)
         for arm in arms[turn:] + arms[:turn]:
             runs[arm.name].append(await arm.run(version))
             if arm.name != "raw" and await team.canary_diff(version) is None:
                 raise RuntimeError(f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights")
+    tensors = len((await team.first(sync_trainer.metadata))[0])
     await roles.rollout.stop()
     raws = [run.seconds for run in runs["raw"]]
     return {
         "bytes": team.total_bytes,
+        "tensors": tensors,
         "repeats": args.repeats,
         "arms": {name: found[name] | summarise(took, raws) for name, took in runs.items()},
         "skipped": skipped,
