@@ -38,6 +38,7 @@ def summarise(runs: list[Any], raws: list[float]) -> dict[str, Any]:
         "split": medians([run.split for run in runs]),
         "sender": medians([run.sender for run in runs]),
         "extra": medians([run.extra for run in runs]),
+        "runs": [vars(run) for run in runs],
     }
 
 
