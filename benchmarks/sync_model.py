@@ -33,6 +33,7 @@ class Machine:
     tensor_s: float  # what loading a tensor takes, however small
     message_s: float  # what a sender's part of a bucket takes, however small
     fixed_s: float  # pause, preparing the layers, finishing them
+    finish: float = math.inf  # what of finishing goes by bytes: packing a tied head again, on CPUs
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def total(machine: Machine, model: Model, layout: Layout) -> float:
         each = {"pack": each["pack"], "receive": each["wire"] + each["load"]}
     n = math.ceil(model.size / layout.bucket)
     longest = max(each.values())
-    return machine.fixed_s + longest + (sum(each.values()) - longest) / n
+    return machine.fixed_s + model.size / machine.finish + longest + (sum(each.values()) - longest) / n
 
 
 def step(generate: float, train: float, sync: float, overlap: bool) -> float:
@@ -175,7 +176,7 @@ def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
     a, b = ((s * y - t * x) / determinant, (i * t - j * s) / determinant) if determinant else (0.0, t / y)
     if a < 0:
         return 0.0, t / y
-    return (a, b) if b > 0 else (t / j, 1e-15)
+    return (a, b) if b > 0 else (t / j, 1e-15)  # so little that its inverse counts for nothing
 
 
 def fitted(results: list[dict[str, Any]]) -> Machine:
@@ -185,9 +186,11 @@ def fitted(results: list[dict[str, Any]]) -> Machine:
     tensor_s, load = _two([(r["tensors"], r["bytes"], split["load"]) for r, split in splits])
     _, pack = _two([(1, r["bytes"] / r["arguments"]["ranks"], _packing(r)) for r in results])
     _, check = _two([(1, r["bytes"], split["verify"]) for r, split in splits])
-    fixed = sum(sum(split[k] for k in ("pause", "prepare", "finish")) for _, split in splits) / len(splits)
+    fixed, finish = _two(
+        [(1, r["bytes"], sum(split[k] for k in ("pause", "prepare", "finish"))) for r, split in splits]
+    )
     speed = 1 / per_byte
-    return Machine(speed, 1, speed, speed, 1 / pack, 1 / load, 1 / check, tensor_s, messages, fixed)
+    return Machine(speed, 1, speed, speed, 1 / pack, 1 / load, 1 / check, tensor_s, messages, fixed, 1 / finish)
 
 
 def _packing(result: dict[str, Any]) -> float:

@@ -134,3 +134,11 @@ def test_what_a_sync_exposes():
     said = sync_exposed.table(result)
     assert "| plain | 2.7 (2.5 to 2.9) |" in said and "| overlapped | not run: no key |" in said
     assert len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
+
+
+def test_the_page_shows_the_estimates_as_the_script_prints_them():
+    page = (Path(__file__).parent.parent / "docs/weight_sync.md").read_text()
+    for line in (sync_model.estimates() + sync_model.cards()).splitlines():
+        assert not line.startswith("|") or line in page, (
+            "put the output of python -m benchmarks.sync_model into the page"
+        )
