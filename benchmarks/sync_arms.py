@@ -73,7 +73,7 @@ class Team:
     async def use(self, arm: str, keys: dict[str, Any] | None = None, vllms: bool = False) -> None:
         """From now on every process has what the arm left in it."""
         await self.trainers(sync_trainer.select, arm, keys or {})
-        await self.engines("rpc", "bench_engine", arm, vllms)
+        await self.engines("use", arm, keys or {}, vllms)
 
     async def canary_diff(self, version: int) -> float | None:
         """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
@@ -213,8 +213,7 @@ class Product(Arm):
         await team.use(self.name, self.keys)
         actor = copy.copy(team.roles.actor)
         actor.cfg = copy.deepcopy(team.cfg)
-        for key, value in self.keys.items():
-            setattr(actor.cfg.weight_sync, key, value)
+        sync_trainer.configure(actor.cfg, self.keys)
         receivers = list(range(team.receivers)) if self.near else []
         self.sync = WeightSync(actor, team.roles.rollout, team.canary, team.host, [receivers for _ in team.ranks])
         await self.sync.connect()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from benchmarks.sync_trainer import configure
 from one_step_off.samples import Stamp
 from one_step_off.vllm_rollout import RolloutReplica
 
@@ -16,6 +17,11 @@ class BenchReplica(RolloutReplica):
     def first_receiver(self) -> int:
         """The number of its first worker among those of all replicas."""
         return self.index * self.cfg.rollout.tensor_parallel_size
+
+    async def use(self, arm: str, keys: dict[str, Any], vllms: bool) -> None:
+        """As `sync_arms.Team.use`."""
+        configure(self.cfg, keys)
+        await self.rpc("bench_engine", arm, vllms)
 
     async def rpc(self, method: str, *args: Any) -> list[Any]:
         """Every worker's answer."""

@@ -6,6 +6,7 @@ They know FSDP2 alone. `worker` is a rank of the actor, after its `setup`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Iterator
@@ -40,11 +41,17 @@ def whole(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, parameter.full_tensor().to(getattr(torch, worker.cfg.model.dtype))
 
 
+def _rows(worker: Any) -> Iterator[torch.Tensor]:
+    """This rank's part of each parameter, flat."""
+    for parameter in worker.model.parameters():
+        yield (parameter.to_local() if hasattr(parameter, "to_local") else parameter).view(-1)
+
+
 @torch.no_grad()
 def flip(worker: Any, every: int, version: int) -> None:
     """Make weights `version`: the sign of one in `every` elements changes, which the canary sees."""
-    for parameter in worker.model.parameters():
-        parameter.to_local().view(-1)[version % every :: every].neg_()
+    for local in _rows(worker):
+        local[version % every :: every].neg_()
     worker.version = version
 
 
@@ -54,8 +61,7 @@ def nudge(worker: Any, share: float, version: int) -> None:
     it, as an optimiser step at a learning rate of RL does; too little for the canary."""
     random = torch.Generator().manual_seed(1000 * version + worker.rank)
     factor = 1 + 2**-7 if version % 2 else 1 - 2**-7
-    for parameter in worker.model.parameters():
-        local = parameter.to_local().view(-1)
+    for local in _rows(worker):
         if count := round(share * len(local)):
             at = torch.randint(len(local), (count,), generator=random).to(local.device)
             local[at] = local[at] * factor
@@ -73,8 +79,13 @@ def select(worker: Any, arm: str, keys: dict[str, Any]) -> None:
     for name in kept.get(last, {}):
         del state[name]
     state.update(plain | kept.get(arm, {}) | {"bench_arm": arm})
-    for key, value in keys.items():
-        setattr(worker.cfg.weight_sync, key, value)
+    configure(worker.cfg, keys)
+
+
+def configure(cfg: Any, keys: dict[str, Any]) -> None:
+    """Set these keys of weight_sync, and those of an earlier call back."""
+    cfg.bench_plain = getattr(cfg, "bench_plain", cfg.weight_sync)
+    cfg.weight_sync = dataclasses.replace(cfg.bench_plain, **keys)
 
 
 def listen(worker: Any, host: str) -> int:

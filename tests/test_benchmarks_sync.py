@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import sync_arms, sync_exposed, sync_model, sync_report
+from benchmarks import sync_arms, sync_exposed, sync_model, sync_report, sync_trainer
 from benchmarks.sync_model import H100, Layout, Model
+from one_step_off.config import WeightSyncConfig
 
 MODEL = Model("32B", 32.8e9, 771)
 LAYOUT = Layout(16, 2, 8)
@@ -115,6 +118,41 @@ def test_an_arm_whose_keys_the_program_lacks_is_skipped_by_name():
 
     assert Later(None).why_not == "this version has no weight_sync.not_yet"
     assert sync_arms.Sharded(None).why_not == ""
+
+
+def worker() -> SimpleNamespace:
+    """As much of a trainer rank as the functions want that Ray calls on one."""
+    model = torch.nn.Linear(256, 256, bias=False)
+    torch.nn.init.normal_(model.weight, std=0.02)
+    return SimpleNamespace(
+        model=model, rank=0, version=0, sender=None, cfg=SimpleNamespace(weight_sync=WeightSyncConfig())
+    )
+
+
+def test_weights_that_change_by_the_share_asked_for_and_to_a_neighbour():
+    own = worker()
+    bits = [own.model.weight.detach().bfloat16().view(torch.int16).int()]
+    for version in (1, 2):
+        sync_trainer.nudge(own, 0.02, version)
+        bits.append(own.model.weight.detach().bfloat16().view(torch.int16).int())
+        steps = (bits[-1] - bits[-2]).abs()
+        assert 0.015 < (steps > 0).float().mean() <= 0.02 and steps.max() <= 2
+    before = own.model.weight.detach().clone()
+    sync_trainer.flip(own, 8, 3)
+    assert (own.model.weight == -before).float().mean() == 1 / 8 and own.version == 3
+
+
+def test_each_arm_finds_what_it_left_in_a_worker():
+    own = worker()
+    sync_trainer.select(own, "a", {"bucket_mb": 1})
+    own.sender, own.mirror = "a's", [1]
+    sync_trainer.select(own, "b", {})
+    assert own.sender is None and not hasattr(own, "mirror") and own.cfg.weight_sync.bucket_mb == 256
+    own.sender, own.version = "b's", 7
+    sync_trainer.select(own, "a", {"bucket_mb": 1})
+    assert (own.sender, own.mirror, own.version, own.cfg.weight_sync.bucket_mb) == ("a's", [1], 7, 1)
+    sync_trainer.select(own, "b", {})
+    assert own.sender == "b's" and not hasattr(own, "mirror")
 
 
 def test_what_a_sync_exposes():
