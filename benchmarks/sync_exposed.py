@@ -36,7 +36,7 @@ COMMON = [
 ]
 SETTINGS = {
     # A random model never says the end, so every response has the full length.
-    "generation longer": ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=64"],
+    "generation longer": ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=112"],
     "training longer": ["data.train_batch_size=4", "rollout.n=4", "data.max_response_length=16"],
 }
 ZERO, PLAIN, OVERLAPPED = "no sync", "plain", "overlapped"
