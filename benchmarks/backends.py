@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import transformers
 
+from benchmarks.processes import forget_peak, memory
 from benchmarks.weight_sync import SHAPE_05B
 from one_step_off import launch, tiny_qwen
 from one_step_off.config import Config
@@ -82,17 +83,6 @@ def ranks_of_this_run() -> list[psutil.Process]:
     ]
 
 
-def memory(process: psutil.Process, field: str) -> int:
-    """VmRSS or VmHWM (the peak since `forget_peak`), bytes."""
-    lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def forget_peak(process: psutil.Process) -> None:
-    """VmHWM begins anew."""
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")
-
-
 async def no_canary(stamp: Stamp) -> dict[str, float]:
     """Its forward passes take memory too, and not for the stream."""
     return {}
@@ -103,14 +93,14 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()
-    before = [memory(p, "VmRSS") for p in processes]
+    before = [memory(p.pid, "VmRSS") for p in processes]
     for process in processes:
-        forget_peak(process)
+        forget_peak(process.pid)
     await roles.sync.connect()
     check, roles.sync._check_canary = roles.sync._check_canary, no_canary
     first = await roles.sync((0, 0))
     roles.sync._check_canary = check
-    taken = [memory(p, "VmHWM") - was for p, was in zip(processes, before, strict=True)]
+    taken = [memory(p.pid, "VmHWM") - was for p, was in zip(processes, before, strict=True)]
     updates, syncs = [], []
     for k in range(repeats + 1):
         batch = make_batch(model)

@@ -39,9 +39,11 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
     return {COLOCATED: colocated, APART: ["pipeline.staleness=0"], AHEAD: ["pipeline.staleness=1"]}
 
 
-def run_arm(config: str, keys: list[str], folder: Path, overrides: list[str]) -> list[dict[str, Any]]:
+def run_arm(
+    config: str, keys: list[str], folder: Path, overrides: list[str], module: str = "one_step_off.main_ppo"
+) -> list[dict[str, Any]]:
     """One run; returns its metrics, a row per step. Raises RuntimeError with the run's last words if it fails."""
-    command = [sys.executable, "-m", "one_step_off.main_ppo", f"config={config}", *overrides, *keys]
+    command = [sys.executable, "-m", module, f"config={config}", *overrides, *keys]
     done = subprocess.run(
         [*command, "trainer.resume=never", f"trainer.output_dir={folder}"], capture_output=True, text=True
     )

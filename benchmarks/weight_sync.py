@@ -1,9 +1,12 @@
-"""How long a weight sync takes, against a raw broadcast of the same bytes, in one run and in turns.
+"""Ways to bring a trainer's weights into vLLM, in one run and in turns, against a raw broadcast of the same bytes.
 
-    python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b] [--ranks N] [--replicas N] [--repeats N]
+    python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N] [--tp N]
+                                     [--arms raw per-tensor gather sharded delta shared file vllm] [--repeats N]
+    python -m benchmarks.weight_sync --exposed --out DIR [--repeats N]
 
-Real Ray, FSDP2 and vLLM. The raw broadcast goes over buffers whose pages are touched already, between two processes
-on the same cores as trainer and engine. Writes result.json and result.md into DIR.
+Real Ray, FSDP2 and vLLM; every arm uses the same processes (benchmarks/sync_arms.py says what each does). Each update is
+checked by the canary, and an arm's first one starts from weights that fail it. Writes result.json, result.md and
+weight_sync.png into DIR. `--exposed` measures what a sync adds to the steps of a run (benchmarks/sync_exposed.py).
 """
 
 from __future__ import annotations
@@ -12,23 +15,19 @@ import argparse
 import asyncio
 import json
 import os
-import statistics
 import tempfile
-import time
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 import transformers
 
+from benchmarks import sync_arms, sync_trainer
+from benchmarks.processes import forget_peak, memory
+from benchmarks.sync_report import plot, summarise, table
 from one_step_off import launch, tiny_qwen
 from one_step_off.config import Config
-from one_step_off.distributed_util import make_group
-from one_step_off.placement import pin_process
 
-# Qwen2.5-0.5B-Instruct's config.json
+# Of the models' config.json; 7b and 32b are Qwen2.5's layers, but fewer of them and less vocabulary.
 SHAPE_05B = {
     "hidden_size": 896,
     "num_hidden_layers": 24,
@@ -37,136 +36,196 @@ SHAPE_05B = {
     "intermediate_size": 4864,
     "vocab_size": 151936,
 }
-
-
-class RawPeer:
-    """One end of a bare broadcast."""
-
-    def __init__(self, rank: int, cores: tuple[int, ...]) -> None:
-        pin_process(cores)
-        torch.set_num_threads(1)
-        self.rank = rank
-
-    def listen(self) -> int:
-        """Open the store (rank 0)."""
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        return self.store.port
-
-    def connect(self, port: int, size: int, sizes: list[int]) -> None:
-        """Join the group and touch the buffers."""
-        if self.rank:
-            self.store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
-        self.group = make_group(self.store, "raw", self.rank, size, torch.device("cpu"), "127.0.0.1", 60)
-        self.sizes, self.buffer = sizes, torch.ones(max(sizes), dtype=torch.uint8)
-
-    def broadcast(self) -> float:
-        """Seconds for all buckets, one after the other."""
-        begin = time.perf_counter()
-        options = dist.BroadcastOptions()
-        options.rootRank = 0
-        for size in self.sizes:
-            self.group.broadcast([self.buffer[:size]], options).wait()
-        return time.perf_counter() - begin
+SHAPES: dict[str, tuple[dict[str, Any], str]] = {
+    "tiny": ({}, "the tiny model"),
+    "0.5b": (SHAPE_05B, "the shape of Qwen2.5-0.5B"),
+    "7b": (
+        {
+            "hidden_size": 3584,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "intermediate_size": 18944,
+            "vocab_size": 16384,
+            "tie_word_embeddings": False,
+        },
+        "layers of Qwen2.5-7B, 2 of 28, vocabulary of 16,384 instead of 152,064",
+    ),
+    "32b": (
+        {
+            "hidden_size": 5120,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 27648,
+            "vocab_size": 16384,
+            "tie_word_embeddings": False,
+        },
+        "a layer of Qwen2.5-32B, 1 of 64, vocabulary of 16,384 instead of 152,064",
+    ),
+}
+EXTENSION = {"worker_extension_cls": "benchmarks.sync_engine.BenchExtension"}
 
 
 def make_config(args: argparse.Namespace, folder: str) -> Config:
     """A config whose trainer and engine hold the model to be sent."""
     cfg = Config()
-    overrides = SHAPE_05B if args.model == "0.5b" else {}
-    cfg.model.path = tiny_qwen.build_random("qwen2", folder, dtype="bfloat16", **overrides)
+    shape = SHAPES[args.model][0]
+    cfg.model.path = tiny_qwen.build_random("qwen2", folder, dtype="bfloat16", **shape)
     cfg.model.dtype = "bfloat16"
     cfg.data.train_files = "generator:word_problems"
     cfg.data.max_prompt_length, cfg.data.max_response_length = 128, 32
-    cfg.placement.device = "cpu"
-    cfg.placement.pools = {"rollout": [args.replicas], "actor": [args.ranks]}
+    cfg.placement.device = args.device
+    cfg.placement.pools = {"rollout": [args.replicas * args.tp], "actor": [args.ranks]}
+    cfg.rollout.tensor_parallel_size = args.tp
     cfg.rollout.kv_cache_mb = 64
     cfg.weight_sync.bucket_mb = args.bucket_mb
     cfg.trainer.total_steps = 1
     return cfg
 
 
-async def measure(cfg: Config, repeats: int) -> dict[str, Any]:
-    """Alternate syncs and raw broadcasts; the first of each is a warm-up."""
-    import ray
+def spawn(cfg: Config) -> Any:
+    """The product's processes, with the benchmark's methods in the engines'."""
+    from benchmarks.sync_replica import BenchReplica
+    from one_step_off import roles
 
     prepared = launch.prepare(cfg, print)
-    roles = launch.spawn_roles(prepared).roles
+    prepared.cfg.rollout.engine_kwargs = EXTENSION  # only now: a user may not set it
+    roles.RolloutReplica = BenchReplica
+    return prepared, launch.spawn_roles(prepared)
+
+
+async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) -> dict[str, int]:
+    """Set the arm up and run it once; returns bytes of each side at the peak above those before."""
+    pids = {
+        "sender": await team.trainers(sync_trainer.process),
+        "receiver": [pid for pids in await team.engines("rpc", "bench_process") for pid in pids],
+    }
+    await arm.prepare()
+    before = {pid: memory(pid, "VmRSS") for side in pids.values() for pid in side}
+    for pid in before:
+        forget_peak(pid)
+    await arm.setup()
+    await arm.run(version)
+    return {side: max(memory(pid, "VmHWM") - before[pid] for pid in those) for side, those in pids.items()}
+
+
+async def start(team: sync_arms.Team, arms: list[sync_arms.Arm]) -> tuple[int, dict[str, Any]]:
+    """Each arm's setup and first updates, from weights that the canary tells from the engine's. Returns the version
+    reached, and of each arm memory and what the canary found. Raises RuntimeError: an arm did not load, or the canary
+    is blind."""
+    found: dict[str, Any] = {}
+    version = 0
+    for arm in arms:
+        loads = arm.name != "raw"
+        for first, every in enumerate(arm.changes):
+            version += 1
+            await team.trainers(sync_trainer.flip, every, version)
+            if loads and await team.canary_diff(version) is not None:
+                raise RuntimeError(f"{arm.name}: the canary does not see that one in {every} elements changed its sign")
+            if first == 0:
+                taken = await with_memory(team, arm, version)
+            else:
+                await arm.run(version)
+            diff = await team.canary_diff(version)
+            if loads and diff is None:
+                raise RuntimeError(f"{arm.name}: the engine does not hold the trainer's weights")
+        found[arm.name] = {"memory": taken if loads else {}, "canary_diff": diff, "said": arm.said}
+        print(f"{arm.name}: set up, {'loaded and checked' if loads else 'ran'}", flush=True)
+    return version, found
+
+
+async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """All arms in turns, the first of each as a warm-up."""
+    prepared, spawned = spawn(cfg)
+    roles = spawned.roles
+    roles.device = prepared.device
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
-    await roles.sync.connect()
-    cores = sorted(os.sched_getaffinity(0))
-    n = len(roles.rollout.replicas)
-    # Rank 0 where the first trainer rank is pinned, the others where the replicas are.
-    peers = [
-        ray.remote(RawPeer).options(num_cpus=0).remote(i, (cores[-1],) if i == 0 else (cores[0],)) for i in range(n + 1)
-    ]
-    first = await roles.sync((0, 0))
-    bucket, total = cfg.weight_sync.bucket_mb << 20, int(first["sync/bytes"])
-    sizes = [bucket] * (total // bucket) + ([total % bucket] if total % bucket else [])
-    port = await peers[0].listen.remote()
-    await asyncio.gather(*(p.connect.remote(port, n + 1, sizes) for p in peers))
-    syncs, raws = [], []
-    for i in range(repeats + 1):
-        sync = await roles.sync((0, 0))
-        raw = max(await asyncio.gather(*(p.broadcast.remote() for p in peers)))
-        if i:
-            syncs.append(sync)
-            raws.append(raw)
+    team = sync_arms.Team(roles, prepared.canary, spawned.host)
+    await team.join()
+    every = [sync_arms.ARMS[name](team) for name in dict.fromkeys(["raw", *args.arms])]
+    skipped = {arm.name: arm.why_not for arm in every if arm.why_not}
+    arms = [arm for arm in every if not arm.why_not]
+    version, found = await start(team, arms)
+    runs: dict[str, list[sync_arms.Took]] = {arm.name: [] for arm in arms}
+    for repeat in range(args.repeats):
+        version += 1
+        await team.trainers(sync_trainer.nudge, args.changed, version)
+        turn = repeat % len(arms)
+        for arm in arms[turn:] + arms[:turn]:
+            runs[arm.name].append(await arm.run(version))
+            if arm.name != "raw" and await team.canary_diff(version) is None:
+                raise RuntimeError(f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights")
+    tensors = len((await team.first(sync_trainer.metadata))[0])
     await roles.rollout.stop()
-    middle = {k: statistics.median(s[k] for s in syncs) for k in syncs[0]}
-    raw = statistics.median(raws)
+    raws = [run.seconds for run in runs["raw"]]
     return {
-        "sync_s": {"median": middle["sync/transfer_s"], "all": [s["sync/transfer_s"] for s in syncs]},
-        "raw_broadcast_s": {"median": raw, "all": raws},
-        "ratio_to_raw": middle["sync/transfer_s"] / raw,
-        "bytes": total,
-        "sync_gb_per_s": total / middle["sync/transfer_s"] / 1e9,
-        "raw_gb_per_s": total / raw / 1e9,
-        "split_s": {k: middle[f"sync/{k}_s"] for k in ("pack", "pause", "prepare", "wire", "load", "verify", "finish")},
-        "canary_s": middle["time/canary_s"],
-        "canary_logprob_diff_max": middle["canary/logprob_diff_max"],
-    }  # fmt: skip
+        "bytes": team.total_bytes,
+        "tensors": tensors,
+        "repeats": args.repeats,
+        "arms": {name: found[name] | summarise(took, raws) for name, took in runs.items()},
+        "skipped": skipped,
+    }
 
 
-def table(result: dict[str, Any]) -> str:
-    """The result in Markdown."""
-    rows = [
-        ("sync, end to end", result["sync_s"]["median"], result["sync_gb_per_s"]),
-        ("raw broadcast, touched buffers", result["raw_broadcast_s"]["median"], result["raw_gb_per_s"]),
-    ]
-    lines = [f"{result['bytes'] / 1e6:.1f} MB, medians of {len(result['sync_s']['all'])}", ""]
-    lines += ["| | seconds | GB/s |", "| --- | --- | --- |"]
-    lines += [f"| {name} | {seconds:.4f} | {speed:.2f} |" for name, seconds, speed in rows]
-    lines += ["", "| phase | seconds (slowest process) |", "| --- | --- |"]
-    lines += [f"| {name} | {seconds:.4f} |" for name, seconds in result["split_s"].items()]
-    return "\n".join(lines) + "\n"
+def heading(args: argparse.Namespace, total_bytes: int) -> str:
+    """What was measured."""
+    return (
+        f"{SHAPES[args.model][1]}, bf16, {total_bytes / 1e6:.1f} MB; {args.ranks} trainer rank(s), {args.replicas} "
+        f"replica(s) of TP={args.tp}, buckets of {args.bucket_mb} MiB, {args.changed:.1%} of the elements changed between "
+        f"repeats; {len(os.sched_getaffinity(0))} cores, {args.device}."
+    )
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="whose shape; 7b and 32b are cut down")
+    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
+    parser.add_argument("--replicas", type=int, default=1, help="vLLM engines")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each engine")
+    parser.add_argument("--arms", nargs="+", choices=tuple(sync_arms.ARMS), default=list(sync_arms.ARMS))
+    parser.add_argument("--repeats", type=int, default=9, help="measured updates of each arm, after one")
+    parser.add_argument("--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size")
+    parser.add_argument("--changed", type=float, default=0.02, help="share of elements that change between repeats")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--exposed", action="store_true", help="what a sync adds to the steps of a run")
+    args = parser.parse_args()
+    if not 0 < args.changed <= 0.5 or args.repeats < 1:
+        parser.error(f"--changed {args.changed} --repeats {args.repeats}: above 0 up to 0.5, and at least 1")
+    return args
 
 
 def main() -> None:
     """Parse, measure, write."""
     import ray
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True, help="folder for result.json and result.md")
-    parser.add_argument("--model", choices=("tiny", "0.5b"), default="tiny", help="0.5b: the shape of Qwen2.5-0.5B")
-    parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
-    parser.add_argument("--replicas", type=int, default=1, help="vLLM engines")
-    parser.add_argument("--repeats", type=int, default=7, help="measured syncs and raw broadcasts, after one of each")
-    parser.add_argument("--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size")
-    args = parser.parse_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    args = arguments()
+    args.out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
-    print("making the model, starting trainer and engines, measuring: up to a minute for tiny, three for 0.5b")
+    if args.exposed:
+        from benchmarks import sync_exposed
+
+        return sync_exposed.measure(args.out, args.repeats)
+    print(
+        "making the model, starting trainer and engines, measuring: a minute or two for tiny, ten for 0.5b", flush=True
+    )
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(args, folder + "/model")
         cfg.trainer.output_dir = folder
         launch.start_ray(cfg)
         try:
-            result = {"arguments": vars(args)} | asyncio.run(measure(cfg, args.repeats))
+            found = asyncio.run(measure(cfg, args))
         finally:
             ray.shutdown()
-    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    (out / "result.md").write_text(table(result))
+    shown = {key: str(value) if key == "out" else value for key, value in vars(args).items()}
+    result = {"what": heading(args, found["bytes"]), "arguments": shown} | found
+    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (args.out / "result.md").write_text(table(result))
+    plot(result, args.out / "weight_sync.png")
     print(table(result))
 
 
