@@ -16,18 +16,19 @@ from typing import Any
 
 from benchmarks import sync_trainer
 from benchmarks.sync_replica import slowest
+from one_step_off.bucket_plan import BucketPlan, SyncError
 from one_step_off.config import WeightSyncConfig
-from one_step_off.distributed_util import BucketPlan, SyncError
-from one_step_off.groups import WeightSync, every
+from one_step_off.groups import every
+from one_step_off.weight_sync import RECEIVING, SENDING, WeightSync
 
 LIMIT_S = 600.0
 
 
 @dataclass
 class Took:
-    """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's time by phase (the
-    slowest one's; on more than one thread they overlap), `sender` likewise of rank 0's (the product's: of the slowest
-    sender's), `extra` other figures."""
+    """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's time by phase, which follow
+    one another (the slowest receiver's of each), `sender` likewise of rank 0's (the product's: the slowest sender's),
+    `extra` other figures, as "wire": the product's seconds on the wire, beside the phases."""
 
     seconds: float
     split: dict[str, float]
@@ -75,10 +76,15 @@ class Team:
         await self.trainers(sync_trainer.select, arm, keys or {})
         await self.engines("use", arm, keys or {}, vllms)
 
+    async def forget(self, arm: str) -> None:
+        """Every process frees what the arm left in it."""
+        await asyncio.gather(self.trainers(sync_trainer.forget, arm), self.engines("rpc", "bench_forget", arm))
+
     async def canary_diff(self, version: int) -> float | None:
         """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
         try:
-            return (await self.roles.sync._check_canary((0, version)))["canary/logprob_diff_max"]
+            trainer = await self.roles.sync.expect()
+            return (await self.roles.sync._check_canary((0, version), trainer))["canary/logprob_diff_max"]
         except SyncError:
             return None
 
@@ -107,6 +113,10 @@ class Arm:
     async def run(self, version: int) -> Took:
         """One whole update to the trainer's weights, which are of `version`."""
         raise NotImplementedError
+
+    async def leave(self) -> None:
+        """Free all that it holds; it does not run again."""
+        await self.team.forget(self.name)
 
     async def _both(self, trainer: Any, engines: Any) -> Took:
         begin = time.perf_counter()
@@ -152,6 +162,10 @@ class File(Arm):
 
     async def setup(self) -> None:
         self.folder = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="weight_sync_")
+
+    async def leave(self) -> None:
+        self.folder.cleanup()
+        await super().leave()
 
     async def run(self, version: int) -> Took:
         team, begin = self.team, time.perf_counter()
@@ -205,6 +219,8 @@ class Product(Arm):
 
     @property
     def why_not(self) -> str:
+        if self.near and self.team.cfg.rollout.tensor_parallel_size > 1:
+            return "needs TP=1"
         missing = self.keys.keys() - {f.name for f in dataclasses.fields(WeightSyncConfig)}
         return f"this version has no weight_sync.{min(missing)}" if missing else ""
 
@@ -214,18 +230,17 @@ class Product(Arm):
         actor = copy.copy(team.roles.actor)
         actor.cfg = copy.deepcopy(team.cfg)
         sync_trainer.configure(actor.cfg, self.keys)
-        receivers = list(range(team.receivers)) if self.near else []
-        self.sync = WeightSync(actor, team.roles.rollout, team.canary, team.host, [receivers for _ in team.ranks])
+        near = list(range(len(team.replicas))) if self.near else []
+        self.sync = WeightSync(actor, team.roles.rollout, team.canary, team.host, [near for _ in team.ranks])
         await self.sync.connect()
 
     async def run(self, version: int) -> Took:
         await self.team.use(self.name, self.keys)
         found = await self.sync((0, version))
-        phases = ("pause", "prepare", "wire", "load", "verify", "finish")
-        split = {k: found[f"sync/{k}_s"] for k in phases if f"sync/{k}_s" in found}
-        sender = {"pack": found["sync/pack_s"]} if "sync/pack_s" in found else {}
-        extra = {k: found[f"sync/{k}"] for k in ("bytes", "wire_ratio") if f"sync/{k}" in found}
-        return Took(found["sync/transfer_s"], split, sender, extra)
+        split, sender = ({k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1]))
+        others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
+        extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}
+        return Took(found["sync/transfer_s"], split, sender, {"wire": found["sync/wire_s"]} | extra)
 
 
 class Sharded(Product):

@@ -14,7 +14,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from benchmarks.sync_trainer import ROOT
+from benchmarks.sync_trainer import ROOT, give_back, leave
 from benchmarks.sync_vllm import TimedEngine
 from one_step_off.distributed_util import make_group
 from one_step_off.vllm_receiver import SyncWorkerExtension
@@ -43,6 +43,16 @@ class BenchExtension(SyncWorkerExtension):
             own = self.vllm_config.weight_transfer_config, self.vllm_config, self.device, self.model_runner.get_model()
             self.bench_engines[arm] = TimedEngine(*own) if vllms else WeightTransferEngineFactory.create_engine(*own)
         self.weight_transfer_engine = self.bench_engines[arm]
+
+    def bench_forget(self, arm: str) -> None:
+        """Free what the arm's engine holds."""
+        engine = getattr(self, "bench_engines", {}).pop(arm, None)
+        if self.weight_transfer_engine is engine:
+            self.weight_transfer_engine = None
+        if receiver := getattr(engine, "receiver", None):
+            leave(receiver)
+        del engine, receiver
+        give_back()
 
     def bench_report(self) -> dict[str, float]:
         """Of the last update by the engine that stands there."""

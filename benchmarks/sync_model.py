@@ -58,9 +58,9 @@ class Layout:
     senders: int
     replicas: int
     tp: int
-    bucket: float = 256 * 2**20  # bytes
+    bucket: float = 64 * 2**20  # bytes
     gather: bool = False  # rank 0 gathers and sends
-    at_once: int = 1  # senders whose parts are on their way at the same time
+    at_once: int | None = None  # senders whose parts are on their way at the same time; None: all of them
     changed: float | None = None  # share of the elements, in delta mode
     pipelined: bool = True  # a bucket travels while the one before it is loaded
 
@@ -79,25 +79,25 @@ def payload(model: Model, layout: Layout) -> float:
 def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
     """Seconds that each stage is busy, were it alone: pack (the busiest sender), wire, load (each receiver).
 
-    wire: parts follow one another, `at_once` together; each passes its sender's card, the receivers' cards and, through
-    a node's devices in a chain, the link between them. More replicas lengthen the chain, not the time: a broadcast is
-    pipelined. load: checksum, joining the rows of several senders, then the receiver's own share.
+    wire: `at_once` parts at a time; each passes its sender's card, the receivers' cards and, through a node's devices in
+    a chain, the link between them. More replicas lengthen the chain, not the time: a broadcast is pipelined. load:
+    checksum, joining the rows of several senders, then the receiver's own share.
     """
     size, travels = model.size, payload(model, layout)
     senders = 1 if layout.gather else layout.senders
-    together = min(layout.at_once, senders)
+    together = min(layout.at_once or senders, senders)
     pack = size / senders / machine.pack
     if layout.gather and layout.senders > 1:
         pack += size * (1 - 1 / layout.senders) / min(machine.link, machine.within)
     buckets = math.ceil(size / layout.bucket)
     wire = travels / min(machine.link * min(together, machine.links), machine.within)
     wire += buckets * senders / together * machine.message_s
-    load = travels / machine.check + size / layout.tp / machine.copy + model.tensors * machine.tensor_s
+    load = size / machine.check + size / layout.tp / machine.copy + model.tensors * machine.tensor_s
     if senders > 1:
         load += size / machine.copy
     if layout.changed is not None:
-        pack += size / senders / machine.host  # the senders' mirrors are in host memory
-        load += size / machine.host  # and so are the receivers', out of which everything is loaded
+        pack += 2 * size / senders / machine.host  # what was sent last is in host memory: read and written
+        load += size / machine.host  # and so is the receivers' mirror, out of which everything is loaded
     return {"pack": pack, "wire": wire, "load": load}
 
 
@@ -141,7 +141,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "as configured": {},
     "buckets of 4 GiB": {"bucket": LARGE},
     "rank 0 gathers": {"bucket": LARGE, "gather": True},
-    "8 senders at once": {"bucket": LARGE, "at_once": 8},
+    "one sender after another": {"bucket": LARGE, "at_once": 1},
     "delta, 2 % changed": {"bucket": LARGE, "changed": 0.02},
 }
 
@@ -194,21 +194,23 @@ def fitted(results: list[dict[str, Any]]) -> Machine:
 
 
 def _packing(result: dict[str, Any]) -> float:
-    return result["arms"]["sharded"]["sender"]["pack"]
+    sender = result["arms"]["sharded"]["sender"]
+    return sender["gather"] + sender["checksum"]
 
 
 def _messages(result: dict[str, Any]) -> float:
     return math.ceil(result["bytes"] / (result["arguments"]["bucket_mb"] << 20))
 
 
-def checked(results: list[dict[str, Any]], known: int = 2, pipelined: bool = False) -> str:
+def checked(results: list[dict[str, Any]], known: int = 2) -> str:
     """The model against measurements, as a table in Markdown; the first `known` give the speeds."""
     machine = fitted(results[:known])
     lines = ["| run | measured, s | model, s | model / measured |", "| --- |" + " --- |" * 3]
     for i, r in enumerate(results):
         how = r["arguments"]
         model = Model(how["model"], r["bytes"] / 2, r["tensors"])
-        layout = Layout(how["ranks"], how["replicas"], how["tp"], how["bucket_mb"] * 2**20, pipelined=pipelined)
+        # Between processes of one machine the memory is the link, however many use it.
+        layout = Layout(how["ranks"], how["replicas"], how["tp"], how["bucket_mb"] * 2**20)
         took, said = r["arms"]["sharded"]["seconds"]["median"], total(machine, model, layout)
         name = f"{how['model']}, {how['ranks']} + {how['replicas']} x TP {how['tp']}" + (
             " (fitted)" if i < known else ""
@@ -222,10 +224,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", nargs="+", type=Path, metavar="RESULT", help="result.json of benchmarks.weight_sync")
     parser.add_argument("--known", type=int, choices=(1, 2), default=2, help="how many of them give the speeds")
-    parser.add_argument("--pipelined", action="store_true", help="the receiver has a fill thread")
     args = parser.parse_args()
     if args.check:
-        print(checked([json.loads(path.read_text()) for path in args.check], args.known, args.pipelined))
+        print(checked([json.loads(path.read_text()) for path in args.check], args.known))
     else:
         print(f"{H100}\n\n{estimates()}\n{cards()}")
 

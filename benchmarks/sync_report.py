@@ -11,7 +11,9 @@ PHASES = {
     "write": "#937860",
     "pause": "#cccccc",
     "prepare": "#8c8c8c",
+    "wait": "#a1c9f4",
     "wire": "#4878cf",
+    "apply": "#da8bc3",
     "verify": "#55a868",
     "load": "#ee854a",
     "finish": "#8172b3",
@@ -48,31 +50,29 @@ def _phases(split: dict[str, float]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    heads = "seconds | times raw | of a receiver's time | of a sender's | extra memory, MB: sender | receiver"
-    lines = [result["what"], "", f"| arm | {heads} |", "| --- |" + " --- |" * 6]
+    heads = "seconds | times raw | of a receiver's time | wire, beside it | of a sender's | MB sent"
+    heads += " | extra memory, MB: sender | receiver"
+    lines = [result["what"], "", f"| arm | {heads} |", "| --- |" + " --- |" * 8]
     for name, arm in result["arms"].items():
         t, r, memory = arm["seconds"], arm["ratio_to_raw"], arm["memory"]
         cells = [
             f"{t['median']:.3g} ({t['min']:.3g} to {t['max']:.3g})",
             f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})",
             _phases(arm["split"]),
+            f"{arm['extra']['wire']:.3g}" if "wire" in arm["extra"] else "-",
             _phases(arm["sender"]),
+            f"{arm['extra'].get('bytes', result['bytes']) / 1e6:.1f}",
             *(f"{memory[side] / 1e6:.0f}" if memory else "-" for side in ("sender", "receiver")),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [f"| {name} | not run: {why} |" + " |" * 5 for name, why in result["skipped"].items()]
+    lines += [f"| {name} | not run: {why} |" + " |" * 7 for name, why in result["skipped"].items()]
     lines += [
         "",
-        f"Medians of {result['repeats']} repeats (range), the order of the arms another one in each. Phases on",
-    ]
-    lines += [
-        "different threads or processes overlap, so they may add up to more than the whole. Memory: resident, the"
-    ]
-    lines += [
-        "largest process of a side, from before the arm's setup to its first update's peak; a file in /dev/shm is"
-    ]
-    lines += [
-        "not in it. Every update but the raw one was checked by the canary, and an arm's first one to change it.",
+        f"Medians of {result['repeats']} repeats (range), each arm against the raw broadcast of the same repeat.",
+        "A receiver's phases follow one another, each that of the slowest receiver. Where the wire is beside them, they",
+        "show only what was not hidden of it, as wait. Memory: resident, the largest process of a side, from before the",
+        "arm's setup to its first update's peak; a file in /dev/shm is not in it. Every update but the raw one was checked",
+        "by the canary, and an arm's first one to change it.",
         "",
     ]
     lines += [f"- {name}: {arm['said']}" for name, arm in result["arms"].items()]
@@ -87,7 +87,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     arms = {name: arm for name, arm in result["arms"].items() if name != "raw"}
-    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.45 * len(arms)))
+    figure, axes = pyplot.subplots(figsize=(7, 1.2 + 0.5 * len(arms)))
     named: set[str] = set()
     for row, arm in enumerate(arms.values()):
         left = 0.0
@@ -97,6 +97,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 axes.barh(row, seconds, 0.6, left=left, color=colour, label=label)
                 named.add(phase)
                 left += seconds
+        if beside := arm["extra"].get("wire"):
+            label = None if "beside" in named else "wire, beside"
+            axes.barh(row + 0.36, beside, 0.12, color=PHASES["wire"], alpha=0.6, label=label)
+            named.add("beside")
         label = "whole" if row == 0 else None
         axes.plot([arm["seconds"]["median"]] * 2, [row - 0.4, row + 0.4], color="black", label=label)
     axes.axvline(result["arms"]["raw"]["seconds"]["median"], color="black", linestyle=":", label="raw broadcast")

@@ -6,7 +6,9 @@ They know FSDP2 alone. `worker` is a rank of the actor, after its `setup`.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -80,6 +82,29 @@ def select(worker: Any, arm: str, keys: dict[str, Any]) -> None:
         del state[name]
     state.update(plain | kept.get(arm, {}) | {"bench_arm": arm})
     configure(worker.cfg, keys)
+
+
+def forget(worker: Any, arm: str) -> None:
+    """Free what the worker holds for this arm alone."""
+    if hasattr(worker, "bench_arms"):
+        select(worker, "", {})
+        left = worker.bench_arms.pop(arm, {})
+        if sender := left.get("sender"):
+            leave(sender)
+    give_back()
+
+
+def leave(end: Any) -> None:
+    """Close one end of the product's stream, and end its thread."""
+    end.close()
+    end.wire.shutdown()
+
+
+def give_back() -> None:
+    """Return what is free to the system."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):  # another C library has no such call
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def configure(cfg: Any, keys: dict[str, Any]) -> None:

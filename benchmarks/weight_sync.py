@@ -112,12 +112,11 @@ async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) ->
     return {side: max(memory(pid, "VmHWM") - before[pid] for pid in those) for side, those in pids.items()}
 
 
-async def start(team: sync_arms.Team, arms: list[sync_arms.Arm]) -> tuple[int, dict[str, Any]]:
+async def start(team: sync_arms.Team, arms: list[sync_arms.Arm], version: int) -> tuple[int, dict[str, Any]]:
     """Each arm's setup and first updates, from weights that the canary tells from the engine's. Returns the version
     reached, and of each arm memory and what the canary found. Raises RuntimeError: an arm did not load, or the canary
     is blind."""
     found: dict[str, Any] = {}
-    version = 0
     for arm in arms:
         loads = arm.name != "raw"
         for first, every in enumerate(arm.changes):
@@ -137,18 +136,10 @@ async def start(team: sync_arms.Team, arms: list[sync_arms.Arm]) -> tuple[int, d
     return version, found
 
 
-async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
-    """All arms in turns, the first of each as a warm-up."""
-    prepared, spawned = spawn(cfg)
-    roles = spawned.roles
-    roles.device = prepared.device
-    await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
-    team = sync_arms.Team(roles, prepared.canary, spawned.host)
-    await team.join()
-    every = [sync_arms.ARMS[name](team) for name in dict.fromkeys(["raw", *args.arms])]
-    skipped = {arm.name: arm.why_not for arm in every if arm.why_not}
-    arms = [arm for arm in every if not arm.why_not]
-    version, found = await start(team, arms)
+async def repeats(
+    team: sync_arms.Team, arms: list[sync_arms.Arm], version: int, args: argparse.Namespace
+) -> tuple[int, dict[str, list[sync_arms.Took]]]:
+    """The arms in turns, each repeat beginning with another one. Returns the version reached, and what each run took."""
     runs: dict[str, list[sync_arms.Took]] = {arm.name: [] for arm in arms}
     for repeat in range(args.repeats):
         version += 1
@@ -158,14 +149,43 @@ async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
             runs[arm.name].append(await arm.run(version))
             if arm.name != "raw" and await team.canary_diff(version) is None:
                 raise RuntimeError(f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights")
+    return version, runs
+
+
+def together(arms: list[sync_arms.Arm], apart: bool) -> list[list[sync_arms.Arm]]:
+    """Those that hold their buffers at the same time: all of them, or one beside the raw broadcast."""
+    raw, *others = arms
+    return [[raw, arm] for arm in others] or [arms] if apart else [arms]
+
+
+async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """All arms, the first update of each as a warm-up."""
+    prepared, spawned = spawn(cfg)
+    roles = spawned.roles
+    roles.device = prepared.device
+    await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
+    team = sync_arms.Team(roles, prepared.canary, spawned.host)
+    await team.join()
+    every = [sync_arms.ARMS[name](team) for name in dict.fromkeys(["raw", *args.arms])]
+    skipped = {arm.name: arm.why_not for arm in every if arm.why_not}
+    arms = [arm for arm in every if not arm.why_not]
+    version, found, every_raw = 0, {}, []
+    for group in together(arms, args.apart):
+        version, begun = await start(team, group, version)
+        version, runs = await repeats(team, group, version, args)
+        raws = [run.seconds for run in runs["raw"]]
+        every_raw += runs["raw"]
+        found |= {arm.name: begun[arm.name] | summarise(runs[arm.name], raws) for arm in group}
+        for arm in group:
+            await arm.leave()
+    found["raw"] |= summarise(every_raw, [run.seconds for run in every_raw])
     tensors = len((await team.first(sync_trainer.metadata))[0])
     await roles.rollout.stop()
-    raws = [run.seconds for run in runs["raw"]]
     return {
         "bytes": team.total_bytes,
         "tensors": tensors,
         "repeats": args.repeats,
-        "arms": {name: found[name] | summarise(took, raws) for name, took in runs.items()},
+        "arms": found,
         "skipped": skipped,
     }
 
@@ -175,7 +195,8 @@ def heading(args: argparse.Namespace, total_bytes: int) -> str:
     return (
         f"{SHAPES[args.model][1]}, bf16, {total_bytes / 1e6:.1f} MB; {args.ranks} trainer rank(s), {args.replicas} "
         f"replica(s) of TP={args.tp}, buckets of {args.bucket_mb} MiB, {args.changed:.1%} of the elements changed between "
-        f"repeats; {len(os.sched_getaffinity(0))} cores, {args.device}."
+        f"repeats; {'one arm after the other' if args.apart else 'the arms in turns'}; "
+        f"{len(os.sched_getaffinity(0))} cores, {args.device}, huge pages in all processes."
     )
 
 
@@ -191,9 +212,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=9, help="measured updates of each arm, after one")
     parser.add_argument("--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size")
     parser.add_argument("--changed", type=float, default=0.02, help="share of elements that change between repeats")
+    parser.add_argument(
+        "--apart",
+        action=argparse.BooleanOptionalAction,
+        help="one arm after the other, each in turns with the raw broadcast alone, so that one at a time has buffers; "
+        "default: for all models but tiny",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exposed", action="store_true", help="what a sync adds to the steps of a run")
     args = parser.parse_args()
+    args.apart = args.model != "tiny" if args.apart is None else args.apart
     if not 0 < args.changed <= 0.5 or args.repeats < 1:
         parser.error(f"--changed {args.changed} --repeats {args.repeats}: above 0 up to 0.5, and at least 1")
     return args
