@@ -40,7 +40,8 @@ SETTINGS = {
     "training longer": ["data.train_batch_size=4", "rollout.n=4", "data.max_response_length=16"],
 }
 ZERO, PLAIN, OVERLAPPED = "no sync", "plain", "overlapped"
-COLUMNS = {"step": "time/step_s", "generation": "time/generate_s", "training": "time/train_s", "sync": "time/sync_s"}
+COLUMNS = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "sync": "time/sync_s"}
+RATIO = 1.4, 2.2  # of the longer phase to the shorter one; outside of it a setting is not what its name says
 
 
 def arms() -> tuple[dict[str, tuple[str, list[str]]], dict[str, str]]:
@@ -68,6 +69,14 @@ def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
     return found
 
 
+def longer(setting: str, found: dict[str, Any]) -> str:
+    """How much longer the one phase is than the other, without a sync; and whether that is what was wanted."""
+    order = ("T_gen", "T_train") if setting.startswith("generation") else ("T_train", "T_gen")
+    ratio = found[ZERO][order[0]]["median"] / found[ZERO][order[1]]["median"]
+    wanted = "" if RATIO[0] <= ratio <= RATIO[1] else f", NOT the {RATIO[0]} to {RATIO[1]} that this setting is to have"
+    return f"{setting}: {order[0]} / {order[1]} = {ratio:.2f} without a sync{wanted}."
+
+
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     names = [*COLUMNS, "exposed"]
@@ -78,6 +87,7 @@ def table(result: dict[str, Any]) -> str:
             cells = (f"{own[n]['median']:.3g} ({own[n]['min']:.3g} to {own[n]['max']:.3g})" for n in names)
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
         lines += [f"| {arm} | not run: {why} |" + " |" * 4 for arm, why in result["skipped"].items()]
+        lines += ["", longer(setting, found)]
     lines += ["", f"Medians over {result['repeats']} runs of each arm in turns (range of the runs' medians, of {STEPS}"]
     lines += [
         f"steps without the first {WARMUP} and the last, in which nothing is generated). Exposed: the step less that"

@@ -45,7 +45,7 @@ def summarise(runs: list[Any], raws: list[float]) -> dict[str, Any]:
 
 
 def _phases(split: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in split.items()) or "-"
+    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in split.items() if seconds > 1e-5) or "-"
 
 
 def table(result: dict[str, Any]) -> str:
@@ -59,7 +59,7 @@ def table(result: dict[str, Any]) -> str:
             f"{t['median']:.3g} ({t['min']:.3g} to {t['max']:.3g})",
             f"{r['median']:.2f} ({r['min']:.2f} to {r['max']:.2f})",
             _phases(arm["split"]),
-            f"{arm['extra']['wire']:.3g}" if "wire" in arm["extra"] else "-",
+            f"{arm['extra']['wire']:.3g}" if arm["extra"].get("wire") else "-",
             _phases(arm["sender"]),
             f"{arm['extra'].get('bytes', result['bytes']) / 1e6:.1f}",
             *(f"{memory[side] / 1e6:.0f}" if memory else "-" for side in ("sender", "receiver")),

@@ -139,9 +139,10 @@ async def start(team: sync_arms.Team, arms: list[sync_arms.Arm], version: int) -
 async def repeats(
     team: sync_arms.Team, arms: list[sync_arms.Arm], version: int, args: argparse.Namespace
 ) -> tuple[int, dict[str, list[sync_arms.Took]]]:
-    """The arms in turns, each repeat beginning with another one. Returns the version reached, and what each run took."""
+    """The arms in turns, each repeat beginning with another one, after one that does not count: in it delta sends what
+    the starts of all arms have changed. Returns the version reached, and what each run took."""
     runs: dict[str, list[sync_arms.Took]] = {arm.name: [] for arm in arms}
-    for repeat in range(args.repeats):
+    for repeat in range(-1, args.repeats):
         version += 1
         await team.trainers(sync_trainer.nudge, args.changed, version)
         turn = repeat % len(arms)
@@ -149,7 +150,7 @@ async def repeats(
             runs[arm.name].append(await arm.run(version))
             if arm.name != "raw" and await team.canary_diff(version) is None:
                 raise RuntimeError(f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights")
-    return version, runs
+    return version, {name: took[1:] for name, took in runs.items()}
 
 
 def together(arms: list[sync_arms.Arm], apart: bool) -> list[list[sync_arms.Arm]]:

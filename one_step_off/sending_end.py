@@ -54,7 +54,9 @@ class SendingEnd:
         elif self.rank == 0:
             report = self.sender.send((tensor for _, tensor in self.gathered(self.pieces, self.device)), version)
         else:
-            report = {"bytes": 0.0, "each": [list(sent) for sent in self.gathered(self.pieces, self.device)], "spans": []}
+            for _ in self.gathered(self.pieces, self.device):
+                pass
+            report = {"bytes": 0.0, "each": [], "spans": []}
         with self.sent:
             self.sent_version = version
             self.sent.notify_all()

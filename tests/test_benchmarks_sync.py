@@ -190,7 +190,7 @@ def test_arms_apart_have_the_raw_broadcast_beside_them():
 
 def test_what_a_sync_exposes():
     def runs(*steps: float) -> list[list[dict]]:
-        times = {"time/generate_s": 1.0, "time/train_s": 2.0, "time/sync_s": 0.5}
+        times = {"time/generate_s": 1.0, "time/train_s": 1.8, "time/sync_s": 0.5}
         return [[{"time/step_s": s} | times] * 3 for s in steps]
 
     found = sync_exposed.summarise({sync_exposed.ZERO: runs(2.0, 2.2), sync_exposed.PLAIN: runs(2.5, 2.9)})
@@ -205,6 +205,8 @@ def test_what_a_sync_exposes():
     said = sync_exposed.table(result)
     assert "| plain | 2.7 (2.5 to 2.9) |" in said and "| overlapped | not run: no key |" in said
     assert len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
+    assert "training longer: T_train / T_gen = 1.80 without a sync." in said
+    assert "T_gen / T_train = 0.56 without a sync, NOT" in sync_exposed.longer("generation longer", found)
 
 
 def test_the_page_shows_the_estimates_as_the_script_prints_them():
