@@ -36,8 +36,8 @@ COMMON = [
 ]
 SETTINGS = {
     # A random model never says the end, so every response has the full length.
-    "generation longer": ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=112"],
-    "training longer": ["data.train_batch_size=4", "rollout.n=4", "data.max_response_length=16"],
+    "generation longer": ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=128"],
+    "training longer": ["data.train_batch_size=4", "rollout.n=4", "data.max_response_length=10"],
 }
 ZERO, PLAIN, OVERLAPPED = "no sync", "plain", "overlapped"
 COLUMNS = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "sync": "time/sync_s"}
