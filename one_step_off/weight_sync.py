@@ -167,6 +167,9 @@ class WeightSync:
 
 def _on_wire(sent: list[dict[str, Any]], each: list[list[float]]) -> float:
     """Seconds that a receiver's data travelled. Either end's time includes its wait for the other, so the shorter of the
-    two counts, bucket by bucket."""
+    two counts; a bucket's parts travel side by side, so the longest of them does."""
     theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
-    return sum(min(seconds, theirs[i, s]) for i, s, seconds in each)
+    buckets: dict[float, float] = {}
+    for i, s, seconds in each:
+        buckets[i] = max(buckets.get(i, 0.0), min(seconds, theirs[i, s]))
+    return sum(buckets.values())
