@@ -19,6 +19,7 @@ both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send w
 """
 
 import itertools
+import math
 import os
 import time
 import traceback
@@ -145,7 +146,7 @@ class _End:
         self.seconds: dict[str, float] = {}
         self.each: list[list[float]] = []  # on the wire: [bucket, sender, seconds]
         self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
-        self.bytes = 0
+        self.bytes = self.changed = 0
         self.bucket = -1
 
     def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
@@ -228,17 +229,18 @@ class Sender(_End):
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (gather, checksum, encode, wire), "bytes" that travelled and "each" bucket's time on the wire. Raises SyncError
+        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words of them "changed" (NaN where all were
+        sent) and "each" bucket's time on the wire. Raises SyncError
         naming this sender, phase and bucket; the group is given up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self._send(iter(tensors), version)
+                return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
         except BaseException:
             self.base = []  # receivers hold nobody knows what
             self.close()
             raise
-        return self._report()
 
     def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
         changes = self.full_every > 0
@@ -275,7 +277,8 @@ class Sender(_End):
         with self._phase("encode"):
             base = self.base[i].to(self.device, non_blocking=True)
             if self.since_full:
-                payload = delta.encode(flat, base)
+                payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
+                self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
             self.base[i].copy_(flat)
             if payload is not None:
                 flat = flat[: len(payload)].copy_(payload)

@@ -132,6 +132,7 @@ class WeightSync:
             "sync/bytes": size,
             "sync/gb_per_s": size / seconds / 1e9,
             "sync/full_bytes": float(self.total_bytes),
+            "sync/changed_share": 2 * sum(report["changed"] for report in sent) / self.total_bytes,
         }
         phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
         for names, reports in phases:

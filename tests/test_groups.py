@@ -190,7 +190,7 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
-    sent = {"bytes": 8.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
+    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
     got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
     actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent))], cfg)
     replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], ping=None) for e in engines]
@@ -329,7 +329,7 @@ class Lossy(WeightSync):
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": []}
+        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0, 0.1]], "spans": []}
         trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report))
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
