@@ -102,7 +102,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     device = resolved_device(cfg, num_gpus)
     groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
     groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
-    groups += [_machine(cfg, device, num_gpus)]
+    groups += [_sync(cfg, device), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 
@@ -454,6 +454,16 @@ def _installed(package: str) -> bool:
     except ModuleNotFoundError:  # not even the package around it
         return False
     return getattr(found, "origin", None) is not None or getattr(found, "__file__", None) is not None
+
+
+def _sync(cfg: Config, device: str) -> Iterator[str]:
+    own, mend = cfg.weight_sync, "set weight_sync.overlap=false"
+    if own.overlap and own.sender == "gather":
+        yield f"weight_sync.sender=gather: gathers by the trainer's collectives, not beside training; {mend}"
+    if own.sender == "gather" and own.mode == "delta":
+        yield "weight_sync.mode=delta: each rank compares its own shard; use weight_sync.sender=sharded"
+    if own.overlap and device == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS=1: a send that waits would hold up training; unset it, or {mend}"
 
 
 def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:

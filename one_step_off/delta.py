@@ -72,6 +72,13 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
                 part.scatter_(0, at, part.index_select(0, at) + step)
 
 
+def changed(payload: torch.Tensor) -> int:
+    """How many 16-bit words a payload of `encode` changes."""
+    count, block = payload[:8].view(torch.int32).tolist()
+    lengths = payload[8 : 8 + 24 * -(-count // block)].view(torch.int32).view(-1, 6).cpu()
+    return int(torch.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1]).sum())  # all gaps stand in one of the two
+
+
 def _blocks(payload: torch.Tensor, words: torch.Tensor) -> list[tuple[torch.Tensor, list, list]]:
     """Each block of `words` (int16 [k]) that has changes, with the streams of its two columns, as `_WIDTHS` has them.
     Raises ValueError: the header fits neither the words nor the payload's size."""

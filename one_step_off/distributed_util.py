@@ -7,19 +7,19 @@ Trainer ranks send the pieces they own; every vLLM worker receives all of them a
     Receiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
 
 There is one group per sender, {sender} u receivers, made anew in every epoch, that is when receivers come or go. All
-receivers walk buckets, and within a bucket the senders, in the order of the plan; each sender walks its own buckets in
-that order too. Receivers that are `near` a sender, on the same device, are not in its group: they read its buckets where
+receivers and senders walk the buckets in the order of the plan; the senders' parts of a bucket arrive side by side. Receivers that are `near` a sender, on the same device, are not in its group: they read its buckets where
 they lie (shared_link.py). Both ends have a thread for the wire: while bucket k travels, k+1 is packed and k-1 loaded.
 
 The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls no collective of
 the trainer's and touches no default group; it runs on a thread, a group and, on GPUs, streams of its own, and reads
 nothing but this rank's shard. So it goes on whatever the trainer's ranks wait for, and they go on whatever it waits for;
-what a send waits for are receivers, which walk the senders in one order and wait for nothing else. (Trainers that gather
+what a send waits for are receivers, which walk the buckets in one order and wait for nothing else. (Trainers that gather
 a tensor, send it, and gather the next hang when one rank's next gather is queued behind another rank's send.) On a GPU
 both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up all that is launched later.
 """
 
 import itertools
+import math
 import os
 import time
 import traceback
@@ -109,14 +109,6 @@ class NetworkLink:
         self.publish(tensor)
         self.wait(self.timeout_s)
 
-    def bucket(self, size: int, room: torch.Tensor) -> torch.Tensor:
-        """Receive a bucket into `room`: uint8 [size]."""
-        self.fill(room[:size])
-        return room[:size]
-
-    def release(self) -> None:
-        """The room is this side's own: there is nobody to tell."""
-
     def close(self) -> None:
         """Break the connections, so that no peer waits for this one any longer: gloo does so when nothing refers to the
         group or to its work any more."""
@@ -154,7 +146,7 @@ class _End:
         self.seconds: dict[str, float] = {}
         self.each: list[list[float]] = []  # on the wire: [bucket, sender, seconds]
         self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
-        self.bytes = 0
+        self.bytes = self.changed = 0
         self.bucket = -1
 
     def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
@@ -237,17 +229,18 @@ class Sender(_End):
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (gather, checksum, encode, wire), "bytes" that travelled and "each" bucket's time on the wire. Raises SyncError
+        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words of them "changed" (NaN where all were
+        sent) and "each" bucket's time on the wire. Raises SyncError
         naming this sender, phase and bucket; the group is given up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self._send(iter(tensors), version)
+                return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
         except BaseException:
             self.base = []  # receivers hold nobody knows what
             self.close()
             raise
-        return self._report()
 
     def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
         changes = self.full_every > 0
@@ -284,7 +277,8 @@ class Sender(_End):
         with self._phase("encode"):
             base = self.base[i].to(self.device, non_blocking=True)
             if self.since_full:
-                payload = delta.encode(flat, base)
+                payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
+                self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
             self.base[i].copy_(flat)
             if payload is not None:
                 flat = flat[: len(payload)].copy_(payload)
@@ -381,11 +375,23 @@ class Receiver(_End):
         for _ in range(2):
             begin, total = time.perf_counter(), 0
             for i in _rehearsed(self.plan):
-                for link, size in zip(self.links, self._far_bytes(self.plan.buckets[i]), strict=True):
-                    if size:
-                        link.bucket(size, self.buffers[0])
-                        total += size
+                rooms = self._rooms(i)
+                self._arrive(rooms)
+                total += sum(map(len, rooms.values()))
         return (time.perf_counter() - begin) / max(total, 1)
+
+    def _rooms(self, i: int) -> dict[int, torch.Tensor]:
+        """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
+        sizes = self._far_bytes(self.plan.buckets[i])
+        ends = itertools.accumulate(sizes)
+        return {s: self.buffers[i % 2][end - n : end] for s, (n, end) in enumerate(zip(sizes, ends, strict=True)) if n}
+
+    def _arrive(self, rooms: dict[int, torch.Tensor]) -> dict[int, float]:
+        """Receive from several far senders at once; seconds until each was there."""
+        begin = time.perf_counter()
+        for s, room in rooms.items():
+            self.links[s].publish(room)
+        return {s: self.links[s].wait(self.timeout_s) or time.perf_counter() - begin for s in rooms}
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`.
@@ -417,7 +423,7 @@ class Receiver(_End):
             near = [s for s, size in enumerate(bucket.nbytes) if size and not self.far[s]]
             with self._phase("wait"):
                 # The near ones first: their senders go on only when they are taken, and others wait for these senders.
-                parts = {s: self._take(s, bucket.nbytes[s], self.buffers[0], changes) for s in near}
+                parts = {s: self._take(s, bucket.nbytes[s], changes) for s in near}
                 parts |= coming.result()
                 if i + 1 < len(buckets):
                     coming = self.wire.submit(self._fill, i + 1, changes)
@@ -446,25 +452,27 @@ class Receiver(_End):
         return bool(changes)
 
     def _fill(self, i: int, changes: bool) -> dict[int, tuple[int, torch.Tensor]]:
-        """On the wire's thread: what far senders have of bucket `i`, into one of the buffers in turn."""
-        parts, at = {}, 0
-        for s, size in enumerate(self._far_bytes(self.plan.buckets[i])):
-            if size:
-                begin = time.perf_counter()
-                parts[s] = self._take(s, size, self.buffers[i % 2][at : at + size], changes)
-                self.each.append([i, s, self._timed(" wire", "wire", time.perf_counter() - begin)])
-                at += size
-        return parts
+        """On the wire's thread: what far senders have of bucket `i`, side by side."""
+        begin, rooms, kinds = time.perf_counter(), self._rooms(i), {}
+        if changes and rooms:
+            heads = {s: torch.zeros(2, dtype=torch.int64, device=self.device) for s in rooms}
+            self._arrive(heads)
+            for s, (kind, size) in ((s, head.tolist()) for s, head in heads.items()):
+                kinds[s], rooms[s] = kind, rooms[s][:size]
+        self.each += [[i, s, seconds] for s, seconds in self._arrive(rooms).items()]
+        self.bytes += sum(map(len, rooms.values()))
+        self._timed(" wire", "wire", time.perf_counter() - begin)
+        return {s: (kinds.get(s, FULL), room) for s, room in rooms.items()}
 
-    def _take(self, sender: int, size: int, room: torch.Tensor, changes: bool) -> tuple[int, torch.Tensor]:
-        """A sender's part of a bucket: the kind of message, and the message."""
+    def _take(self, sender: int, size: int, changes: bool) -> tuple[int, torch.Tensor]:
+        """A near sender's part of a bucket: the kind of message, and the message."""
         kind = FULL
         if changes:
             head = torch.zeros(2, dtype=torch.int64, device=self.device)
             self.links[sender].fill(head)
             kind, size = head.tolist()
         self.bytes += size
-        return kind, self.links[sender].bucket(size, room)
+        return kind, self.links[sender].bucket(size)
 
     def _deliver(self, bucket: Bucket, parts: dict[int, torch.Tensor], load: Callable) -> None:
         """Load a bucket's whole tensors: views where one slot holds all of it, joined in `room` otherwise."""

@@ -87,9 +87,9 @@ class Pipeline:
         self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
         self.checkpointer, self.resumed = checkpointer, resumed
         self.ahead = cfg.pipeline.staleness
-        # With replicas in the actor's pool, or in turns with them, nothing runs beside the sync.
-        where = cfg.placement.roles
-        self.overlap = self.ahead and cfg.weight_sync.overlap and where["actor"] != where["rollout"]
+        # Where another role shares the replicas' pool, they take turns, and nothing runs beside the sync.
+        pools = list(cfg.placement.roles.values())
+        self.overlap = self.ahead and cfg.weight_sync.overlap and pools.count(cfg.placement.roles["rollout"]) == 1
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.

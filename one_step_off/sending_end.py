@@ -54,9 +54,13 @@ class SendingEnd:
         elif self.rank == 0:
             report = self.sender.send((tensor for _, tensor in self.gathered(self.pieces, self.device)), version)
         else:
-            for _ in self.gathered(self.pieces, self.device):
-                pass
-            report = {"bytes": 0.0, "each": [], "spans": []}
+            report = {
+                "bytes": 0.0,
+                "changed": 0.0,
+                "each": [],
+                "spans": [],
+                **dict(self.gathered(self.pieces, self.device)),
+            }
         with self.sent:
             self.sent_version = version
             self.sent.notify_all()

@@ -76,9 +76,8 @@ class SharedInlet:
         tensor.copy_(data.view(tensor.shape))
         self.release()
 
-    def bucket(self, size: int, room: torch.Tensor | None = None) -> torch.Tensor:
-        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`. It needs no
-        room of its own."""
+    def bucket(self, size: int) -> torch.Tensor:
+        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`."""
         return self.buffers[int(self._next())][:size]
 
     def release(self) -> None:

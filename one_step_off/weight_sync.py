@@ -132,6 +132,7 @@ class WeightSync:
             "sync/bytes": size,
             "sync/gb_per_s": size / seconds / 1e9,
             "sync/full_bytes": float(self.total_bytes),
+            "sync/changed_share": 2 * sum(report["changed"] for report in sent) / self.total_bytes,
         }
         phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
         for names, reports in phases:
@@ -167,6 +168,9 @@ class WeightSync:
 
 def _on_wire(sent: list[dict[str, Any]], each: list[list[float]]) -> float:
     """Seconds that a receiver's data travelled. Either end's time includes its wait for the other, so the shorter of the
-    two counts, bucket by bucket."""
+    two counts; a bucket's parts travel side by side, so the longest of them does."""
     theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
-    return sum(min(seconds, theirs[i, s]) for i, s, seconds in each)
+    buckets: dict[float, float] = {}
+    for i, s, seconds in each:
+        buckets[i] = max(buckets.get(i, 0.0), min(seconds, theirs[i, s]))
+    return sum(buckets.values())

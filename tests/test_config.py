@@ -160,6 +160,11 @@ BAD = [
     (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
     (["actor.virtual_pipeline_parallel_size=2"], ["virtual_pipeline_parallel_size=2", "needs stages"]),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
+    (["weight_sync.sender=gather"], ["weight_sync.sender=gather", "weight_sync.overlap=false"]),
+    (
+        ["weight_sync.sender=gather", "weight_sync.overlap=false", "weight_sync.mode=delta"],
+        ["weight_sync.mode=delta", "weight_sync.sender=sharded"],
+    ),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
     (
@@ -329,6 +334,14 @@ def test_engine_names_that_vllm_does_not_know() -> None:
             config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
         with pytest.raises(ConfigError, match=mend.replace("?", r"\?")):
             config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
+
+
+def test_streams_in_one_queue_are_refused_beside_an_overlapped_sync(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    cfg = Config()
+    assert [p for p in config_checks._sync(cfg, "cuda") if p.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1")]
+    cfg.weight_sync.overlap = False
+    assert not list(config_checks._sync(cfg, "cuda"))
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])

@@ -39,6 +39,7 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
     payload = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
     if payload is not None:
         assert payload.dtype == torch.uint8 and len(payload) % 16 == 0 and len(payload) < 2 * len(new)
+        assert delta.changed(payload) == int((new != base).sum())
         words = base.clone()
         delta.apply(payload, words.view(torch.uint8))
         assert torch.equal(words, new)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 
@@ -193,6 +195,19 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         ray.shutdown()
 
 
+def kill_at_third_bucket(worker, pid: int) -> None:
+    """On a trainer rank: end another process while this one packs."""
+    honest, packed = worker.sender._pack, []
+
+    def pack(*args):
+        packed.append(1)
+        if len(packed) == 3:
+            os.kill(pid, signal.SIGKILL)
+        honest(*args)
+
+    worker.sender._pack = pack
+
+
 @pytest.mark.timeout(400)
 def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path):
     """kill -9 between two buckets. The other one receives everything again without a restart; the lost one is started
@@ -215,20 +230,6 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         },
     )
 
-    def kill_at_third_bucket(worker, pid):
-        import os
-        import signal
-
-        honest, packed = worker.sender._pack, []
-
-        def pack(*args):
-            packed.append(1)
-            if len(packed) == 3:
-                os.kill(pid, signal.SIGKILL)
-            honest(*args)
-
-        worker.sender._pack = pack
-
     async def check() -> None:
         roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
         roles.sync.say = said.append
@@ -238,7 +239,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         assert first["sync/bytes"] >= 3 << 20
         await roles.actor.update(batch_for_update())
         survivor = roles.rollout.all[0]
-        pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: __import__("os").getpid())
+        pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: os.getpid())
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))

@@ -190,7 +190,7 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
-    sent = {"bytes": 8.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
+    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
     got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
     actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent))], cfg)
     replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], ping=None) for e in engines]
@@ -319,3 +319,84 @@ def test_roles_in_one_pool_take_turns():
         assert asyncio.run(main(shared=False)) == 2
     finally:
         room._put = put
+
+
+class Lossy(WeightSync):
+    """A weight sync whose replicas are stand-ins: `broken[i]` is how often replica i still dies in a sync."""
+
+    def __init__(self, replicas: int, broken: dict[int, int], respawn=None, answers: bool = False) -> None:
+        self.broken, self.regrouped, self.lines = broken, [], []
+        actors = [self.replica(i, answers) for i in range(replicas)]
+        cfg = Config()
+        cfg.weight_sync.timeout_s = 1.0
+        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0, 0.1]], "spans": []}
+        trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report))
+        group = TrainGroup("actor", [trainer], cfg)
+        rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
+        super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
+        self.senders = self.taking_part = group.ranks
+        self.total_bytes, self.say = 8, self.lines.append
+
+    def replica(self, i: int, answers: bool) -> Actor:
+        async def sync(stamp):
+            if self.broken.get(i, 0):
+                self.broken[i] -= 1
+                died.append(1)
+                raise SyncError("its process died")
+            return [{"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.0}]
+
+        async def ping():
+            if died and not answers:
+                raise RuntimeError("gone")
+
+        async def start():
+            await asyncio.sleep(0.05)
+
+        died: list[int] = []
+        return Actor(sync=sync, ping=ping, start=start, score=lambda seqs: [np.array([-1.0])])
+
+    async def _regroup(self) -> None:
+        self.regrouped.append(list(self.rollout.active))
+
+
+def test_a_replica_that_dies_in_a_sync_is_left_out_and_joins_the_next():
+    async def main():
+        sync = Lossy(3, {1: 1})
+        await sync((0, 1))
+        assert sync.regrouped == [[0, 2]] and sync.rollout.active == [0, 2]
+        assert len(sync.lines) == 1 and "rollout 1" in sync.lines[0]
+        await sync((0, 2))
+        assert sync.rollout.active == [0, 2], "it has not started yet"
+        await asyncio.sleep(0.2)
+        await sync((0, 3))
+        assert sync.rollout.active == [0, 1, 2] and sync.regrouped == [[0, 2], [0, 1, 2]]
+
+    asyncio.run(main())
+
+
+def test_with_no_replica_left_the_sync_waits_for_the_first_that_starts():
+    async def main():
+        sync = Lossy(2, {0: 1, 1: 1})
+        await sync((0, 1))
+        assert sync.rollout.active and sync.regrouped[-1] == sync.rollout.active
+
+    asyncio.run(main())
+
+
+def test_a_replica_that_answers_but_did_not_get_the_weights_ends_the_run():
+    with pytest.raises(SyncError, match="rollout 1: its process died"):
+        asyncio.run(Lossy(2, {1: 1}, answers=True)((0, 1)))
+
+
+def test_a_replica_that_cannot_be_started_anew_ends_the_run_with_the_reason():
+    def respawn(i):
+        raise OSError("no seat left")
+
+    async def main():
+        sync = Lossy(2, {0: 1}, respawn)
+        await sync((0, 1))
+        await asyncio.sleep(0.05)
+        await sync((0, 2))
+
+    with pytest.raises(OSError, match="no seat left"):
+        asyncio.run(main())

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from one_step_off.bucket_plan import BucketPlan, SyncError
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.tiny_qwen import build_random
 from one_step_off.workers import WeightPiece
 from tests.test_fsdp_workers import config, free_port, make_batch, start
 
-SYNCS, RANKS, RECEIVERS, LIMIT_S = 200, 2, 2, 30.0
+RANKS, RECEIVERS, LIMIT_S = 2, 2, 30.0
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -35,7 +35,7 @@ def delayed(method, rng, most):
     return after_a_while
 
 
-def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str) -> None:
+def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> None:
     """A trainer rank: for every version a send and an update at once, each delayed at random wherever it can be."""
     torch.set_num_threads(1)
     rng = random.Random(rank)
@@ -44,7 +44,8 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str) -> None:
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in inbox.get()]
     outbox.put((rank, worker.open_sender(pieces, 40_000, "127.0.0.1", LIMIT_S)))
     inbox.get()
-    worker.connect_sync(1, RECEIVERS, [])
+    if hasattr(worker, "sender"):  # rank 0 alone, where it gathers
+        worker.connect_sync(1, RECEIVERS, [])
     Sender._pack = delayed(Sender._pack, rng, 0.002)
     worker._forward = delayed(worker._forward, rng, 0.01)
     sent, batch, problems = [], make_batch(cfg.model.path), []
@@ -56,7 +57,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str) -> None:
         except Exception as e:
             problems.append(repr(e))
 
-    for version in range(SYNCS):
+    for version in range(syncs):
         now = [(p.name, p.start, digest(t)) for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)]
         sent.append(now)
         thread = threading.Thread(target=send, args=(version,))
@@ -64,19 +65,45 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str) -> None:
         for sample in batch.samples:
             sample.versions[:] = version
         batch.expected = (0, version)
+        if not cfg.weight_sync.overlap:
+            thread.join()
         metrics = worker.update(batch)  # it has FSDP's collectives, and those of the gradients' norm
         thread.join()
         assert not problems and metrics["actor/sync_wait_s"] >= 0
     torch.save(sent, f"{out}/{rank}.pt")
 
 
+def receive_all(index: int, plan: BucketPlan, addresses: list, syncs: int, got: list, errors: queue.Queue) -> None:
+    """A receiver, late at random too; keeps what it got of every version."""
+    rng, receiver = random.Random(100 + index), Receiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S)
+    try:
+        receiver.connect(1, addresses, RECEIVERS)
+        for version in range(syncs):
+            time.sleep(rng.random() * 0.01)
+            seen: dict = {}
+
+            def load(tensors, seen=seen):
+                time.sleep(rng.random() * 0.001)
+                seen.update({name: tensor.clone() for name, tensor in tensors})
+
+            receiver.receive(load, version)
+            got.append(seen)
+    except SyncError as e:
+        errors.put(e)
+
+
 @pytest.mark.timeout(300)
-def test_two_hundred_syncs_beside_updates_with_random_delays_on_every_rank(tmp_path):
+@pytest.mark.parametrize(
+    ("sender", "syncs"), [("sharded", 200), ("gather", 5)], ids=["200 beside updates", "5 gathered by rank 0"]
+)
+def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
     path = build_random("qwen2", str(tmp_path / "model"), dtype="float32")
-    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S)
+    overlap = sender == "sharded"
+    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S, weight_sync__sender=sender)
+    cfg.weight_sync.overlap = overlap
     context, port = mp.get_context("spawn"), free_port()
     outbox, inboxes = context.Queue(), [context.Queue() for _ in range(RANKS)]
-    args = [(rank, cfg, port, inboxes[rank], outbox, str(tmp_path)) for rank in range(RANKS)]
+    args = [(rank, cfg, port, inboxes[rank], outbox, str(tmp_path), syncs) for rank in range(RANKS)]
     ranks = [context.Process(target=run_rank, args=a, daemon=True) for a in args]
     for process in ranks:
         process.start()
@@ -87,36 +114,19 @@ def test_two_hundred_syncs_beside_updates_with_random_delays_on_every_rank(tmp_p
 
     plans = gather()
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in plans]
-    plan = BucketPlan.build(pieces, 40_000)
+    plan = BucketPlan.build(pieces if overlap else [whole_pieces(pieces)], 40_000)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)
-    addresses = gather()
+    addresses = [address for address in gather() if address]
+    assert len(addresses) == (RANKS if overlap else 1)
     for inbox in inboxes:
         inbox.put("connect")
-    got: list[list[dict]] = [[] for _ in range(RECEIVERS)]
-    errors: queue.Queue = queue.Queue()
-
-    def receive(index: int) -> None:
-        rng, receiver = random.Random(100 + index), Receiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S)
-        try:
-            receiver.connect(1, addresses, RECEIVERS)
-            for version in range(SYNCS):
-                time.sleep(rng.random() * 0.01)
-                seen: dict = {}
-
-                def load(tensors, seen=seen):
-                    time.sleep(rng.random() * 0.001)
-                    seen.update({name: tensor.clone() for name, tensor in tensors})
-
-                receiver.receive(load, version)
-                rows = [(p.name, p.start, digest(seen[p.name][p.start : p.stop])) for own in pieces for p in own]
-                got[index].append(rows)
-        except SyncError as e:
-            errors.put(e)
-
-    threads = [threading.Thread(target=receive, args=(i,), daemon=True) for i in range(RECEIVERS)]
+    got, errors = [[] for _ in range(RECEIVERS)], queue.Queue()
+    common = (plan, addresses, syncs)
+    threads = [threading.Thread(target=receive_all, args=(i, *common, got[i], errors)) for i in range(RECEIVERS)]
     for thread in threads:
+        thread.daemon = True
         thread.start()
     for thread in threads:
         thread.join(240)
@@ -125,9 +135,11 @@ def test_two_hundred_syncs_beside_updates_with_random_delays_on_every_rank(tmp_p
     assert errors.empty(), errors.get()
     assert [process.exitcode for process in ranks] == [0] * RANKS
     sent = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
-    for version in range(SYNCS):
+    for version in range(syncs):
         expected = [row for rank in range(RANKS) for row in sent[rank][version]]
-        assert all(rows[version] == expected for rows in got), f"version {version} arrived changed"
+        for seen in (one[version] for one in got):
+            rows = [(p.name, p.start, digest(seen[p.name][p.start : p.stop])) for own in pieces for p in own]
+            assert rows == expected, f"version {version} arrived changed"
     assert sent[0][0] != sent[0][-1]
 
 
