@@ -254,7 +254,7 @@ class Gather(Product):
     """The product with one sender."""
 
     name, said = "gather", "rank 0 gathers and sends the buckets; checked likewise"
-    keys = {"sender": "gather"}
+    keys = {"sender": "gather", "overlap": False}
 
 
 class Delta(Product):
