@@ -110,15 +110,14 @@ class InPlace:
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
-                found = record(tensors, lambda strips=strips: all(self._holds(k, sums[:, k]) for k in strips))
+                found = record(tensors, lambda strips=strips: self._hold(strips, sums))
                 self.live += [found] * len(strips)
 
     def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
         if not i or self.plan.buckets[i - 1].ends:
             self.live[i].read()
-        parts = self._parts(i)
-        self.plan.buckets[i].split(parts, self.room)
+        parts = self._split(i)
         for sender, (kind, message) in messages.items():
             if kind == FULL:
                 parts[sender].copy_(message)
@@ -136,11 +135,15 @@ class InPlace:
         sizes = self.plan.buckets[i].nbytes
         return {s: part for s, part in enumerate(self.flat[: sum(sizes)].split(sizes)) if len(part)}
 
-    def _holds(self, i: int, sums: torch.Tensor) -> bool:
-        """Whether what was read has the checksums (int64 [senders, 2]) of bucket `i`."""
+    def _hold(self, strips: range, sums: torch.Tensor) -> bool:
+        """Whether what was read has the checksums of these buckets."""
+        return all(torch.equal(checksum(part), sums[s, k]) for k in strips for s, part in self._split(k).items())
+
+    def _split(self, i: int) -> dict[int, torch.Tensor]:
+        """Each sender's part, of what was read."""
         parts = self._parts(i)
         self.plan.buckets[i].split(parts, self.room)
-        return all(torch.equal(checksum(part), sums[s]) for s, part in parts.items())
+        return parts
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -1,10 +1,12 @@
 """The engine's side of the weight sync, inside each vLLM worker process.
 
 vLLM imports this module through `worker_extension_cls`, which registers the transfer engine `one_step_off`
-with vLLM's factory. With weight_sync.mode=delta the first update of an epoch loads layer by layer, and where the model's
-parameters are used as they were loaded (live_weights.py), all further ones are written into them directly. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
+with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
 step may fall between them and meet half-loaded layers. An update that broke leaves half-loaded layers too: nothing is
 generated with them, and the next update begins by giving them up.
+
+With weight_sync.mode=delta that is so for the first update of an epoch only, where the model's parameters are used as
+they were loaded: all further ones are then written straight into them (live_weights.py), and no layer is loaded anew.
 """
 
 import functools
@@ -73,14 +75,14 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
         addresses = [(host, port) for host, port in init_info.addresses]
         self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
+        self.tried = False  # whether it can do without a mirror
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
-        self.tried = False  # to do without a mirror
         self.expected = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
         self.report: dict[str, Any] = {}
-        if self.receiver.live:  # it covers what the epoch's first update has loaded, and `loaded` still tells
+        if self.receiver.live:  # it writes all that the epoch's first update has loaded: `loaded` stays true
             return
         self.loaded: set[str] = set()
         start = time.perf_counter()
