@@ -317,14 +317,15 @@ class Mirror:
     host memory. What changed is applied here, where no engine has packed or fused anything."""
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self.parts = [[torch.zeros(n, dtype=torch.uint8) for n in b.nbytes] for b in plan.buckets]
+        # A block for each bucket, not each part: large ones go back to the system when they are given up.
+        self.parts = [torch.zeros(sum(b.nbytes), dtype=torch.uint8).split(b.nbytes) for b in plan.buckets]
         self.device = device
 
     def pin(self) -> None:
         """Make it faster to read for a GPU. Not at once: pinned memory would not be given back where a mirror turns out not
         to be needed."""
-        for parts in self.parts if self.device.type == "cuda" else ():
-            parts[:] = [part.pin_memory() for part in parts]
+        for i, parts in enumerate(self.parts) if self.device.type == "cuda" else ():
+            self.parts[i] = torch.cat(parts).pin_memory().split([len(part) for part in parts])
 
     def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Each sender's part of bucket `i` after its message (kind, bytes): uint8, on the receiver's device."""
