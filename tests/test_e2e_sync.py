@@ -209,20 +209,23 @@ def kill_at_third_bucket(worker, pid: int) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path):
-    """kill -9 between two buckets. The other one receives everything again without a restart; the lost one is started
-    anew beside it, and takes part from the next sync on."""
+@pytest.mark.parametrize("extension", [None, pytest.param("tests.unpacked_engine", marks=pytest.mark.slow)])
+def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path, extension):
+    """kill -9 between two buckets. The other one receives everything again without a restart, also where the broken sync has
+    written into its parameters (`extension`); the lost one is started anew beside it, and takes part from the next sync on."""
     import ray
 
     from one_step_off import launch
 
     mine, said = models(tied=True, seed=2), []
+    own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
+    engine = {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160, **own}
     cfg = tiny_config(
         mine,
         str(tmp_path / "run"),
         **{
             "placement.pools": {"rollout": [2], "actor": [1]},
-            "rollout.engine_kwargs": {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160},
+            "rollout.engine_kwargs": engine,
             "rollout.sampling_kwargs": {"ignore_eos": True},
             "weight_sync.bucket_mb": 1,
             "weight_sync.mode": "delta",
@@ -236,7 +239,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
-        assert first["sync/bytes"] >= 3 << 20
+        assert first["sync/bytes"] >= 3 << 20 and first["sync/in_place"] == bool(extension)
         await roles.actor.update(batch_for_update())
         survivor = roles.rollout.all[0]
         pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: os.getpid())
