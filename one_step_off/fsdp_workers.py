@@ -48,6 +48,8 @@ from one_step_off.workers import WeightPiece
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
+    adapters: lora.Adapters | None = None  # a back end without LoRA has none
+
     def __init__(
         self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
     ) -> None:
@@ -85,6 +87,7 @@ class ModelWorker(UsageProbe):
     def _build(self) -> None:
         """The model and what goes with it; the process group exists."""
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
+        self.adapters = lora.Adapters(self.model)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
 
@@ -350,8 +353,6 @@ class TrainedWorker(ModelWorker):
 class PolicyWorker(TrainedWorker):
     """The roles "actor" (trained) and "ref" (frozen, `log_prob` only)."""
 
-    adapters: lora.Adapters | None = None  # a back end without LoRA has none
-
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
@@ -359,7 +360,6 @@ class PolicyWorker(TrainedWorker):
 
     def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
-        self.adapters = lora.Adapters(self.model)
         return fsdp_model.sharded_weights(self.model, dtype)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:

@@ -94,7 +94,12 @@ class Meter:
         for group, flops, seconds, devices in (
             ("rollout", generated, generate_s, self.rollout),
             # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
-            ("trainer", (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths), update_s, self.trainer),
+            (
+                "trainer",
+                (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths),
+                update_s,
+                self.trainer,
+            ),
         ):
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))

@@ -1,4 +1,4 @@
-"""LoRA under FSDP2 against peft on plain models: what is trained, streamed, saved and resumed; on one rank and on two."""
+"""LoRA under FSDP2 against peft on plain models: what is trained, streamed, saved and resumed; on one rank and on several."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.test_fsdp_workers import (  # noqa: F401
     start,
 )
 
-RANK, ALPHA = 3, 12.0  # odd, so that two ranks do not share A's rows evenly
+RANK, ALPHA = 3, 12  # odd, so that two ranks do not share A's rows evenly
 SCALE = ALPHA / RANK
 
 
@@ -69,10 +69,10 @@ def merged_by_peft(path, state, dtype=torch.float32):
     return dict(model.merge_and_unload().named_parameters())
 
 
-def run_rank(rank, world, port, path, out):
+def run_rank(rank, world, port, path, fsdp_size, out):
     """Two updates; between them a checkpoint, a model, and the stream. Then the second once more, resumed."""
     torch.set_num_threads(1)
-    cfg, batch = adapted(path, actor__grad_clip=0.5), make_batch(path)
+    cfg, batch = adapted(path, actor__grad_clip=0.5, actor__fsdp_size=fsdp_size), make_batch(path)
     worker = start(cfg, rank=rank, world=world, port=port, cls=Adapting)
     found = {"first": streamed(worker), "log_probs": worker.log_prob(batch)}
     worker.update(batch)
@@ -89,12 +89,17 @@ def run_rank(rank, world, port, path, out):
     end()
 
 
-@pytest.fixture(scope="module", params=[(1, "tied"), (2, "untied")], ids=["one rank", "two ranks"])
+WORLDS = {"one rank": (1, "tied", -1), "two ranks": (2, "untied", -1), "HSDP": (4, "tied", 2)}
+
+
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, id=n, marks=[pytest.mark.slow] * (w[0] > 2)) for n, w in WORLDS.items()]
+)
 def ran(request, checkpoints, tmp_path_factory):  # noqa: F811
     """The path of the model, the folder, and what each rank found."""
-    world, name = request.param
+    world, name, fsdp_size = WORLDS[request.param]
     out = tmp_path_factory.mktemp("lora")
-    mp.spawn(run_rank, args=(world, free_port(), checkpoints[name], str(out)), nprocs=world)
+    mp.spawn(run_rank, args=(world, free_port(), checkpoints[name], fsdp_size, str(out)), nprocs=world)
     return checkpoints[name], out, [torch.load(out / f"{world}_{r}.pt", weights_only=False) for r in range(world)]
 
 
@@ -228,4 +233,4 @@ def test_what_cannot_have_an_adapter_is_refused(checkpoints, single):  # noqa: F
 def test_settings_are_pefts():
     own = config("x", model__lora_rank=4, model__lora_target_modules="q_proj, v_proj").model
     found = lora.settings(own)
-    assert (found.r, found.lora_alpha, found.target_modules) == (4, 32.0, {"q_proj", "v_proj"})
+    assert (found.r, found.lora_alpha, found.target_modules) == (4, 32, {"q_proj", "v_proj"})
