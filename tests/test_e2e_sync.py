@@ -193,6 +193,21 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         ray.shutdown()
 
 
+def kill_at_third_bucket(worker, pid):
+    import os
+    import signal
+
+    honest, packed = worker.sender._pack, []
+
+    def pack(*args):
+        packed.append(1)
+        if len(packed) == 3:
+            os.kill(pid, signal.SIGKILL)
+        honest(*args)
+
+    worker.sender._pack = pack
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("extension", [None, pytest.param("tests.unpacked_engine", marks=pytest.mark.slow)])
 def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path, extension):
@@ -217,20 +232,6 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
             "weight_sync.timeout_s": 30.0,
         },
     )
-
-    def kill_at_third_bucket(worker, pid):
-        import os
-        import signal
-
-        honest, packed = worker.sender._pack, []
-
-        def pack(*args):
-            packed.append(1)
-            if len(packed) == 3:
-                os.kill(pid, signal.SIGKILL)
-            honest(*args)
-
-        worker.sender._pack = pack
 
     async def check() -> None:
         roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
