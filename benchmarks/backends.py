@@ -2,9 +2,9 @@
 
     python -m benchmarks.backends --out DIR [--models tiny 0.5b] [--arms "FSDP2, 1 rank" ...] [--repeats 5]
 
-Real Ray, gloo and vLLM, one arm after the other in one run: each back end on one rank and on two, Megatron's two also
-on stages. The memory is that of the first stream, without the canary after it. fp32, random weights, random tokens.
-Writes result.json and result.md into DIR.
+Real Ray, gloo and vLLM, one arm after the other in one run: each back end on one rank and on two, FSDP2's one also with
+LoRA, Megatron's two also on stages. The memory is that of the first stream, without the canary after it. fp32, random
+weights, random tokens. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from one_step_off.samples import Batch, Sample, Stamp
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2, 1 rank": (1, {}),
+    "FSDP2, 1 rank, LoRA": (1, {"lora_rank": 8}),
     "Megatron, 1 rank": (1, MEGATRON),
     "FSDP2, 2 ranks": (2, {}),
     "Megatron, 2 ranks, TP=2": (2, MEGATRON | {"tensor_parallel_size": 2}),
@@ -70,7 +71,7 @@ def make_config(model: str, path: str, ranks: int, own: dict[str, Any]) -> Confi
     cfg.pipeline.staleness = 0  # the trainer may use all cores
     cfg.trainer.total_steps = 1
     for name, value in own.items():
-        setattr(cfg.actor, name, value)
+        setattr(cfg.model if hasattr(cfg.model, name) else cfg.actor, name, value)
     return cfg
 
 

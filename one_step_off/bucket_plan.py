@@ -43,6 +43,12 @@ class Slot:
         flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
         return flat.view(self.rows_of(self.piece.block))
 
+    def seal(self, part: torch.Tensor) -> None:
+        """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
+        if self.nbytes % ALIGN:
+            end = self.offset + self.nbytes
+            part[end : -(-end // ALIGN) * ALIGN].zero_()
+
     def rows_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of its rows."""
         return (self.last - self.first, *block[1:]) if block else ()
@@ -77,6 +83,36 @@ class Bucket:
         """Name and slots of each tensor, in order."""
         for name, slots in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
             yield name, list(slots)
+
+    def whole(
+        self, parts: dict[int, torch.Tensor], room: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
+        """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
+        joined there; and the slots that it is joined of."""
+        for name, slots in self.tensors():
+            piece = slots[0].piece
+            if name in self.joined:
+                flat = room[self.joined[name] :].view(getattr(torch, piece.dtype))
+                yield name, flat[: math.prod(piece.shape)].view(piece.shape), slots
+            else:
+                yield name, slots[0].view(parts[slots[0].sender]), []
+
+    def join(self, parts: dict[int, torch.Tensor], room: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Name and tensor as `whole` has them, joined from the senders' parts."""
+        tensors = []
+        for name, tensor, joined in self.whole(parts, room):
+            for slot in joined:
+                slot.place(tensor).copy_(slot.view(parts[slot.sender]))
+            tensors.append((name, tensor))
+        return tensors
+
+    def split(self, parts: dict[int, torch.Tensor], room: torch.Tensor) -> None:
+        """The way back: make each sender's part what it would send, of tensors that lie where `whole` says."""
+        for slot in self.slots:
+            slot.seal(parts[slot.sender])
+        for _, tensor, joined in self.whole(parts, room):
+            for slot in joined:
+                slot.view(parts[slot.sender]).copy_(slot.place(tensor))
 
 
 @dataclass

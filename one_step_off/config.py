@@ -29,6 +29,9 @@ class ModelConfig:
     dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
     attn_implementation: str = key("auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager")
+    lora_rank: int = key(0, "rank of the actor's LoRA adapters, trained beside frozen weights; 0: none", low=0)
+    lora_alpha: int = key(32, "adapters count lora_alpha / lora_rank times", low=1)
+    lora_target_modules: str = key("all-linear", "linear layers with adapters, by name; all-linear: all but the head")
 
 
 @dataclass

@@ -356,6 +356,11 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
     backends = {role: settings_of(cfg, role).backend for role in cfg.placement.roles if role != "rollout"}
+    rank, targets = cfg.model.lora_rank, cfg.model.lora_target_modules
+    if rank and cfg.actor.backend != "fsdp":
+        yield f"model.lora_rank={rank}: only the fsdp back end trains adapters; set it to 0, or actor.backend=fsdp"
+    if rank and not all(re.fullmatch(r"[\w.-]+", name.strip()) for name in targets.split(",")):
+        yield f"model.lora_target_modules={show(targets)}: must be all-linear, or names of layers, as q_proj,v_proj"
     for role in (role for role, backend in backends.items() if backend == "megatron"):
         if (attention := cfg.model.attn_implementation) != "auto":
             own = "Megatron chooses its own attention, and packs no sequences"

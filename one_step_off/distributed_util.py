@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from one_step_off import delta
-from one_step_off.bucket_plan import ALIGN, Bucket, BucketPlan, Slot, SyncError, checksum
+from one_step_off.bucket_plan import Bucket, BucketPlan, Slot, SyncError, checksum
 from one_step_off.shared_link import SharedInlet, SharedOutlet
 
 FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
@@ -314,9 +314,7 @@ class Sender(_End):
                     raise SyncError(f"{self.who}: {slot.piece.name} is {shape}, planned {planned}")
             view = slot.view(flat)
             view.copy_(self.tensor[slot.first : slot.last] if slot.piece.shape else self.tensor, non_blocking=True)
-            if odd := slot.nbytes % ALIGN:  # what pads it is part of the checksum, and the buffer held another bucket
-                end = slot.offset + slot.nbytes
-                flat[end : end + ALIGN - odd].zero_()
+            slot.seal(flat)
 
 
 class Mirror:
@@ -324,13 +322,21 @@ class Mirror:
     host memory. What changed is applied here, where no engine has packed or fused anything."""
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.parts = [[torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in b.nbytes] for b in plan.buckets]
+        # A block for each bucket, not each part: large ones go back to the system when they are given up.
+        self.parts = [torch.zeros(sum(b.nbytes), dtype=torch.uint8).split(b.nbytes) for b in plan.buckets]
         self.device = device
 
-    def update(self, i: int, sender: int, kind: int, message: torch.Tensor) -> torch.Tensor:
-        """The sender's part of bucket `i` after a message: uint8, on the receiver's device."""
-        mine = self.parts[i][sender]
+    def pin(self) -> None:
+        """Make it faster to read for a GPU. Not at once: pinned memory would not be given back where a mirror turns out not
+        to be needed."""
+        for i, parts in enumerate(self.parts) if self.device.type == "cuda" else ():
+            self.parts[i] = torch.cat(parts).pin_memory().split([len(part) for part in parts])
+
+    def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Each sender's part of bucket `i` after its message (kind, bytes): uint8, on the receiver's device."""
+        return {sender: self._one(self.parts[i][sender], *message) for sender, message in messages.items()}
+
+    def _one(self, mine: torch.Tensor, kind: int, message: torch.Tensor) -> torch.Tensor:
         if kind == FULL:
             mine.copy_(message)
             return message
@@ -339,7 +345,12 @@ class Mirror:
 
 
 class Receiver(_End):
-    """The receiving end in one vLLM worker."""
+    """The receiving end in one vLLM worker. Where only changes travel it needs what it got before: a `mirror`, made by
+    the first sync, or `live`, an object that has it in the model itself (`Mirror.update`, and `write(i)` in place of
+    loading bucket `i`)."""
+
+    mirror: Mirror | None = None
+    live: Any = None
 
     def connect(
         self,
@@ -350,7 +361,7 @@ class Receiver(_End):
     ) -> None:
         """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device."""
         self.close()
-        self.mirror: Mirror | None = None
+        self.mirror = self.live = None
         with self._phase("connect"):
             for s, (host, port) in enumerate(addresses):
                 store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
@@ -366,6 +377,10 @@ class Receiver(_End):
             self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
             self.raw = self._rehearse() if any(self.far) else 0.0
+
+    def keep(self, live: Any) -> None:
+        """Use `live` from the next sync on, and no mirror."""
+        self.live, self.mirror = live, None
 
     def _far_bytes(self, bucket: Bucket) -> list[int]:
         return [n if far else 0 for n, far in zip(bucket.nbytes, self.far, strict=True)]
@@ -394,18 +409,18 @@ class Receiver(_End):
         return {s: self.links[s].wait(self.timeout_s) or time.perf_counter() - begin for s in rooms}
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
-        """Receive one sync and hand each bucket's whole tensors to `load`.
+        """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
         verify, load), "bytes", "each" part's time on the wire, and "raw", the time that the bare link would take for
-        them. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
+        them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
         are given up then."""
         self._begin()
         try:
             self._receive(load, version)
         except BaseException:
-            self.mirror = None
+            self.mirror = self.live = None
             self.close()
             raise
         far = sum(self.plan.buckets[i].nbytes[s] for i, s, _ in self.each)
@@ -414,8 +429,9 @@ class Receiver(_End):
     def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
         buckets = self.plan.buckets
         changes = self._headers(version)
-        if changes and not self.mirror:
+        if changes and not self.live and not self.mirror:
             self.mirror = Mirror(self.plan, self.device)
+        base = self.live or self.mirror
         sums = torch.zeros(self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device)
         coming = self.wire.submit(self._fill, 0, changes)
         for i, bucket in enumerate(buckets):
@@ -428,15 +444,21 @@ class Receiver(_End):
                 if i + 1 < len(buckets):
                     coming = self.wire.submit(self._fill, i + 1, changes)
             with self._phase("apply"):
-                full = {s: self.mirror.update(i, s, *part) if changes else part[1] for s, part in parts.items()}
+                full = base.update(i, parts) if base else {s: message for s, (_, message) in parts.items()}
             with self._phase("verify"):
                 for s, part in full.items():
                     sums[s, i] = checksum(part)
             with self._phase("load"):
-                self._deliver(bucket, full, load)
+                if self.live:
+                    self.live.write(i)
+                elif (tensors := bucket.join(full, self.room)) and bucket.ends:
+                    load(tensors)
+                if self.stream:  # the wire fills this bucket's buffer anew while the next one is at work
+                    torch.cuda.current_stream().synchronize()
                 for s in near:
                     self.links[s].release()
         self._check_sums(sums)
+        self.sums = sums
 
     def _headers(self, version: int) -> bool:
         """Whether messages tell what they hold, after checking that every sender sends what is expected."""
@@ -473,22 +495,6 @@ class Receiver(_End):
             kind, size = head.tolist()
         self.bytes += size
         return kind, self.links[sender].bucket(size)
-
-    def _deliver(self, bucket: Bucket, parts: dict[int, torch.Tensor], load: Callable) -> None:
-        """Load a bucket's whole tensors: views where one slot holds all of it, joined in `room` otherwise."""
-        tensors = []
-        for name, slots in bucket.tensors():
-            piece = slots[0].piece
-            if name not in bucket.joined:
-                tensors.append((name, slots[0].view(parts[slots[0].sender])))
-                continue
-            flat = self.room[bucket.joined[name] :].view(getattr(torch, piece.dtype))
-            whole = flat[: torch.Size(piece.shape).numel()].view(piece.shape)
-            for slot in slots:
-                slot.place(whole).copy_(slot.view(parts[slot.sender]))
-            tensors.append((name, whole))
-        if bucket.ends:
-            load(tensors)
 
     def _check_sums(self, mine: torch.Tensor) -> None:
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""

@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from one_step_off import core_algos
+from one_step_off import core_algos, lora
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
 from one_step_off.workers import WeightPiece
 
@@ -54,15 +54,17 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
     begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
-    # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
-    trainable = isinstance(own, TrainedConfig)
-    dtype = torch.float32 if trainable else getattr(torch, cfg.model.dtype)
+    trainable, adapted = isinstance(own, TrainedConfig), role == "actor" and cfg.model.lora_rank > 0
+    # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
+    dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
     source, message, error = None, [None], None
     if dist.get_rank() == 0:
         try:
             source = _read_checkpoint(cfg, role, attention, dtype)
+            if adapted:
+                lora.inject(source, cfg.model)
         except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
             message, error = [str(e)], e
     dist.broadcast_object_list(message, src=0)
@@ -70,6 +72,8 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         raise ConfigError(message[0]) from error
     model = _empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
+    if adapted:
+        lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
     if source is not None and not scalar:
@@ -281,10 +285,13 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
 def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
     optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward
-    pass runs on gathered copies. Tied tensors appear once. HSDP's replicas are dealt the tensors by size."""
+    pass runs on gathered copies. Tied tensors appear once. HSDP's replicas are dealt the tensors by size. Adapters
+    are no tensors of their own (see lora.py)."""
     held, loads = [], None
-    for name, parameter in model.named_parameters():
-        mesh = parameter.device_mesh
+    for full_name, parameter in model.named_parameters():
+        mesh, name = parameter.device_mesh, lora.plain_name(full_name)
+        if not name:
+            continue
         rows, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
         loads = loads or [0] * (mesh.size(0) if mesh.ndim == 2 else 1)
         replica = loads.index(min(loads))

@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 import transformers
 from ray.util import get_node_ip_address
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -34,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from one_step_off import batching, core_algos, fsdp_model, policy_losses
+from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
@@ -47,6 +48,8 @@ from one_step_off.workers import WeightPiece
 
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
+
+    adapters: lora.Adapters | None = None  # a back end without LoRA has none
 
     def __init__(
         self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
@@ -85,6 +88,7 @@ class ModelWorker(UsageProbe):
     def _build(self) -> None:
         """The model and what goes with it; the process group exists."""
         self.model = fsdp_model.build(self.cfg, self.device, self.role)
+        self.adapters = lora.Adapters(self.model)
         # Packing needs variable-length attention. SDPA on a CPU is also 13 times slower packed than sorted and padded.
         self.packed = fsdp_model.attention_for(self.cfg, self.device) == "flash_attention_2"
 
@@ -184,8 +188,9 @@ class TrainedWorker(ModelWorker):
 
     def _build_optimizer(self) -> None:
         own = self.own
-        matrices = [p for p in self.model.parameters() if p.ndim > 1]
-        vectors = [p for p in self.model.parameters() if p.ndim <= 1]
+        trained = [p for p in self.model.parameters() if p.requires_grad]  # with LoRA the adapters alone
+        matrices = [p for p in trained if p.ndim > 1]
+        vectors = [p for p in trained if p.ndim <= 1]
         # Norms and biases do not decay, as is usual (and as Megatron has it).
         groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
         self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
@@ -311,7 +316,10 @@ class TrainedWorker(ModelWorker):
 
     def _state(self) -> dict[str, Any]:
         optimizer = get_optimizer_state_dict(self.model, self.optimizer)
-        return {"model": get_model_state_dict(self.model), "optimizer": optimizer}
+        # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
+        frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+        trained = {name: value for name, value in get_model_state_dict(self.model).items() if name not in frozen}
+        return {"model": trained, "optimizer": optimizer}
 
     def _write_state(self, folder: str) -> None:
         dcp.save(self._state(), checkpoint_id=folder)
@@ -335,8 +343,9 @@ class TrainedWorker(ModelWorker):
         the checkpoint is of another model or cannot be read."""
         try:
             self._read_state(os.path.join(folder, self.role))
-        except Exception as e:
-            part = f"the part of the {self.role} does not fit its model ({first_line(e)})"
+        except (Exception, CheckpointException) as e:  # the latter, torch's own, is no Exception
+            cause = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
+            part = f"the part of the {self.role} does not fit its model ({first_line(cause)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
         same_ranks = os.path.exists(mine)
@@ -359,6 +368,19 @@ class PolicyWorker(TrainedWorker):
     def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
         return fsdp_model.sharded_weights(self.model, dtype)
+
+    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
+        """As `TrainedWorker.update`; then the weights can be streamed."""
+        metrics = super().update(batch, learn)
+        if self.adapters:
+            self.adapters.gather()  # sending calls no collective
+        return metrics
+
+    def load_state(self, folder: str) -> None:
+        """As `TrainedWorker.load_state`; then the weights can be streamed."""
+        super().load_state(folder)
+        if self.adapters:
+            self.adapters.gather()
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -433,9 +455,10 @@ class PolicyWorker(TrainedWorker):
     @torch.no_grad()
     def weight_tensors(self) -> Iterator[Tensor]:
         """The data of `weight_plan()`, in its order (no collective): the live rows themselves, in the dtype that they are
-        trained in. Read them before the next optimiser step."""
+        trained in, or merged with an adapter. Read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = self.adapters.merged(piece.name, local) if self.adapters else local
             yield local.detach().reshape(piece.block)
 
     @torch.no_grad()
@@ -466,9 +489,10 @@ class PolicyWorker(TrainedWorker):
         plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(plans, self.weight_plan())
         whole, problem, error = dict(self.gathered(plans, "cpu")), [None], None
+        adapter = self.adapters.state() if self.adapters else {}
         if self.rank == 0:
             try:
-                self._write(whole, path)
+                self._write(whole, adapter, path)
             except Exception as e:  # a full disk, say; the other ranks must not wait for a rank that has left
                 problem, error = [f"{type(e).__name__}: {e}"], e
         dist.broadcast_object_list(problem, src=0)
@@ -478,9 +502,11 @@ class PolicyWorker(TrainedWorker):
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
         fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
 
-    def _write(self, whole: dict[str, Tensor], path: str) -> None:
+    def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
         self._write_model(whole, temporary)
+        if adapter:
+            lora.write(adapter, self.cfg.model, os.path.join(temporary, "adapter"))
         model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
         transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
         if os.path.exists(path):

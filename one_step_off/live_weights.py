@@ -17,6 +17,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from one_step_off import delta
+from one_step_off.bucket_plan import BucketPlan, checksum
+from one_step_off.distributed_util import FULL
+
 
 class NotInPlace(RuntimeError):
     """The model's parameters do not hold these tensors as they were sent. The model is as it was."""
@@ -42,7 +46,9 @@ class LiveWeights:
         Raises:
             NotInPlace: anything of this does not hold. The buffer's bytes are lost.
         """
-        if packed := next((name for name, module in model.named_modules() if hasattr(module, "cpu_linear")), None):
+        # A CPU kernel that works on the parameter itself closes over nothing.
+        kernels = ((name, getattr(module, "cpu_linear", None)) for name, module in model.named_modules())
+        if packed := next((name for name, kernel in kernels if getattr(kernel, "__closure__", None)), None):
             raise NotInPlace(f"{packed} is packed for its CPU kernel")
         watch = _Watch(model, tensors)
         before = {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}
@@ -82,6 +88,62 @@ class LiveWeights:
         if not same():
             raise NotInPlace("the parameters hold other bytes than were sent")
         return self
+
+
+class InPlace:
+    """All buckets of a sync, in the model's own parameters: what `distributed_util.Receiver` keeps as `live`. It needs a
+    buffer as large as the largest bucket, on the model's device."""
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        room: torch.Tensor,
+        sums: torch.Tensor,
+        record: Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights],
+    ) -> None:
+        """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
+        checksums of what the model holds. `record`: `LiveWeights.record` of this model. Raises NotInPlace."""
+        self.plan, self.room = plan, room
+        self.flat = torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)
+        self.live: list[LiveWeights] = []
+        for i, bucket in enumerate(plan.buckets):
+            if bucket.ends:  # with the strips before it
+                strips = range(len(self.live), i + 1)
+                tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
+                found = record(tensors, lambda strips=strips: self._hold(strips, sums))
+                self.live += [found] * len(strips)
+
+    def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+        """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
+        if not i or self.plan.buckets[i - 1].ends:
+            self.live[i].read()
+        parts = self._split(i)
+        for sender, (kind, message) in messages.items():
+            if kind == FULL:
+                parts[sender].copy_(message)
+            else:
+                delta.apply(message, parts[sender])
+        return parts
+
+    def write(self, i: int) -> None:
+        """The bucket that `update` has made, into the model; a tensor in strips goes with its last one."""
+        self.plan.buckets[i].join(self._parts(i), self.room)
+        if self.plan.buckets[i].ends:
+            self.live[i].write()
+
+    def _parts(self, i: int) -> dict[int, torch.Tensor]:
+        sizes = self.plan.buckets[i].nbytes
+        return {s: part for s, part in enumerate(self.flat[: sum(sizes)].split(sizes)) if len(part)}
+
+    def _hold(self, strips: range, sums: torch.Tensor) -> bool:
+        """Whether what was read has the checksums of these buckets."""
+        return all(torch.equal(checksum(part), sums[s, k]) for k in strips for s, part in self._split(k).items())
+
+    def _split(self, i: int) -> dict[int, torch.Tensor]:
+        """Each sender's part, of what was read."""
+        parts = self._parts(i)
+        self.plan.buckets[i].split(parts, self.room)
+        return parts
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

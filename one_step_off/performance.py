@@ -2,7 +2,8 @@
 
 Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of it per token of a
 forward pass, and the attention of a sequence of T tokens on top, 12 * layers * (heads * head size) * T per trained
-token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs.
+token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs. With LoRA the
+weights have no gradients, so that a trained token counts as two forward passes in place of three.
 """
 
 import re
@@ -92,8 +93,13 @@ class Meter:
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         for group, flops, seconds, devices in (
             ("rollout", generated, generate_s, self.rollout),
-            # Backward costs as much as two forward passes.
-            ("trainer", 3 * epochs * self.shape.forward_flops(lengths), update_s, self.trainer),
+            # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
+            (
+                "trainer",
+                (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths),
+                update_s,
+                self.trainer,
+            ),
         ):
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))

@@ -4,8 +4,12 @@ vLLM imports this module through `worker_extension_cls`, which registers the tra
 with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
 step may fall between them and meet half-loaded layers. An update that broke leaves half-loaded layers too: nothing is
 generated with them, and the next update begins by giving them up.
+
+With weight_sync.mode=delta that is so for the first update of an epoch only, where the model's parameters are used as
+they were loaded: all further ones are then written straight into them (live_weights.py), and no layer is loaded anew.
 """
 
+import functools
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -18,14 +22,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
 from one_step_off.bucket_plan import BucketPlan, SyncError
 from one_step_off.distributed_util import Receiver
+from one_step_off.live_weights import InPlace, LiveWeights, NotInPlace
 from one_step_off.workers import WeightPiece
 
 BACKEND = "one_step_off"
+logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
 
 
 @dataclass
@@ -51,7 +59,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
 
 class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload."""
+    """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -67,11 +75,15 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
         addresses = [(host, port) for host, port in init_info.addresses]
         self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
+        self.tried = False  # whether it can do without a mirror
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
         self.expected = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
+        self.report: dict[str, Any] = {}
+        if self.receiver.live:  # it writes all that the epoch's first update has loaded: `loaded` stays true
+            return
         self.loaded: set[str] = set()
         start = time.perf_counter()
         for layer in self.model.modules():
@@ -98,8 +110,20 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again."""
+        """Pack the layers again; or, after an update in place, derive again what attention layers derive from weights."""
         start = time.perf_counter()
+        if self.receiver.live:
+            for layer in filter(is_deferred_attention_layer, self.model.modules()):
+                layer.process_weights_after_loading(self.model_config.dtype)
+        else:
+            self._finish_reload()
+        if self.receiver.mirror and not self.tried:
+            self._leave_mirror()
+        if self.receiver.live or self.receiver.mirror:
+            self.report["in_place"] = float(self.receiver.live is not None)
+        self.report["finish"] = time.perf_counter() - start
+
+    def _finish_reload(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
         # stay at the old version behind a mere warning.
@@ -107,7 +131,18 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
-        self.report["finish"] = time.perf_counter() - start
+
+    def _leave_mirror(self) -> None:
+        """After the first update of an epoch: from now on the model itself instead of its mirror, if it can be that."""
+        self.tried, receiver = True, self.receiver
+        try:
+            if self.model_config.enable_sleep_mode:
+                raise NotInPlace("an engine that sleeps gives its weights away")
+            record = functools.partial(LiveWeights.record, self.model)
+            receiver.keep(InPlace(receiver.plan, receiver.room, receiver.sums, record))
+        except NotInPlace as e:
+            logger.info("weight sync: a mirror of the model stays in host memory, because %s", e)
+            receiver.mirror.pin()
 
     def shutdown(self) -> None:
         """The groups end with the process."""

@@ -141,6 +141,9 @@ class WeightSync:
         metrics["sync/wire_s"], raw = max(wires)
         if raw:
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
+        held = [w["in_place"] for workers in received for w in workers if "in_place" in w]
+        if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
+            metrics["sync/in_place"] = min(held)
         for who, report in ranks.items():
             for lane, phase, begin, end in report.pop("spans"):
                 self.on_trace(f"sync {who}{lane}", phase, stamp[1], begin, end)

@@ -97,6 +97,13 @@ def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     assert found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"] and found["flops_per_s/rollout"] > 0
 
 
+def test_weights_that_adapters_leave_frozen_have_no_gradients_to_compute():
+    cfg = Config()
+    cfg.model.lora_rank = 8
+    found = Meter(cfg, SHAPE, 1, 1).step(batch_of(), 1.0, 1.0, 1.0)
+    assert found["flops_per_s/trainer"] == 2 * SHAPE.forward_flops([5, 7])
+
+
 def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
     found = Meter(Config(), SHAPE, 1, 1).step(batch_of(), 0.0, 1.0, 1.0)
     assert found["mfu/trainer"] is None and found["flops_per_s/trainer"] > 0 and found["tokens_per_s/rollout"] is None
