@@ -216,6 +216,7 @@ class Product(Arm):
 
     keys: dict[str, Any] = {}
     near = False
+    expected: Any = None
 
     @property
     def why_not(self) -> str:
@@ -223,6 +224,11 @@ class Product(Arm):
             return "needs TP=1"
         missing = self.keys.keys() - {f.name for f in dataclasses.fields(WeightSyncConfig)}
         return f"this version has no weight_sync.{min(missing)}" if missing else ""
+
+    async def prepare(self) -> None:
+        # The memory in which the trainer scores the canary is not the sync's.
+        self.expected = asyncio.get_running_loop().create_future()
+        self.expected.set_result(await self.team.roles.sync.expect())
 
     async def setup(self) -> None:
         team = self.team
@@ -236,7 +242,8 @@ class Product(Arm):
 
     async def run(self, version: int) -> Took:
         await self.team.use(self.name, self.keys)
-        found = await self.sync((0, version))
+        expected, self.expected = self.expected, None
+        found = await self.sync((0, version), expected)
         split, sender = ({k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1]))
         others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
         extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}

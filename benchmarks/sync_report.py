@@ -61,7 +61,7 @@ def table(result: dict[str, Any]) -> str:
             _phases(arm["split"]),
             f"{arm['extra']['wire']:.3g}" if arm["extra"].get("wire") else "-",
             _phases(arm["sender"]),
-            f"{arm['extra'].get('bytes', result['bytes']) / 1e6:.1f}",
+            f"{arm['extra'].get('bytes', result['bytes']) / 1e6:.3g}",
             *(f"{memory[side] / 1e6:.0f}" if memory else "-" for side in ("sender", "receiver")),
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
@@ -71,7 +71,7 @@ def table(result: dict[str, Any]) -> str:
         f"Medians of {result['repeats']} repeats (range), each arm against the raw broadcast of the same repeat.",
         "A receiver's phases follow one another, each that of the slowest receiver. Where the wire is beside them, they",
         "show only what was not hidden of it, as wait. Memory: resident, the largest process of a side, from before the",
-        "arm's setup to its first update's peak; a file in /dev/shm is not in it. Every update but the raw one was checked",
+        "arm's setup to its first update's peak; a file in /dev/shm is not in it, the product's canary in the engine is. Every update but the raw one was checked",
         "by the canary, and an arm's first one to change it.",
         "",
     ]

@@ -110,7 +110,7 @@ def test_table_and_plot_of_the_arms(tmp_path: Path):
     result = {"what": "A model.", "bytes": 4e6, "repeats": 3, "arms": arms, "skipped": {"vllm, NCCL": "no GPUs here"}}
     said = sync_report.table(result)
     assert (
-        "| sharded | 1.5 (1 to 3) | 3.00 (2.00 to 3.00) | wait 0.6, load 0.4 | 0.25 | gather 0.1 | 2.0 | 128 | 64 |"
+        "| sharded | 1.5 (1 to 3) | 3.00 (2.00 to 3.00) | wait 0.6, load 0.4 | 0.25 | gather 0.1 | 2 | 128 | 64 |"
         in said
     )
     assert "| vllm, NCCL | not run: no GPUs here |" in said and "- sharded: in shards" in said
