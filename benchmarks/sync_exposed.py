@@ -36,8 +36,18 @@ COMMON = [
 ]
 SETTINGS = {
     # A random model never says the end, so every response has the full length.
-    "generation longer": ["data.train_batch_size=2", "rollout.n=2", "data.max_response_length=128"],
-    "training longer": ["data.train_batch_size=4", "rollout.n=4", "data.max_response_length=10"],
+    "generation longer": [
+        "data.train_batch_size=1",
+        "actor.ppo_mini_batch_size=1",
+        "rollout.n=2",
+        "data.max_response_length=128",
+    ],
+    "training longer": [
+        "data.train_batch_size=4",
+        "actor.ppo_mini_batch_size=2",
+        "rollout.n=4",
+        "data.max_response_length=44",
+    ],
 }
 ZERO, PLAIN, OVERLAPPED = "no sync", "plain", "overlapped"
 COLUMNS = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "sync": "time/sync_s"}
@@ -108,7 +118,7 @@ def measure(out: Path, repeats: int) -> None:
                 for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
                     module, own = runnable[arm]
                     where = Path(folder) / f"{setting} {arm} {repeat}".replace(" ", "_")
-                    all_keys = [*COMMON, f"model.path={model}", "actor.ppo_mini_batch_size=2", *keys, *own]
+                    all_keys = [*COMMON, f"model.path={model}", *keys, *own]
                     rows = run_arm(CONFIG, all_keys, where, [], module)[WARMUP:-1]
                     kept[setting][arm].append(rows)
                     step = statistics.median(row["time/step_s"] for row in rows)
