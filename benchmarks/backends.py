@@ -27,7 +27,7 @@ from benchmarks.processes import forget_peak, memory
 from benchmarks.weight_sync import SHAPE_05B
 from one_step_off import launch, tiny_qwen
 from one_step_off.config import Config
-from one_step_off.samples import Batch, Sample, Stamp
+from one_step_off.samples import Batch, Sample
 
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -84,7 +84,7 @@ def ranks_of_this_run() -> list[psutil.Process]:
     ]
 
 
-async def no_canary(stamp: Stamp) -> dict[str, float]:
+async def no_canary(*_: Any) -> dict[str, float]:
     """Its forward passes take memory too, and not for the stream."""
     return {}
 
@@ -99,7 +99,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
         forget_peak(process.pid)
     await roles.sync.connect()
     check, roles.sync._check_canary = roles.sync._check_canary, no_canary
-    first = await roles.sync((0, 0))
+    first = await roles.sync((0, 0), no_canary())
     roles.sync._check_canary = check
     taken = [memory(p.pid, "VmHWM") - was for p, was in zip(processes, before, strict=True)]
     updates, syncs = [], []

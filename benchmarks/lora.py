@@ -83,7 +83,7 @@ class AdapterReplica(RolloutReplica):
 
 
 WAYS = {"merged by the trainer": (ActorWorker, RolloutReplica), "adapters into vLLM": (AdapterActor, AdapterReplica)}
-FIGURES = {"seconds": "sync/transfer_s", "bytes": "sync/bytes", "pack": "sync/pack_s", "load": "sync/load_s"}
+FIGURES = {"seconds": "sync/transfer_s", "bytes": "sync/bytes", "pack": "sync/gather_s", "load": "sync/load_s"}
 FIGURES |= {f"canary, {kind}": f"canary/logprob_diff_{kind}" for kind in ("max", "mean")} | {"tokens/s": ""}
 
 
@@ -96,6 +96,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
         teams[name] = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(teams[name].actor.setup(), teams[name].rollout.setup())
         await teams[name].sync.connect()
+        await teams[name].sync((0, 0))  # an update waits until the weights before it have been sent
         await teams[name].actor.update(make_batch("0.5b"))
     for k in range(repeats + 1):
         for name, team in teams.items():

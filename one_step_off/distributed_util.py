@@ -173,6 +173,8 @@ class _End:
             where = f"phase {name}, bucket {self.bucket + 1} of {len(self.plan.buckets)}"
             raise SyncError(f"{self.who}, {where}: {cause}") from e
         finally:
+            if self.stream:  # or the time of what was launched would show in a later phase
+                torch.cuda.current_stream().synchronize()
             self._timed("", name, time.perf_counter() - start)
 
     def _timed(self, lane: str, name: str, seconds: float) -> float:
@@ -264,6 +266,7 @@ class Sender(_End):
             messages = self._changed(i, flat) if changes else [flat]
             self._settle(flying)
             flying = i, self.wire.submit(self._carry, *messages)
+        self.tensor = None  # it may be a copy
         self._settle(flying)
         with self._phase("wire"):
             self._carry(sums)
@@ -359,7 +362,8 @@ class Receiver(_End):
         receivers: int,
         near: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device."""
+        """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device. An earlier
+        epoch's groups are given up, and what it was sent in them."""
         self.close()
         self.mirror = self.live = None
         with self._phase("connect"):
@@ -453,8 +457,6 @@ class Receiver(_End):
                     self.live.write(i)
                 elif (tensors := bucket.join(full, self.room)) and bucket.ends:
                     load(tensors)
-                if self.stream:  # the wire fills this bucket's buffer anew while the next one is at work
-                    torch.cuda.current_stream().synchronize()
                 for s in near:
                     self.links[s].release()
         self._check_sums(sums)

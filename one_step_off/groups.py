@@ -190,7 +190,7 @@ class RolloutGroup:
         """`turn`: shared with the other roles in the pool, if there are any. `respawn`: ends what is left of a replica
         and returns a new one in its place."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
-        self.turn = turn or nullcontext()
+        self.turn, self.shared = turn or nullcontext(), turn is not None
         self.active = list(range(len(replicas)))  # those that hold verified weights, or will by the next sync
         self.returning: dict[int, asyncio.Task] = {}
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
@@ -211,6 +211,7 @@ class RolloutGroup:
         """Load all engines."""
         at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "start")
         self.most = min(self.most, *at_once)
+        self.families = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "family")
 
     async def missing(self) -> dict[int, str]:
         """Number and name of each replica that does not answer, or whose engine has died."""
@@ -230,7 +231,9 @@ class RolloutGroup:
 
     async def _revive(self, i: int) -> None:
         self.all[i] = await asyncio.to_thread(self.respawn, i)
-        await every(self.cfg.trainer.start_timeout_s, f"rollout {i} anew", [self.all[i]], "start")
+        limit, what = self.cfg.trainer.start_timeout_s, f"rollout {i} anew"
+        await every(limit, what, [self.all[i]], "start", self.families[i])
+        (self.families[i],) = await every(limit, what, [self.all[i]], "family")
 
     async def rejoin(self) -> bool:
         """Take those back that have started; whether there are any. They hold no weights of the trainer's yet. Raises
@@ -243,8 +246,8 @@ class RolloutGroup:
 
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds of the slowest replica."""
-        n = len(self.active)
         async with self.turn:
+            n = len(self.active)
             if self.static or n == 1:
                 shares = [(i, prompts[k::n]) for k, i in enumerate(self.active)]
                 calls = (self._call(i, share, what, sampling) for i, share in shares if share)
@@ -299,4 +302,5 @@ class RolloutGroup:
 
     async def stop(self) -> None:
         """End all engines; what does not answer is left to be killed."""
-        await every(15.0, "rollout", self.replicas, "stop")
+        ends = asyncio.gather(*(replica.stop.remote() for replica in self.all), return_exceptions=True)
+        await within(15.0, "rollout, stop", ends)

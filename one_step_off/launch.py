@@ -305,7 +305,7 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
     pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
     # The actor's figures have the name of the group that they are compared with.
     groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
-    groups["rollout"] = roles.rollout.replicas
+    groups["rollout"] = roles.rollout.all
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
         with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):

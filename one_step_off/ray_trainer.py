@@ -257,7 +257,8 @@ class Pipeline:
             metrics |= found
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()
-        times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin}
+        waited = metrics.get("actor/sync_wait_s", 0.0)  # for the weights to be sent: that is no training
+        times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin - waited}
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 
     async def _consult(self, batch: Batch) -> None:

@@ -1,7 +1,8 @@
 """A training worker's end of the weight sync, over its `weight_plan` and `weight_tensors`.
 
 With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run: what Ray calls
-here has a thread of its own beside the worker's, and the optimiser waits for it before it changes what is being read.
+here has a thread of its own beside the worker's, and the optimiser waits until the driver knows that every replica has
+them. (That this rank has sent them is not enough: they are sent again when a replica dies before its end of it.)
 """
 
 import threading
@@ -19,7 +20,7 @@ class SendingEnd:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
 
     threads = {"sync": 1}
-    sent_version = -1
+    released = -1  # the version that need not be read any more
 
     @ray.method(concurrency_group="sync")
     def open_sender(
@@ -27,7 +28,7 @@ class SendingEnd:
     ) -> tuple[str, int] | None:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
-        self.pieces, self.sent, own = pieces, threading.Condition(), self.cfg.weight_sync
+        self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
         senders = [rank for rank, held in enumerate(pieces) if held] if own.sender == "sharded" else [0]
         if self.rank not in senders:
             return None
@@ -61,15 +62,19 @@ class SendingEnd:
                 "spans": [],
                 **dict(self.gathered(self.pieces, self.device)),
             }
-        with self.sent:
-            self.sent_version = version
-            self.sent.notify_all()
         return report
 
+    @ray.method(concurrency_group="sync")
+    def release(self, version: int) -> None:
+        """Every replica has these weights: they may change."""
+        with self.changing:
+            self.released = version
+            self.changing.notify_all()
+
     def before_step(self) -> None:
-        """Wait until these weights have been sent. Raises SyncError: the driver has not got them to the replicas."""
+        """Wait until these weights may change. Raises SyncError: the driver has not got them to the replicas."""
         own, limit = self.cfg.weight_sync, self.cfg.trainer.step_timeout_s
-        if own.overlap and hasattr(self, "sent"):
-            with self.sent:
-                if not self.sent.wait_for(lambda: self.sent_version >= self.version, limit):
+        if own.overlap and hasattr(self, "changing"):
+            with self.changing:
+                if not self.changing.wait_for(lambda: self.released >= self.version, limit):
                     raise SyncError(f"trainer rank {self.rank}: version {self.version} was not sent in {limit:g} s")

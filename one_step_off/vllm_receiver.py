@@ -70,9 +70,9 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in init_info.pieces]
         plan = BucketPlan.build(pieces, init_info.bucket_bytes)
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
-        if earlier := getattr(self, "receiver", None):
-            earlier.close()
-        self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
+        if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
+            self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
+        self.receiver.index, self.receiver.who = index, f"receiver {index}"
         addresses = [(host, port) for host, port in init_info.addresses]
         self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
         self.tried = False  # whether it can do without a mirror

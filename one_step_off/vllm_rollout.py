@@ -5,6 +5,7 @@ Its engine is told the stamp after each verified sync; before the first one it g
 """
 
 import asyncio
+import contextlib
 import functools
 import gc
 import hashlib
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import psutil
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
@@ -169,8 +171,13 @@ class RolloutReplica(UsageProbe):
         self.requests = 0
         self.asleep = False
 
-    async def start(self) -> int:
-        """Load the engine; returns how many sequences it works on at once."""
+    async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
+        """Load the engine; returns how many sequences it works on at once. `former`: the `family` of a replica that died
+        in this place: an engine outlives it, and would keep its memory."""
+        for pid, born in former:
+            with contextlib.suppress(psutil.Error):
+                if psutil.Process(pid).create_time() == born:
+                    psutil.Process(pid).kill()
         from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -214,6 +221,10 @@ class RolloutReplica(UsageProbe):
         await self.engine.resume_generation()
         self.stamp = stamp
         return [report | {"pause": pause} for report in reports]
+
+    async def family(self) -> list[tuple[int, float]]:
+        """The engine's processes: number and time of birth."""
+        return [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
 
     async def ping(self) -> None:
         """Answer, if the engine still can. Raises RuntimeError: it died."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
-from one_step_off.groups import RolloutGroup, TrainGroup, every, named
+from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named
 from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
@@ -78,50 +78,56 @@ class WeightSync:
         """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
         sync/gb_per_s, seconds per phase, canary. Raises SyncError or PhaseTimeout, naming who, which phase, bucket and
         version."""
-        trainer = await (expected or self.expect())
         begin = time.perf_counter()
-        if await self.rollout.rejoin():
-            await self._regroup()
+        trainer = await (expected or self.expect())
+        asked, regroup = time.perf_counter() - begin, await self.rollout.rejoin()
         while True:
-            sent, received, error = await self._transfer(stamp)
-            if error is None:
+            try:
+                if regroup:
+                    await self._regroup()
+                start = time.perf_counter()
+                metrics = self._metrics(stamp, start, *await self._transfer(stamp))
+                checked = time.perf_counter()
+                metrics |= await self._check_canary(stamp, trainer)
                 break
-            lost = await self.rollout.missing()
-            if not lost:
-                raise error
-            self.say(f"weight sync of version {stamp[1]}: {error}; starting {', '.join(lost.values())} anew")
-            await self.rollout.restart(list(lost))
-            await self._regroup()
-        seconds = time.perf_counter() - begin
-        metrics = self._metrics(stamp, seconds, sent, received) | await self._check_canary(stamp, trainer)
-        whole = time.perf_counter() - begin  # the replicas idle until the canary has passed, so it belongs to the sync
-        return metrics | {"time/sync_s": whole, "time/canary_s": whole - seconds}
+            except (SyncError, RoleError, PhaseTimeout) as error:
+                lost = await self.rollout.missing()
+                # Where ranks gather, some still wait in the attempt that broke. And a shared pool has no room for a start
+                # beside the others' work.
+                if not lost or self.cfg.sender == "gather" or self.rollout.shared:
+                    raise
+                self.say(f"weight sync of version {stamp[1]}: {error}; starting {', '.join(lost.values())} anew")
+                await self.rollout.restart(list(lost))
+                regroup = True
+        await every(self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", stamp[1])
+        end = time.perf_counter()  # the replicas idle until the canary has passed, so it belongs to the sync
+        return metrics | {"time/sync_s": end - begin, "time/canary_s": asked + end - checked}
 
-    async def _transfer(self, stamp: Stamp) -> tuple[list[Any], list[Any], Exception | None]:
-        """What senders and replicas report, and the first failure, once all have ended. Whoever fails leaves its groups,
-        so that the others fail soon after."""
+    async def _transfer(self, stamp: Stamp) -> tuple[list[Any], list[Any]]:
+        """What senders and replicas report. The first failure is raised once all have ended: whoever fails leaves its
+        groups, so that the others fail soon after."""
         what, replicas = f"weight sync of version {stamp[1]}", self.rollout.active
         calls = [("trainer rank", i, actor.send_weights.remote(stamp[1])) for i, actor in enumerate(self.taking_part)]
         calls += [("rollout", i, self.rollout.all[i].sync.remote(stamp)) for i in replicas]
         tasks = [asyncio.ensure_future(named(f"{what}, {who} {i}", answer)) for who, i, answer in calls]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        _, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        failed = [task for task in tasks if task not in late and task.exception()]
+        done, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+        first = [task for task in tasks if task in done and task.exception()]
         if late:
             _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
             for task in late:
                 task.cancel()
-        if failed:
-            return [], [], failed[0].exception()
+        if failed := first or [task for task in tasks if task not in late and task.exception()]:
+            raise failed[0].exception()
         if late:
             who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)
-            return [], [], SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")
+            raise SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")
         reports = [task.result() for task in tasks]
-        return reports[: len(self.taking_part)], reports[len(self.taking_part) :], None
+        return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
-    def _metrics(self, stamp: Stamp, seconds: float, sent: list, received: list) -> dict[str, Any]:
-        width = self.rollout.cfg.rollout.tensor_parallel_size
+    def _metrics(self, stamp: Stamp, start: float, sent: list, received: list) -> dict[str, Any]:
+        seconds, width = time.perf_counter() - start, self.rollout.cfg.rollout.tensor_parallel_size
         ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
         for number, workers in zip(self.rollout.active, received, strict=True):
             names = [f"rollout {number}" + (f".{k}" if width > 1 else "") for k in range(width)]

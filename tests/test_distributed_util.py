@@ -456,3 +456,39 @@ def test_each_bucket_is_timed_on_the_wire_and_set_against_the_bare_link():
     assert {(i, s) for i, s, _ in received["each"]} == {(i, s) for i in range(len(net.plan.buckets)) for s in (0, 1)}
     assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
+
+
+def sends_in_a_process(pieces: list, size: int, outbox) -> None:
+    """One sender, with a model of `size` bytes; tells by how much its memory grew at most while it sent twice."""
+    torch.set_num_threads(1)
+    model = [torch.ones(p.shape) for own in pieces for p in own]
+    sender = Sender(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
+    outbox.put(sender.address)
+    before = memory_kb("VmRSS")
+    sender.connect(1, 1)
+    for version in range(2):
+        sender.send((tensor for tensor in model), version)
+    outbox.put((memory_kb("VmHWM") - before) * 1024)
+
+
+def memory_kb(name: str) -> int:
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith(name))
+
+
+def test_the_memory_of_a_sender_grows_by_two_buckets_and_a_piece():
+    """Of the process itself: 256 MiB in tensors of 1 to 64 MiB, buckets of 16 MiB, sent in half as many bytes."""
+    shapes = {"embed": (64, 262144), **{f"layers.{i}.w": (48, 65536) for i in range(15)}, "norm": (4, 65536)}
+    pieces, size = pieces_of(shapes, 1, "bfloat16"), 256 << 20
+    context = torch.multiprocessing.get_context("spawn")
+    outbox = context.Queue()
+    process = context.Process(target=sends_in_a_process, args=(pieces, size, outbox), daemon=True)
+    process.start()
+    receiver = Receiver(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
+    receiver.connect(1, [outbox.get(timeout=60)], 1)
+    for version in range(2):
+        receiver.receive(lambda tensors: None, version)
+    grown = outbox.get(timeout=60)
+    process.join(30)
+    assert receiver.plan.largest <= 16 << 20
+    assert grown < 2 * (16 << 20) + (24 << 20), "buffers, and what torch and gloo themselves take"

@@ -209,11 +209,11 @@ def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
         # Where it is hit is chance; the dead end of a sync may be noticed first by the other end.
         (
             "ActorWorker",
-            r"(step \d+, actor 0, |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, actor 0)",
+            r"(step \d+, actor 0, |weight sync of version \d+, (trainer rank|rollout) 0(, \w+)?: |canary, actor 0)",
         ),
         pytest.param(
             "EngineCore",
-            r"(step \d+, rollout 0: |weight sync of version \d+, (trainer rank|rollout) 0, \w+: |canary, rollout 0)",
+            r"(step \d+, rollout 0: |weight sync of version \d+, (trainer rank|rollout) 0(, \w+)?: |canary, rollout 0)",
             marks=pytest.mark.slow,
         ),
     ],
@@ -225,7 +225,14 @@ def test_a_killed_process_ends_the_run_with_a_named_error(models, tmp_path, vict
     victims = [p for p in family if victim in " ".join(p.cmdline())]
     assert len(victims) == 1, [p.cmdline() for p in family]
     victims[0].kill()
-    said, _ = run.communicate(timeout=90)
+    try:
+        said, _ = run.communicate(timeout=90)
+    except subprocess.TimeoutExpired:  # hit in a sync, an engine is started anew and the run goes on
+        os.kill(run.pid, signal.SIGINT)
+        said, _ = run.communicate(timeout=60)
+        assert victim == "EngineCore" and "starting rollout 0 anew" in said
+        assert_all_gone(family)
+        return
     assert run.returncode == 1, said
     last = next(line for line in said.splitlines() if line.startswith("error: the run ended by"))
     assert re.search(words, last), said

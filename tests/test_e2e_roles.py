@@ -133,7 +133,9 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     assert [row["weight_version"] for row in found] == [0, 1, 2] and all(row["staleness/max"] == 0 for row in found)
     assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), "both replicas hold the trainer's weights"
     events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e["tid"] != "sync")
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and not e["tid"].startswith("sync")
+    )
     assert {e["name"].split()[0] for e in events if e.get("tid") == "rollout"} == {"generate", "evaluate"}
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
     said = capfd.readouterr().out

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -251,6 +252,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.update(batch_for_update())
         survivor = roles.rollout.all[0]
         pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: os.getpid())
+        former = roles.rollout.families[1]
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))
@@ -263,6 +265,8 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.rollout.returning[1]
         await roles.sync((0, 1))
         assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
+        left = [p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
+        assert former and not left, "the engine of the dead one must not live on"
         await compare(roles, saved)
         await roles.rollout.stop()
 

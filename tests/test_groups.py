@@ -333,6 +333,7 @@ class Lossy(WeightSync):
         trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report))
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
+        rollout.families = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = self.taking_part = group.ranks
         self.total_bytes, self.say = 8, self.lines.append
@@ -349,11 +350,14 @@ class Lossy(WeightSync):
             if died and not answers:
                 raise RuntimeError("gone")
 
-        async def start():
+        async def start(former):
+            assert former == [(i, 1.0)], "what the dead one left is to be ended"
             await asyncio.sleep(0.05)
 
         died: list[int] = []
-        return Actor(sync=sync, ping=ping, start=start, score=lambda seqs: [np.array([-1.0])])
+        return Actor(
+            sync=sync, ping=ping, start=start, family=lambda: [(i, 1.0)], score=lambda seqs: [np.array([-1.0])]
+        )
 
     async def _regroup(self) -> None:
         self.regrouped.append(list(self.rollout.active))

@@ -322,6 +322,20 @@ def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
     assert seconds[1] < 0.85 * seconds[0]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
+    world = World(random.Random(0))
+    world.delays.random = lambda: 1.0
+    pipeline = build(tmp_path, world, 6, 1)
+    pipeline.overlap = overlap and pipeline.overlap
+    asyncio.run(pipeline.fit())
+    for step in range(1, 6):
+        assert (
+            order_of(world.events, ("begin", "train", step)) < order_of(world.events, ("end", "sync", step))
+        ) == overlap
+    assert all(versions == {max(0, step - 1)} for step, _, versions in world.trained)
+
+
 def order_of(events: list[tuple], wanted: tuple) -> int:
     return events.index(wanted)
 

@@ -54,6 +54,8 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
         time.sleep(rng.random() * 0.01)
         try:
             worker.send_weights(version)
+            time.sleep(rng.random() * 0.01)
+            worker.release(version)  # as the driver does when all replicas have them
         except Exception as e:
             problems.append(repr(e))
 
