@@ -64,6 +64,7 @@ class Slow:
     def __init__(self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1) -> None:
         self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
         self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method(slots)
+        self.family = Method([])
         self.most, self.came, self.away, self.last, self.stopped = 0, 0, 0, 0.0, 0
 
     async def room(self, sent, most):
@@ -192,7 +193,9 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     cfg.model.dtype = dtype
     sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0, 0.3]], "spans": []}
     got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
-    actor = TrainGroup("actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent))], cfg)
+    actor = TrainGroup(
+        "actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None)], cfg
+    )
     replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], ping=None) for e in engines]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
     sync.senders = sync.taking_part = actor.ranks
@@ -330,7 +333,7 @@ class Lossy(WeightSync):
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
         report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0, 0.1]], "spans": []}
-        trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report))
+        trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report), release=None)
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
         rollout.families = [[(i, 1.0)] for i in range(replicas)]
