@@ -225,6 +225,7 @@ class RolloutGroup:
             self.active.remove(i)
             self.loads[i] = Load()
             self.returning[i] = asyncio.create_task(self._revive(i))
+            self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `rejoin` raises it
         if not self.active:
             await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
             await self.rejoin()
