@@ -12,8 +12,7 @@ from typing import Any, Optional
 def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
     """One config key. `choices`: the values it may have, with blanks between. `low`, `high`, `above`, `also`: inclusive
     bounds, an exclusive lower one, and a value beside them. `path`: names files, so ~ is the home directory."""
-    meta = {"help": help, "choices": tuple(choices.split()), "low": low, "high": high, "above": above, "also": also}
-    meta["path"] = path
+    meta = dict(help=help, choices=tuple(choices.split()), low=low, high=high, above=above, also=also, path=path)
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: deepcopy(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -336,6 +335,14 @@ def shares_of(cfg: Config, role: str) -> int:
 def path_of(cfg: Config, role: str) -> str:
     """The model that a role begins with."""
     return getattr(getattr(cfg, role), "path", "") or cfg.model.path
+
+
+def tokenizer_of(cfg: Config, section: str) -> Any:
+    """The tokenizer of a section's model. Imports transformers, and raises what it raises."""
+    from transformers import AutoTokenizer
+
+    trust = cfg.model.trust_remote_code
+    return AutoTokenizer.from_pretrained(getattr(cfg, section).path, trust_remote_code=trust)
 
 
 class ConfigError(Exception):

@@ -17,8 +17,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from one_step_off.policy_losses import LOG_RATIO_LIMIT, ratio_of
+
+Answer = tuple[Tensor, Tensor | None]
+"""What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
 
 
 def token_weights(
@@ -50,9 +54,7 @@ def token_weights(
     return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
-def value_loss(
-    values: torch.Tensor, old_values: torch.Tensor, returns: torch.Tensor, clip: float | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> tuple[Tensor, Tensor]:
     """Squared error of a critic; clipped as PPO's code has it (arXiv:2005.12729, section 3; not in the PPO paper).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
@@ -92,7 +94,7 @@ class KLController:
             self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon
 
 
-def kl(log_p: torch.Tensor, log_q: torch.Tensor, estimator: str = "k3") -> torch.Tensor:
+def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
     """Estimate KL(p || q) from tokens that p made, one value per token (http://joschu.net/blog/kl-approx.html).
 
     With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r
@@ -114,9 +116,7 @@ def kl(log_p: torch.Tensor, log_q: torch.Tensor, estimator: str = "k3") -> torch
     raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
-def log_probs_and_entropy(
-    logits: torch.Tensor, tokens: torch.Tensor, temperature: float = 1.0, entropy: str = "none"
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none") -> Answer:
     """Log-prob of each token and a figure of its distribution, after temperature, in float32 nats.
 
     Args:
@@ -140,8 +140,8 @@ def log_probs_and_entropy(
 
 
 def token_stats(
-    log_probs: torch.Tensor, mu_log_probs: torch.Tensor, clipped: torch.Tensor
-) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Sums and maxima over trained tokens that say how far theta is from the policy that made them.
 
     Args:

@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 
 from one_step_off import core_algos, lora
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
+from one_step_off.update_stats import told_to_all
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -59,17 +60,12 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
-    source, message, error = None, [None], None
-    if dist.get_rank() == 0:
-        try:
+    source = None
+    with told_to_all(lambda e: ConfigError(str(e))):
+        if dist.get_rank() == 0:
             source = _read_checkpoint(cfg, role, attention, dtype)
             if adapted:
                 lora.inject(source, cfg.model)
-        except Exception as e:  # any failure must reach the other ranks, which would wait for the broadcast
-            message, error = [str(e)], e
-    dist.broadcast_object_list(message, src=0)
-    if message[0] is not None:
-        raise ConfigError(message[0]) from error
     model = _empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:
@@ -188,12 +184,12 @@ def _policy_forward(
     temperature: float,
     entropy: str,
     chunk: int,
-) -> tuple[Tensor, Tensor | None]:
+) -> core_algos.Answer:
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
     model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
     alone."""
 
-    def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project(hidden: Tensor, tokens: Tensor) -> core_algos.Answer:
         logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
         return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
 
@@ -209,8 +205,8 @@ def _scalar_forward(
 
 
 def in_chunks(
-    project: Callable[[Tensor, Tensor], tuple[Tensor, Tensor | None]], hidden: Tensor, tokens: Tensor, chunk: int
-) -> tuple[Tensor, Tensor | None]:
+    project: Callable[[Tensor, Tensor], core_algos.Answer], hidden: Tensor, tokens: Tensor, chunk: int
+) -> core_algos.Answer:
     """`project` of hidden states and wanted tokens, `chunk` at a time; in training each is recomputed in the backward
     pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary."""
     targets = tokens if len(tokens) else tokens.new_zeros(1)  # a hidden state stands there that nobody asked for
@@ -301,11 +297,12 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tup
     if dist.get_rank() == 0:
         kept = set(model.state_dict())
         held += [(n, b, 0, b.shape[0] if b.ndim else 1) for n, b in model.named_buffers() if n in kept]
-    items = []
-    for name, tensor, start, stop in held:
+
+    def piece(name: str, tensor: Tensor, start: int, stop: int) -> WeightPiece:
         dtype = wire_dtype if tensor.is_floating_point() else tensor.dtype
-        items.append((WeightPiece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), start, stop), tensor))
-    return items
+        return WeightPiece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), start, stop)
+
+    return [(piece(*rows), rows[1]) for rows in held]
 
 
 def write_checkpoint(model: PreTrainedModel, whole: dict[str, Tensor], cfg: Config, folder: str) -> None:

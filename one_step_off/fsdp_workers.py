@@ -22,26 +22,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import transformers
 from ray.util import get_node_ip_address
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
-from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
-from one_step_off.update_stats import Clock, Stats
+from one_step_off.update_stats import Clock, Stats, told_to_all
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
@@ -141,7 +134,7 @@ class ModelWorker(UsageProbe):
         if not train:
             self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
 
-    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> core_algos.Answer:
         arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
         inputs = {name: array if array is None else self._tensor(array) for name, array in arrays.items()}
         return self.model(**inputs, temperature=temperature, entropy=entropy, chunk=self.cfg.actor.log_prob_chunk)
@@ -189,10 +182,10 @@ class TrainedWorker(ModelWorker):
     def _build_optimizer(self) -> None:
         own = self.own
         trained = [p for p in self.model.parameters() if p.requires_grad]  # with LoRA the adapters alone
-        matrices = [p for p in trained if p.ndim > 1]
-        vectors = [p for p in trained if p.ndim <= 1]
         # Norms and biases do not decay, as is usual (and as Megatron has it).
-        groups = [g for g in ({"params": matrices}, {"params": vectors, "weight_decay": 0.0}) if g["params"]]
+        groups = [{"params": [p for p in trained if p.ndim > 1]}]
+        groups += [{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
+        groups = [group for group in groups if group["params"]]
         self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
@@ -257,14 +250,9 @@ class TrainedWorker(ModelWorker):
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
         waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
         steps = self._total_steps and (self._total_steps - waits) * per_step
-        rate = core_algos.learning_rate(
-            self.optimizer_steps, steps, own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
-        )
-        norm = self._clip_and_step(rate)
-        if np.isfinite(norm):
-            stats.norms.append(norm)
-        else:
-            stats.skipped += 1
+        how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
+        rate = core_algos.learning_rate(self.optimizer_steps, steps, *how)
+        stats.norms.append(self._clip_and_step(rate))
         self.optimizer_steps += 1
         return rate
 
@@ -304,22 +292,23 @@ class TrainedWorker(ModelWorker):
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce(self.tells)
+        norms = [norm for norm in stats.norms if np.isfinite(norm)]
         own = {
             "loss": sums["loss"] / minis,
-            "grad_norm": float(np.mean(stats.norms)) if stats.norms else float("nan"),
+            "grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "lr": rates[-1],
-            "skipped_updates": float(stats.skipped),
+            "skipped_updates": float(len(stats.norms) - len(norms)),
             "tokens": sums["tokens"],
             "tokens_total": sums["tokens_total"],
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
     def _state(self) -> dict[str, Any]:
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer)
+        optimizer = state_dict.get_optimizer_state_dict(self.model, self.optimizer)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        trained = {name: value for name, value in get_model_state_dict(self.model).items() if name not in frozen}
-        return {"model": trained, "optimizer": optimizer}
+        model = state_dict.get_model_state_dict(self.model)
+        return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
 
     def _write_state(self, folder: str) -> None:
         dcp.save(self._state(), checkpoint_id=folder)
@@ -327,8 +316,9 @@ class TrainedWorker(ModelWorker):
     def _read_state(self, folder: str) -> None:
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
-        set_model_state_dict(self.model, state["model"], options=StateDictOptions(strict=False))  # tied: named once
-        set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        lenient = state_dict.StateDictOptions(strict=False)  # tied tensors are named once
+        state_dict.set_model_state_dict(self.model, state["model"], options=lenient)
+        state_dict.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
 
     def save_state(self, folder: str) -> None:
         """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
@@ -408,8 +398,7 @@ class PolicyWorker(TrainedWorker):
         a = self.cfg.algorithm
         entropy = "grad" if a.entropy_coef > 0 else "metric"
         log_probs, entropies = self._forward(laid, self.cfg.rollout.temperature, entropy)
-        low = a.clip_ratio if a.clip_ratio_low is None else a.clip_ratio_low
-        high = a.clip_ratio if a.clip_ratio_high is None else a.clip_ratio_high
+        low, high = (a.clip_ratio if own is None else own for own in (a.clip_ratio_low, a.clip_ratio_high))
         old = of.get("proximal", of["mu"])
         given = of["advantage"], of["sequence"], of["weight"]
         inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
@@ -488,16 +477,12 @@ class PolicyWorker(TrainedWorker):
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
         plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(plans, self.weight_plan())
-        whole, problem, error = dict(self.gathered(plans, "cpu")), [None], None
+        whole = dict(self.gathered(plans, "cpu"))
         adapter = self.adapters.state() if self.adapters else {}
-        if self.rank == 0:
-            try:
+        where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
+        with told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
+            if self.rank == 0:
                 self._write(whole, adapter, path)
-            except Exception as e:  # a full disk, say; the other ranks must not wait for a rank that has left
-                problem, error = [f"{type(e).__name__}: {e}"], e
-        dist.broadcast_object_list(problem, src=0)
-        if problem[0] is not None:
-            raise RuntimeError(f"{self.role} rank 0 could not write {path}: {problem[0]}") from error
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
         fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
@@ -507,8 +492,7 @@ class PolicyWorker(TrainedWorker):
         self._write_model(whole, temporary)
         if adapter:
             lora.write(adapter, self.cfg.model, os.path.join(temporary, "adapter"))
-        model, trust = self.cfg.model.path, self.cfg.model.trust_remote_code
-        transformers.AutoTokenizer.from_pretrained(model, trust_remote_code=trust).save_pretrained(temporary)
+        tokenizer_of(self.cfg, "model").save_pretrained(temporary)
         if os.path.exists(path):
             os.rename(path, previous)
         os.rename(temporary, path)

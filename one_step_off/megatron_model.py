@@ -25,6 +25,7 @@ from transformers.utils.hub import has_file
 
 from one_step_off import batching
 from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
+from one_step_off.core_algos import Answer
 from one_step_off.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.megatron_weights import head_dim
 
@@ -45,11 +46,9 @@ def read_config(cfg: Config, role: str) -> Any:
         raise ConfigError(f"{where}: it has no model.safetensors, which alone this back end reads; use backend=fsdp")
     rope = dict(hf.rope_parameters)
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    known = rope["rope_type"] == "default" or (
-        rope["rope_type"] == "llama3" and all(rope[k] == v for k, v in llama3.items())
-    )
+    known = {"default": {}, "llama3": llama3}.get(rope["rope_type"])
     odd = {
-        "rope_parameters": not known,
+        "rope_parameters": known is None or any(rope[k] != v for k, v in known.items()),
         "hidden_act": hf.hidden_act != "silu",
         "use_sliding_window": getattr(hf, "use_sliding_window", False),
         "attention_bias": getattr(hf, "attention_bias", False),
@@ -72,13 +71,11 @@ def read_config(cfg: Config, role: str) -> Any:
         if size % value:
             of = f", in all {value} stages," if value != getattr(own, key) else ""
             fit = [str(n) for n in range(1, value) if size % n == 0]
-            raise ConfigError(
-                f"{given}{of} does not divide the {size} {what} of {path!r}; use a size that does, as {' or '.join(fit)}"
-            )
+            use = f"use a size that does, as {' or '.join(fit)}"
+            raise ConfigError(f"{given}{of} does not divide the {size} {what} of {path!r}; {use}")
     if experts and tp > 1 and not own.sequence_parallel:
-        raise ConfigError(
-            f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, needs it true"
-        )
+        needs = f"tensor parallelism of {path!r}, with experts, needs it true"
+        raise ConfigError(f"{role}.sequence_parallel=false: {needs}")
     return hf
 
 
@@ -204,7 +201,7 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
 
 def at_positions(
     at: Tensor, tokens: Tensor, vocabulary: int, temperature: float, entropy: str, chunk: int, **hook: Any
-) -> tuple[Tensor, Tensor | None]:
+) -> Answer:
     """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens, float32 [n]. See
     `batching.MicroBatch` for `at` and `tokens`, `core_algos.log_probs_and_entropy` for the rest; `hook` is what
     GPTModel gives. With a scalar head, its output at those positions."""
@@ -221,7 +218,7 @@ def at_positions(
     first = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
     rows = max(0, min(weight.shape[0], vocabulary - first))  # without the padding
 
-    def project(hidden: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project(hidden: Tensor, tokens: Tensor) -> Answer:
         logits = F.linear(copy_to_tensor_model_parallel_region(hidden), weight)[:, :rows].float()
         return split_log_probs(logits, tokens, first, temperature, entropy)
 
@@ -234,9 +231,7 @@ def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:
     return reduce_from_tensor_model_parallel_region(whole, group=mpu.get_context_parallel_group())
 
 
-def split_log_probs(
-    logits: Tensor, tokens: Tensor, first: int, temperature: float, entropy: str
-) -> tuple[Tensor, Tensor | None]:
+def split_log_probs(logits: Tensor, tokens: Tensor, first: int, temperature: float, entropy: str) -> Answer:
     """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the tensor-parallel ranks.
     `logits`: float32 [n, entries from `first` on]."""
     # Only sums are reduced, and all that depends on them is the same on every rank, so their gradient is identity.

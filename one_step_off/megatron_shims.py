@@ -6,7 +6,7 @@ for the whole process would mislead other libraries.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, Self
 from unittest import mock
 
@@ -96,12 +96,7 @@ def cuda_is_cpu(device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         yield
         return
-    patches = [mock.patch.object(*patch) for patch in PATCHES]
-    for patch in patches:
-        patch.start()
-    try:
-        with _CudaIsCpu():
-            yield
-    finally:
-        for patch in reversed(patches):
-            patch.stop()
+    with ExitStack() as patched, _CudaIsCpu():
+        for patch in PATCHES:
+            patched.enter_context(mock.patch.object(*patch))
+        yield

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from one_step_off.config import Config, ConfigError, path_of
 from one_step_off.workers import WeightPiece
 
+_EXPERTS = r"mlp\.experts\.(?:local_experts\.(\d+)\.{layer}\.weight|{layer}\.weight(\d+))"
 # Megatron's name within the model or the layer (Transformer Engine's variants too) -> how it is cut, HF names therein.
 TABLE = {
     r"embedding\.word_embeddings\.weight": ("vocabulary", "model.embed_tokens.weight"),
@@ -33,14 +34,8 @@ TABLE = {
     r"mlp\.router\.weight": ("whole", "mlp.gate.weight"),
     r"mlp\.linear_fc1\.weight": ("rows", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     r"mlp\.linear_fc2\.weight": ("columns", "mlp.down_proj.weight"),
-    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc1\.weight|linear_fc1\.weight(\d+))": (
-        "rows",
-        *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up")),
-    ),
-    r"mlp\.experts\.(?:local_experts\.(\d+)\.linear_fc2\.weight|linear_fc2\.weight(\d+))": (
-        "columns",
-        "mlp.experts.{kind}.down_proj.weight",
-    ),
+    _EXPERTS.format(layer="linear_fc1"): ("rows", *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up"))),
+    _EXPERTS.format(layer="linear_fc2"): ("columns", "mlp.experts.{kind}.down_proj.weight"),
 }
 PLAIN = ("F64", "F32", "F16", "BF16")
 
@@ -91,21 +86,18 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, expert: 
     rank = 0 if expert else mpu.get_tensor_model_parallel_rank()
     ranks = 1 if expert else mpu.get_tensor_model_parallel_world_size()
     data = parameter.detach()
-    if how == "whole":
-        views, dim = [data], 0
-    elif how == "columns":
-        views, dim = [data], 1
-    elif how == "rows":  # gate above up, each of this rank
-        views, dim = data.chunk(len(names)), 0
+    views, dim = [data], int(how == "columns")
+    if how == "rows":  # gate above up, each of this rank
+        views = data.chunk(len(names))
     elif how == "vocabulary":  # padded at the end, so that it divides
         rows, size = data.shape[0], hf_config.vocab_size
         start, stop = min(rank * rows, size), min((rank + 1) * rows, size)
         yield Part(names[0], (size, *data.shape[1:]), 0, start, stop, data[: stop - start], stop > start, expert)
         return
-    else:  # per group of heads: its queries, one key, one value
+    elif how == "qkv":  # per group of heads: its queries, one key, one value
         heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
         per_group, per_head = heads // groups, head_dim(hf_config)
-        grouped, dim = data.view(groups // ranks, per_group + 2, per_head, *data.shape[1:]), 0
+        grouped = data.view(groups // ranks, per_group + 2, per_head, *data.shape[1:])
         views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
     for name, view in zip(names, views, strict=True):
         shape = list(view.shape) if how != "qkv" else [view.shape[:3].numel(), *view.shape[3:]]
@@ -146,15 +138,12 @@ class CheckpointReader:
         if part.name not in self.files:
             raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {part.name}")
         whole = self.files[part.name].get_slice(part.name)
-        if tuple(whole.get_shape()) != part.shape:
-            raise ConfigError(
-                f"{self.key}: {part.name} of {self.path!r} is {tuple(whole.get_shape())}, but its config.json says "
-                f"{part.shape}"
-            )
-        if whole.get_dtype() not in PLAIN:  # quantised: its values mean nothing without their scales
-            raise ConfigError(
-                f"{self.key}: {part.name} of {self.path!r} is stored as {whole.get_dtype()}, not as floats"
-            )
+        what = f"{self.key}: {part.name} of {self.path!r}"
+        shape, dtype = tuple(whole.get_shape()), whole.get_dtype()
+        if shape != part.shape:
+            raise ConfigError(f"{what} is {shape}, but its config.json says {part.shape}")
+        if dtype not in PLAIN:  # quantised: its values mean nothing without their scales
+            raise ConfigError(f"{what} is stored as {dtype}, not as floats")
         return whole[(*(slice(None),) * part.dim, slice(part.start, part.stop))]
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from one_step_off import batching, megatron_model, megatron_weights
 from one_step_off.config import TrainedConfig
+from one_step_off.core_algos import Answer
 from one_step_off.fsdp_workers import WORKERS as OF_FSDP
 from one_step_off.fsdp_workers import ModelWorker
 from one_step_off.megatron_shims import cuda_is_cpu
@@ -113,7 +114,7 @@ class MegatronWorker(ModelWorker):
                 forward_only=not train,
             )
 
-    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> tuple[Tensor, Tensor | None]:
+    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> Answer:
         part, mine = batching.part(laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size)
         at, tokens, mine = (self._tensor(array) for array in (part.at, part.tokens, mine))
         how = self.hf_config.vocab_size, temperature, entropy, self.cfg.actor.log_prob_chunk

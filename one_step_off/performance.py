@@ -91,15 +91,11 @@ class Meter:
         generated = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
         # The table is for bf16; fp32 runs have another peak.
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
+        # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
+        trained = (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
         for group, flops, seconds, devices in (
             ("rollout", generated, generate_s, self.rollout),
-            # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
-            (
-                "trainer",
-                (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths),
-                update_s,
-                self.trainer,
-            ),
+            ("trainer", trained, update_s, self.trainer),
         ):
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))

@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import ray
-from transformers import AutoTokenizer
 
 from agent_loop.tools import LISTED
-from one_step_off.config import Config, settings_of
+from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup
 from one_step_off.placement import Seat, create_pools, spawn
@@ -20,20 +19,12 @@ from one_step_off.vllm_rollout import RolloutReplica
 from one_step_off.weight_sync import WeightSync
 
 # On CPUs: huge pages, or page faults cost as much as copying large tensors does.
-COMMON_ENV = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "THP_MEM_ALLOC_ENABLE": "1",
-}
+COMMON_ENV = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "THP_MEM_ALLOC_ENABLE"), "1")
+COMMON_ENV["TOKENIZERS_PARALLELISM"] = "false"
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
 ENGINE_ENV = {
-    "cpu": {
-        "TORCH_COMPILE_DISABLE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    },
+    "cpu": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     "cuda": {},
 }
 TRAINED = ("actor", "critic")
@@ -98,14 +89,11 @@ class Spawned:
             if where[role] == where["rollout"]:
                 group.colocated = rollout
         self.actors = [*scorers, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
-        self.roles = Roles(
-            actor,
-            rollout,
-            WeightSync(actor, rollout, canary, self.host, self._near()),
-            self.groups.get("ref"),
-            self.groups.get("critic"),
-            self.groups.get("reward_model") or (RemoteRewardModel(cfg, find) if cfg.reward_model.url else None),
-        )
+        sync = WeightSync(actor, rollout, canary, self.host, self._near())
+        models = {role: group for role, group in self.groups.items() if role != "actor"}
+        if cfg.reward_model.url:
+            models["reward_model"] = RemoteRewardModel(cfg, find)
+        self.roles = Roles(actor, rollout, sync, **models)
 
     def _share(self, pool: str) -> float:
         """The part of each seat that Ray books for every role in the pool."""
@@ -120,25 +108,14 @@ class Spawned:
         return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
 
     def _group(self, role: str, seats: list[Seat]) -> TrainGroup:
-        pool = self.cfg.placement.roles[role]
-        ranks = [
-            spawn(
-                worker_class(self.cfg, role),
-                (self.cfg, role, i, len(seats), self.device, self.total_steps),
-                seat,
-                self.device,
-                self._share(pool),
-                self.env,
-            )
-            for i, seat in enumerate(seats)
-        ]
+        cls, pool = worker_class(self.cfg, role), self.cfg.placement.roles[role]
+        args = [(self.cfg, role, i, len(seats), self.device, self.total_steps) for i in range(len(seats))]
+        where = self.device, self._share(pool), self.env
+        ranks = [spawn(cls, own, seat, *where) for own, seat in zip(args, seats, strict=True)]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
             return TrainGroup(*of_group)
-        theirs = AutoTokenizer.from_pretrained(
-            self.cfg.reward_model.path, trust_remote_code=self.cfg.model.trust_remote_code
-        )
-        return LocalRewardModel(*of_group, **self.reading, theirs=theirs)
+        return LocalRewardModel(*of_group, **self.reading, theirs=tokenizer_of(self.cfg, role))
 
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds

@@ -85,9 +85,8 @@ class _Gpus:
     def take(self) -> dict[str, Any]:
         """The figures since the last call."""
         busy, self.busy = self.busy, []
-        return {"device": self.name, "gpu_memory_bytes": self.memory} | (
-            {"gpu_utilisation": fmean(busy)} if busy else {}
-        )
+        rate = {"gpu_utilisation": fmean(busy)} if busy else {}
+        return {"device": self.name, "gpu_memory_bytes": self.memory} | rate
 
 
 def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:

@@ -22,7 +22,7 @@ import psutil
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
-from one_step_off.config import Config
+from one_step_off.config import Config, tokenizer_of
 from one_step_off.distributed_util import own_host
 from one_step_off.rewards import RewardItem, Score
 from one_step_off.samples import Prompt, Sample, Stamp
@@ -178,12 +178,10 @@ class RolloutReplica(UsageProbe):
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(pid).create_time() == born:
                     psutil.Process(pid).kill()
-        from transformers import AutoTokenizer
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        model = self.cfg.model
-        self.tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        self.tokenizer = tokenizer_of(self.cfg, "model")
         for name in self.used:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
@@ -279,9 +277,8 @@ class RolloutReplica(UsageProbe):
                 place.ask(nothing=True)
 
         async def judge(response: str) -> Score:
-            return await self.rewards.score(
-                RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
-            )
+            item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
+            return await self.rewards.score(item)
 
         async def score(response: str) -> Score:
             place.leave()  # another trajectory generates meanwhile
