@@ -107,11 +107,11 @@ class Pipeline:
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
                 role.on_span = tracker.span
-        roles.sync.on_trace, roles.sync.say = tracker.trace, tracker.say
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
+        self.roles.sync.on_trace, self.roles.sync.say = self.tracker.trace, self.tracker.say
         try:
             async with asyncio.TaskGroup() as self.background:
                 await self._loop(self.stream.total_steps)

@@ -36,7 +36,10 @@ async def answers(roles: Any) -> list[tuple[list[int], list[float]]]:
 
 @pytest.mark.parametrize(
     ("packed", "dtype", "syncs"),
-    [(False, "float32", 8), *(pytest.param(p, "bfloat16", 50, marks=pytest.mark.slow) for p in (False, True))],
+    [
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((False, "float32", 8), *((p, "bfloat16", 50) for p in (False, True)))
+    ],
 )
 def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, dtype, syncs):
     import ray

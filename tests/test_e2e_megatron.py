@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
     ("kind", "tied", "layout"),
     [
         pytest.param("qwen2", True, TP, id="qwen2-tp"),
-        pytest.param("llama", False, PP, id="llama-pp"),
+        pytest.param("llama", False, PP, id="llama-pp", marks=SLOW),
         pytest.param("qwen2", True, PP, id="qwen2-pp", marks=SLOW),
         pytest.param("qwen3", False, TP, id="qwen3-tp", marks=SLOW),
         pytest.param("qwen3_moe", False, EP, id="moe-ep", marks=SLOW),

@@ -142,6 +142,7 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     assert re.search(r"created pool all \[2\] on [0-9.]+: rollout, actor\n", said), said
 
 
+@pytest.mark.slow  # test_e2e_resume.py has a shorter one
 def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
     """Actor, critic and the adapted KL coefficient come back; the first step trains the critic alone."""
     from one_step_off import launch
