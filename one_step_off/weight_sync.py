@@ -145,7 +145,7 @@ class WeightSync:
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         wires = [(_on_wire(sent, w["each"]), w["raw"]) for workers in received for w in workers]
         metrics["sync/wire_s"], raw = max(wires)
-        if raw:
+        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
         held = [w["in_place"] for workers in received for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
