@@ -133,7 +133,7 @@ def test_slow_rewards_keep_no_replica_from_its_next_prompts():
 def test_a_slow_replica_gets_less_and_all_is_done_earlier_with_the_concurrency_of_the_defaults():
     found = {}
     for routing in ("static", "least_loaded"):
-        replicas = [Slow(0.02), Slow(0.2)]
+        replicas = [Slow(0.05), Slow(0.5)]
         samples, seconds = routed(routing, replicas, 256, 8)
         assert len(samples) == 256 * 8
         found[routing] = seconds, [len(r.had) for r in replicas]
