@@ -231,9 +231,9 @@ class Sender(_End):
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words of them "changed" (NaN where all were
-        sent) and "each" bucket's time on the wire. Raises SyncError
-        naming this sender, phase and bucket; the group is given up then, and receivers do not wait for it any longer."""
+        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
+        and "each" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
+        up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
