@@ -125,9 +125,8 @@ class Tracker:
             judged = "responses take longer to judge than reward.timeout_s and score 0"
             self.say(f"warning: {judged}; reward/timeouts counts them")
         if self.meter:
-            row |= self.meter.step(
-                batch, row["time/generate_s"], row.get("time/actor_update_s", 0.0), row["time/step_s"]
-            )
+            times = row["time/generate_s"], row.get("time/actor_update_s", 0.0), row["time/step_s"]
+            row |= self.meter.step(batch, *times)
         if math.isnan(self.first_step_s):
             self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
