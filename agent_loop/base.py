@@ -126,18 +126,16 @@ class Trajectory:
         spent = {"turns": self.turns >= self.limits.turns, "room": room < 1, "time": self.seconds_left == 0}
         if self.cut:
             return None
-        for limit, reached in spent.items():
-            if reached:
-                self.finish_reason = limit
-                return None
+        if any(spent.values()):
+            self.finish_reason = next(limit for limit, reached in spent.items() if reached)
+            return None
         out = await generate(self.ids, min(room, self.limits.turn_tokens or room))
         if self.turns and out.incarnation != self.incarnation:
             raise RuntimeError(f"turn {self.turns}: weights of incarnation {out.incarnation}, not {self.incarnation}")
         self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
         if self.cut and len(out.ids) < room:
             self.finish_reason = "turn_length"
-        mask = np.full(len(out.ids), train)
-        self._add(Segment("assistant", out.ids, out.log_probs, out.versions, mask))
+        self._add(Segment("assistant", out.ids, out.log_probs, out.versions, np.full(len(out.ids), train)))
         return out
 
     def hear(self, role: str, ids: np.ndarray) -> bool:
@@ -167,23 +165,11 @@ class Trajectory:
         last = max((i for i, s in enumerate(self.segments) if s.role == "assistant"), default=-1)
         if last < 0:
             raise RuntimeError(f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy")
-        ids, log_probs, versions, mask = (
-            np.concatenate([getattr(s, name) for s in self.segments[: last + 1]])
-            for name in ("ids", "log_probs", "versions", "mask")
-        )
+        fields = {"ids": "response_ids", "log_probs": "log_probs", "versions": "versions", "mask": "loss_mask"}
+        own = {to: np.concatenate([getattr(s, of) for s in self.segments[: last + 1]]) for of, to in fields.items()}
+        own |= {"incarnation": self.incarnation, "finish_reason": self.finish_reason}
         facts = {"turns": float(self.turns)} | self.facts if self.facts or self.turns > 1 else {}
-        return Sample(
-            prompt.id,
-            index,
-            self.prompt_ids,
-            ids,
-            log_probs,
-            mask,
-            versions,
-            self.incarnation,
-            finish_reason=self.finish_reason,
-            extra={"agent": facts} if facts else {},
-        )
+        return Sample(prompt.id, index, self.prompt_ids, **own, extra={"agent": facts} if facts else {})
 
 
 class AgentLoop:
@@ -202,10 +188,8 @@ class AgentLoop:
         self.cfg, self.tokenizer = cfg, tokenizer
         self._frame = lru_cache(64)(self._frame)
         if self.hears and (not tokenizer.chat_template or cfg.data.chat_template == "never"):
-            raise ConfigError(
-                f"agent.loop: {type(self).__name__} has turns, which a chat template writes; use a model that has one, "
-                "and not data.chat_template=never"
-            )
+            mend = "use a model that has one, and not data.chat_template=never"
+            raise ConfigError(f"agent.loop: {type(self).__name__} has turns, which a chat template writes; {mend}")
         if self.hears:
             self._frame((self.hears,))
 

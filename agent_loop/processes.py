@@ -60,11 +60,9 @@ class Processes:
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
         command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
         command += [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()] if self.spec else []
-        env = {"PATH": os.defpath} if self.confined else dict(os.environ)
+        env = ({"PATH": os.defpath} if self.confined else dict(os.environ)) | {"OMP_NUM_THREADS": "1"}
         with theirs:
-            self.parent = subprocess.Popen(
-                command, stdin=theirs, env=env | {"OMP_NUM_THREADS": "1"}, start_new_session=True
-            )
+            self.parent = subprocess.Popen(command, stdin=theirs, env=env, start_new_session=True)
         self.end = weakref.finalize(self, _end, self.parent, self.control)
 
     @contextlib.asynccontextmanager
@@ -89,18 +87,16 @@ class Processes:
                     writer.close()
         if not begun:
             raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
-        try:
-            yield reader, writer
-        finally:
+        with contextlib.closing(writer):
             try:
+                yield reader, writer
+            finally:
                 with contextlib.suppress(OSError):  # the parent has ended, and all with it
                     control.send(name)
                 with contextlib.suppress(ConnectionError, TimeoutError):
                     async with asyncio.timeout(60):
                         while self.confined and await reader.read(1 << 16):  # ends when the process has ended
                             pass
-            finally:
-                writer.close()
 
 
 def _end(parent: subprocess.Popen, control: socket.socket) -> None:

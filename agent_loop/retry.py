@@ -37,9 +37,8 @@ class RetryWithFeedback(AgentLoop):
             parts, talk.late = found if isinstance(found, dict) else {"": found or 0.0}, found is None
             scaled = {name: value * factor for name, value in parts.items()}
             talk.reward = scaled if isinstance(found, dict) else scaled[""]
-            if sum(parts.values()) >= self.passes_at or talk.turns >= limits.turns:
-                break
-            if not talk.hear("user", self.turn(self.message, said.ids)):
+            done = sum(parts.values()) >= self.passes_at or talk.turns >= limits.turns
+            if done or not talk.hear("user", self.turn(self.message, said.ids)):
                 break
         talk.count("tries", talk.turns)
         return talk

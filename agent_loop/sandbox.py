@@ -87,12 +87,8 @@ BY_ARGUMENT = (
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
 RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}  # version: how many; 16 from version 5 on
 READABLE = (sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64")
-SINGLE_FILES = {
-    "/etc/ld.so.cache": READ_FILE,
-    "/etc/localtime": READ_FILE,
-    "/dev/urandom": READ_FILE,
-    "/dev/null": READ_FILE | WRITE_FILE,
-}
+SINGLE_FILES = dict.fromkeys(("/etc/ld.so.cache", "/etc/localtime", "/dev/urandom"), READ_FILE)
+SINGLE_FILES["/dev/null"] = READ_FILE | WRITE_FILE
 END = b"\0"
 """The last byte of a program that came to its end."""
 
@@ -148,14 +144,9 @@ def _see_only(folder: str | None) -> None:
 
 def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int = 16) -> None:
     """Limit this process for good. Raises OSError or KeyError where this machine cannot."""
-    for what, limit in (
-        (resource.RLIMIT_CPU, cpu_s),
-        (resource.RLIMIT_AS, memory_mb << 20),
-        (resource.RLIMIT_FSIZE, file_mb << 20),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (limit, limit))
+    limits = {"CPU": cpu_s, "AS": memory_mb << 20, "FSIZE": file_mb << 20, "NOFILE": 64, "CORE": 0}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     program = filter_program(platform.machine())
     filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2

@@ -83,9 +83,8 @@ class ToolLoop(AgentLoop):
         llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
         if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
-            raise ConfigError(
-                "agent.loop=tool: <tool_call> is a special token, which text never shows; take another model"
-            )
+            unseen = "<tool_call> is a special token, which text never shows; take another model"
+            raise ConfigError(f"agent.loop=tool: {unseen}")
         self.tools = self.box.schemas
         self._frame(("tool", "tool"))  # the answers to two calls in one turn
         if not taught:
@@ -101,10 +100,8 @@ class ToolLoop(AgentLoop):
         except Exception as e:  # templates are programs of the model's author
             raise ConfigError(f"agent.loop: the model's chat template does not take the tools: {e}") from e
         if not shown:
-            raise ConfigError(
-                "agent.loop: the model's chat template does not write the tools into prompts; take another model, or, if "
-                "this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
-            )
+            mend = "take another model, or, if this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
+            raise ConfigError(f"agent.loop: the model's chat template does not write the tools into prompts; {mend}")
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""

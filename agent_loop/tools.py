@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import functools
 import inspect
 import json
 import operator
@@ -23,6 +24,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from agent_loop.processes import Processes, completed, core
@@ -30,15 +32,9 @@ from agent_loop.sandbox import END
 from one_step_off.config import AgentConfig, ConfigError
 from one_step_off.registry import load
 
-_BINARY = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-}
+# By the names that ast has for them.
+_BINARY = {"Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Pow": operator.pow}
+_BINARY |= {"Div": operator.truediv, "FloorDiv": operator.floordiv, "Mod": operator.mod}
 _LARGEST = 10**100
 
 
@@ -47,11 +43,11 @@ def _value(node: ast.AST) -> int | float:
         result = node.value
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
         result = _value(node.operand) * (-1 if isinstance(node.op, ast.USub) else 1)
-    elif isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+    elif isinstance(node, ast.BinOp) and type(node.op).__name__ in _BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow) and (abs(right) > 1000 or (left < 0 and right % 1)):
             raise ValueError("this power is not worked out")  # too long, or complex
-        result = _BINARY[type(node.op)](left, right)
+        result = _BINARY[type(node.op).__name__](left, right)
     else:
         raise ValueError("only numbers, brackets and + - * / // % ** are allowed")
     if abs(result) > _LARGEST:
@@ -114,26 +110,23 @@ async def _list(url: str) -> list[dict[str, Any]]:
     return [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
 
 
+async def _call(url: str, name: str, /, **arguments: Any) -> str:
+    from mcp import Client
+
+    async with Client(url) as client:
+        answer = await client.call_tool(name, arguments)
+    text = "\n".join(block.text for block in answer.content if block.type == "text")
+    if answer.is_error:
+        raise RuntimeError(text)
+    return text
+
+
 def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[..., Any]]]:
     """JSON schema and function of each tool of an MCP server (streamable HTTP); a call has a session of its own.
 
     Raises:
         ConfigError: the server does not list its tools within `seconds`.
     """
-
-    def tool(name: str) -> Callable[..., Any]:
-        async def call(**arguments: Any) -> str:
-            from mcp import Client
-
-            async with Client(url) as client:
-                answer = await client.call_tool(name, arguments)
-            text = "\n".join(block.text for block in answer.content if block.type == "text")
-            if answer.is_error:
-                raise RuntimeError(text)
-            return text
-
-        return call
-
     try:
         found = LISTED.get(url) or completed(asyncio.wait_for(_list(url), seconds))
     except Exception as e:
@@ -142,7 +135,7 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
         why = " ".join(str(e).split()) or type(e).__name__
         raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
     LISTED[url] = found
-    return [({"type": "function", "function": schema}, tool(schema["name"])) for schema in found]
+    return [({"type": "function", "function": own}, functools.partial(_call, url, own["name"])) for own in found]
 
 
 def _words(error: BaseException) -> str:
@@ -164,25 +157,18 @@ async def _tame(work: Coroutine[Any, Any, Any]) -> str:
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     """Run in a thread of its own: a function that hangs keeps that one, and neither the others nor the run's end."""
-    loop = asyncio.get_running_loop()
-    future = loop.create_future()
-
-    def tell(result: Any, error: BaseException | None) -> None:
-        if not future.done():  # its time was not up before
-            future.set_exception(error) if error else future.set_result(result)
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # whose time is up goes on, and its answer is dropped
 
     def work() -> None:
-        result, error = None, None
         try:
-            result = function()
-        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and futures take no StopIteration
-            plain = isinstance(e, Exception) and not isinstance(e, StopIteration)
-            error = e if plain else RuntimeError(_words(e))
-        with contextlib.suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(tell, result, error)
+            future.set_result(function())
+        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and asyncio takes two for its own
+            plain = isinstance(e, Exception) and not isinstance(e, StopIteration | CancelledError)
+            future.set_exception(e if plain else RuntimeError(_words(e)))
 
     threading.Thread(target=work, daemon=True).start()
-    return future
+    return asyncio.wrap_future(future)
 
 
 class Toolbox:
@@ -192,7 +178,7 @@ class Toolbox:
         """Raises ConfigError: no such tool, or one whose types and docstring make no schema."""
         from transformers.utils import get_json_schema  # takes a second, which runs without tools need not wait for
 
-        self.cfg, self.functions, self.signatures, self.schemas = cfg, {}, {}, []
+        self.cfg, self.functions, self.schemas = cfg, {}, []
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
             if spec.startswith("mcp:"):
                 found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
@@ -202,18 +188,14 @@ class Toolbox:
                     found = [(get_json_schema(function), function)]
                 except Exception as e:
                     why = " ".join(str(e).split())
-                    raise ConfigError(
-                        f"agent.tools={spec!r}: no JSON schema can be made of it ({why}); give every argument a type "
-                        "and a line under Args: in the docstring"
-                    ) from e
+                    mend = "give every argument a type and a line under Args: in the docstring"
+                    raise ConfigError(f"agent.tools={spec!r}: no JSON schema can be made of it ({why}); {mend}") from e
             for schema, function in found:
                 name = schema["function"]["name"]
                 if name in self.functions:
-                    raise ConfigError(
-                        f"agent.tools={spec!r}: a tool before it is named {name} too; rename or remove one"
-                    )
+                    twice = f"a tool before it is named {name} too; rename or remove one"
+                    raise ConfigError(f"agent.tools={spec!r}: {twice}")
                 self.functions[name] = function
-                self.signatures[name] = inspect.signature(function)
                 self.schemas.append(schema)
         if python in self.functions.values():
             try:
@@ -230,7 +212,7 @@ class Toolbox:
         if function is None:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
         try:
-            self.signatures[name].bind(**arguments)
+            inspect.signature(function).bind(**arguments)
             # Programs take whole cores; the wait for one is not theirs.
             async with core(seconds) if function is python else contextlib.nullcontext(), limit:
                 seconds = min(end - loop.time(), self.cfg.tool_timeout_s)

@@ -82,19 +82,19 @@ class Trajectories:
     @cached_property
     def totals(self) -> np.ndarray:
         """float64 [B]: the outcome's reward and those of the trained tokens together."""
-        if self.token_rewards is None:
-            return self.rewards
         return self.rewards + self.rows(self.token_rewards).sum(1)
 
-    def rows(self, arrays: Arrays) -> np.ndarray:
-        """The trained tokens' values side by side, float64 [B, T], with zeros behind the end."""
+    def rows(self, arrays: Arrays | None) -> np.ndarray:
+        """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
-        result[self.alive] = np.concatenate([a[m] for a, m in zip(arrays, self.masks, strict=True)] or [np.zeros(0)])
+        if arrays is not None:
+            trained = [a[m] for a, m in zip(arrays, self.masks, strict=True)]
+            result[self.alive] = np.concatenate(trained or [np.zeros(0)])
         return result
 
     def step_rewards(self) -> np.ndarray:
         """float64 [B, T]: the reward of each step, the outcome's on the last one."""
-        result = self.rows(self.token_rewards) if self.token_rewards is not None else np.zeros(self.alive.shape)
+        result = self.rows(self.token_rewards)
         some = np.flatnonzero(self.lengths)
         result[some, self.lengths[some] - 1] += self.rewards[some]
         return result
@@ -151,9 +151,8 @@ def estimate(
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
     if t.rewards.shape != (len(t.groups),) or len(t.masks) != len(t.groups):
-        raise ValueError(
-            f"rewards have shape {t.rewards.shape}, with {len(t.groups)} groups' names and {len(t.masks)} masks"
-        )
+        others = f"{len(t.groups)} groups' names and {len(t.masks)} masks"
+        raise ValueError(f"rewards have shape {t.rewards.shape}, with {others}")
     if not np.isfinite(t.rewards).all():
         raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
     for field in entry.needs:

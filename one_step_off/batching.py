@@ -63,13 +63,12 @@ def _first_fit(share: list[int], lengths: list[int], budget: int) -> list[list[i
     micros: list[list[int]] = []
     room: list[int] = []
     for i in share:
-        k = next((k for k, free in enumerate(room) if free >= lengths[i]), None)
-        if k is None:
-            micros.append([i])
-            room.append(budget - lengths[i])
-        else:
-            micros[k].append(i)
-            room[k] -= lengths[i]
+        k = next((k for k, free in enumerate(room) if free >= lengths[i]), len(room))
+        if k == len(room):
+            micros.append([])
+            room.append(budget)
+        micros[k].append(i)
+        room[k] -= lengths[i]
     return micros
 
 
@@ -119,10 +118,8 @@ def collate(
     else:
         width = -(-max(lengths) // multiple) * multiple
         starts = np.arange(len(sequences)) * width
-        input_ids = np.zeros((len(sequences), width), dtype=np.int64)
-        for row, s in zip(input_ids, sequences, strict=True):
-            row[: len(s)] = s
-        position_ids = None
+        rows = [np.pad(s, (0, width - len(s))) for s in sequences]
+        input_ids, position_ids = np.stack(rows).astype(np.int64), None
     at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(np.int64)
     tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
     return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])

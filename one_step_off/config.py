@@ -18,12 +18,22 @@ def key(default: Any, help: str, *, choices="", low=None, high=None, above=None,
     return field(default=default, metadata=meta)
 
 
+def paths(default: str, help: str) -> Any:
+    """A key that names files, so ~ is the home directory."""
+    return key(default, help, path=True)
+
+
+def shared(help: str, **bounds: Any) -> Any:
+    """A key of a role that, left open, is as the actor has it."""
+    return key(None, f"{help}; null: as the actor", **bounds)
+
+
 @dataclass
 class ModelConfig:
     """The policy."""
 
-    path: str = key(
-        "", "HF model directory or hub id; tiny:qwen2, tiny:qwen3 or tiny:tools: a small warm-started one", path=True
+    path: str = paths(
+        "", "HF model directory or hub id; tiny:qwen2, tiny:qwen3 or tiny:tools: a small warm-started one"
     )
     dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
@@ -37,10 +47,8 @@ class ModelConfig:
 class DataConfig:
     """Prompts."""
 
-    train_files: str = key(
-        "", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)", path=True
-    )
-    val_files: str = key("", "held-out set, same forms as train_files; empty: no evaluation", path=True)
+    train_files: str = paths("", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)")
+    val_files: str = paths("", "held-out set, same forms as train_files; empty: no evaluation")
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
     format: str = key("auto", "question/answer, or prompt/reward_model", choices="auto gsm8k messages")
     chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices="auto always never")
@@ -92,20 +100,16 @@ class RolloutConfig:
 class BackendConfig:
     """What the training back end needs to know of any role. null: as the actor has it."""
 
-    backend: Optional[str] = key(None, "training back end; null: as the actor", choices="fsdp megatron")
-    micro_batch_tokens: Optional[int] = key(None, "tokens per forward pass and rank; null: as the actor", low=1)
-    tensor_parallel_size: Optional[int] = key(None, "megatron: ranks that share each layer; null: as the actor", low=1)
-    pipeline_parallel_size: Optional[int] = key(None, "megatron: stages of layers; null: as the actor", low=1)
+    backend: Optional[str] = shared("training back end", choices="fsdp megatron")
+    micro_batch_tokens: Optional[int] = shared("tokens per forward pass and rank", low=1)
+    tensor_parallel_size: Optional[int] = shared("megatron: ranks that share each layer", low=1)
+    pipeline_parallel_size: Optional[int] = shared("megatron: stages of layers", low=1)
     virtual_pipeline_parallel_size: Optional[int] = key(
         None, "megatron: parts of each stage; null: one (other roles: as the actor)", low=2
     )
-    context_parallel_size: Optional[int] = key(
-        None, "megatron: ranks that share each sequence; null: as the actor", low=1
-    )
-    expert_parallel_size: Optional[int] = key(None, "megatron: ranks that share the experts; null: as the actor", low=1)
-    sequence_parallel: Optional[bool] = key(
-        None, "megatron: split norms over the tensor-parallel ranks too; null: as the actor"
-    )
+    context_parallel_size: Optional[int] = shared("megatron: ranks that share each sequence", low=1)
+    expert_parallel_size: Optional[int] = shared("megatron: ranks that share the experts", low=1)
+    sequence_parallel: Optional[bool] = shared("megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
@@ -122,8 +126,8 @@ class TrainedConfig(BackendConfig):
     lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
-    ppo_mini_batch_size: Optional[int] = key(None, "prompts per optimiser step; null: as the actor", low=1)
-    ppo_epochs: Optional[int] = key(None, "passes over each batch; null: as the actor", low=1)
+    ppo_mini_batch_size: Optional[int] = shared("prompts per optimiser step", low=1)
+    ppo_epochs: Optional[int] = shared("passes over each batch", low=1)
     optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
 
@@ -148,7 +152,7 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(TrainedConfig):
     """The critic: the model with a scalar head in place of the language model head."""
 
-    path: str = key("", "HF model directory or hub id (a reward model's head is kept); empty: model.path", path=True)
+    path: str = paths("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
     lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
     clip_range_value: float = key(0.5, "a value that moves further from the old one has its loss clipped", above=0.0)
 
@@ -157,14 +161,14 @@ class CriticConfig(TrainedConfig):
 class RefConfig(BackendConfig):
     """The frozen reference policy."""
 
-    path: str = key("", "HF model directory or hub id; empty: model.path", path=True)
+    path: str = paths("", "HF model directory or hub id; empty: model.path")
 
 
 @dataclass
 class RewardModelConfig(BackendConfig):
     """A reward model: a sequence classifier with one output in a pool of its own, or a server."""
 
-    path: str = key("", "HF sequence-classification model (role reward_model)", path=True)
+    path: str = paths("", "HF sequence-classification model (role reward_model)")
     url: str = key("", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}")
     weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function")
     timeout_s: float = key(60.0, "limit for one request to the server", above=0.0)
@@ -270,12 +274,12 @@ class TrainerConfig:
     val_before_train: bool = key(True, "evaluate before the first step")
     val_only: bool = key(False, "evaluate the model (or the checkpoint it resumes from) and end")
     val_after_train: bool = key(True, "evaluate after the last step")
-    output_dir: str = key("outputs/run", "the run folder", path=True)
+    output_dir: str = paths("outputs/run", "the run folder")
     seed: int = key(0, "seed of data order, samples and initialisation", low=0)
     critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
-    resume: str = key("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder", path=True)
+    resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
@@ -341,8 +345,7 @@ def tokenizer_of(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Imports transformers, and raises what it raises."""
     from transformers import AutoTokenizer
 
-    trust = cfg.model.trust_remote_code
-    return AutoTokenizer.from_pretrained(getattr(cfg, section).path, trust_remote_code=trust)
+    return AutoTokenizer.from_pretrained(getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code)
 
 
 class ConfigError(Exception):

@@ -271,10 +271,9 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             if lacks.get(need):
                 yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
         if "parts" in entry.needs and (a.kl_in_reward or cfg.reward.overlong_buffer):
-            alone = (
-                "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer would do nothing"
-            )
-            yield f"{registry.key}={spec}: {alone}; set them to false and 0, or make them parts of your reward.function"
+            alone = "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer"
+            mend = "set them to false and 0, or make them parts of your reward.function"
+            yield f"{registry.key}={spec}: {alone} would do nothing; {mend}"
         if entry.grouped and n == 1:
             yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
         for name, value in getattr(a, own).items():
@@ -282,7 +281,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             if name not in known:
                 mend = nearest(str(name), known, f"it has {', '.join(known) or 'none'}")
                 yield f"{where}: no such setting of {spec}; {mend}"
-            elif isinstance(known[name], float) and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            elif isinstance(known[name], float) and type(value) not in (int, float):
                 yield f"{where}: must be a number"
             elif name == "share" and not 0 < value <= 1:
                 yield f"{where}: must be above 0 and at most 1"
@@ -309,9 +308,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
 
 
 def _numbers_by_name(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(k, str) and isinstance(v, (int, float)) and not isinstance(v, bool) for k, v in value.items()
-    )
+    return isinstance(value, dict) and all(isinstance(k, str) and type(v) in (int, float) for k, v in value.items())
 
 
 def _sampling(cfg: Config) -> Iterator[str]:

@@ -301,9 +301,8 @@ Keys:"""
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:
-            lines.append(
-                f"  {key.dotted}  ({key.kind}, default {show(key.default) or repr('')})\n      {key.meta['help']}"
-            )
+            kind = f"{key.kind}, default {show(key.default) or repr('')}"
+            lines.append(f"  {key.dotted}  ({kind})\n      {key.meta['help']}")
     return "\n".join(lines) + "\n"
 
 

@@ -161,8 +161,7 @@ def token_stats(
         "logprob_diff": difference.sum(),
     }
     zero = theta.new_zeros(1)
-    maxima = {"ratio": torch.cat([ratio, zero]).max(), "logprob_diff": torch.cat([difference, zero]).max()}
-    return sums, maxima
+    return sums, {"ratio": torch.cat([ratio, zero]).max(), "logprob_diff": torch.cat([difference, zero]).max()}
 
 
 def learning_rate(

@@ -141,9 +141,8 @@ def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
         if found.keys() >= set(COLUMNS[name]) or not found:  # no row has columns: each is named as a bad one
             return name
     needs = f"data.format={wanted} needs {' or '.join('+'.join(COLUMNS[n]) for n in reversed(names))}"
-    raise ConfigError(
-        f"data source {source}: found the columns {', '.join(map(str, found))}; {needs}; rename the columns"
-    )
+    there = ", ".join(map(str, found))
+    raise ConfigError(f"data source {source}: found the columns {there}; {needs}; rename the columns")
 
 
 def _text(columns: dict[str, Any], name: str) -> str:
@@ -280,10 +279,9 @@ def encode(
     report.max_prompt_length = cfg.max_prompt_length
     has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
     if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
+        none = "the tokenizer has no chat template, and the rows need one"
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
-        raise ConfigError(
-            f"data.chat_template={wish}: the tokenizer has no chat template, and the rows need one; {mend}"
-        )
+        raise ConfigError(f"data.chat_template={wish}: {none}; {mend}")
     templated = has_template and wish != "never"
     pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report, tools_of))
     prompts = []
@@ -312,7 +310,7 @@ class PromptStream:
 
     Each epoch is one permutation of all prompts, by (seed, epoch). Batches are always full, of any size: one that
     reaches the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run;
-    `prompts` carry their row in `id[1]`, and the epoch in it is replaced.
+    `prompts`, kept in the data's own order, carry their row in `id[1]`, and the epoch in it is replaced.
 
     `total_steps` is as given, or the fewest that see every prompt `total_epochs` times (the stream itself does not end
     there); `surplus` counts the prompts that the last of these steps takes beyond them.
@@ -327,28 +325,24 @@ class PromptStream:
         total_steps: int | None = None,
         total_epochs: int | None = None,
     ) -> None:
-        self._prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
+        self.prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
         self._go_to(0, 0)
-        wanted = len(self._prompts) * (total_epochs or 0)
+        wanted = len(self.prompts) * (total_epochs or 0)
         self.total_steps: int = total_steps if total_steps is not None else math.ceil(wanted / batch_size)
         self.surplus: int = 0 if total_steps is not None else self.total_steps * batch_size - wanted
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
-        return len(self._prompts)
-
-    def first_rows(self, count: int) -> list[Prompt]:
-        """The first `count` prompts in the data's own order (fewer if there are fewer); moves nothing."""
-        return self._prompts[:count]
+        return len(self.prompts)
 
     def next_batch(self, size: int | None = None) -> list[Prompt]:
         """The next `size` prompts (None: `batch_size`), with ids (epoch, row)."""
         batch: list[Prompt] = []
         while (missing := (self._batch_size if size is None else size) - len(batch)) > 0:
             part = self._order[self._offset : self._offset + missing]
-            batch += [replace(self._prompts[i], id=(self._epoch, self._prompts[i].id[1])) for i in part]
+            batch += [replace(self.prompts[i], id=(self._epoch, self.prompts[i].id[1])) for i in part]
             self._offset += len(part)
-            if self._offset == len(self._prompts):
+            if self._offset == len(self.prompts):
                 self._go_to(self._epoch + 1, 0)
         return batch
 
@@ -360,11 +354,9 @@ class PromptStream:
         """Go to a saved position. The batch size may differ from the saved stream's; data, seed and order may not.
         Raises ConfigError: this stream would not continue the saved one. It stays where it was."""
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
-            keys = (
-                "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle and trainer.seed"
-            )
-            other = "the checkpoint was made with other prompts or another order"
-            raise ConfigError(f"data: {other}; resume with the same {keys}")
+            other = "the checkpoint was made with other prompts or another order; resume with the same"
+            keys = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle"
+            raise ConfigError(f"data: {other} {keys} and trainer.seed")
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -373,13 +365,13 @@ class PromptStream:
     def _order_of(self, epoch: int) -> np.ndarray:
         """Positions of one epoch: int64 [prompts]."""
         if not self._shuffle:
-            return np.arange(len(self._prompts))
-        return np.random.default_rng([self._seed, epoch]).permutation(len(self._prompts))
+            return np.arange(len(self.prompts))
+        return np.random.default_rng([self._seed, epoch]).permutation(len(self.prompts))
 
     @cached_property
     def _data_digest(self) -> str:
         data = hashlib.sha256()
-        for p in self._prompts:
+        for p in self.prompts:
             row = f"{p.id[1]} {len(p.ids)} {p.ground_truth}{p.agent_loop and f' {p.agent_loop}'}\n"
             data.update(row.encode() + p.ids.tobytes())
         return data.hexdigest()
@@ -409,8 +401,7 @@ class Data:
 
     @cached_property
     def _known(self) -> tuple[dict[int, Prompt], dict[PromptId, Prompt]]:
-        rows = {p.id[1]: p for p in self.stream.first_rows(len(self.stream))}
-        return rows, {p.id: p for p in self.val or ()}
+        return {p.id[1]: p for p in self.stream.prompts}, {p.id: p for p in self.val or ()}
 
 
 def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Data:
@@ -420,8 +411,7 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
     report, t = Report("training data"), cfg.trainer
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
-    shape = cfg.data.train_batch_size, cfg.data.shuffle
-    stream = PromptStream(prompts, *shape, t.seed, t.total_steps, t.total_epochs)
+    stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, t.total_steps, t.total_epochs)
     if stream.surplus:
         last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
         report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")

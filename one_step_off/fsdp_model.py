@@ -10,7 +10,8 @@ cap), because log-probs are computed here in chunks and not by the model's own f
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import accelerate
@@ -25,9 +26,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from one_step_off import core_algos, lora
+from one_step_off import lora
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
-from one_step_off.update_stats import told_to_all
+from one_step_off.core_algos import Answer, log_probs_and_entropy
 from one_step_off.workers import WeightPiece
 
 SCALAR_ROLES = ("critic", "reward_model")
@@ -51,6 +52,20 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (ranks // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
+@contextmanager
+def told_to_all(failed: Callable[[Exception], Exception]) -> Iterator[None]:
+    """What fails on rank 0 in the block is raised on every rank, as `failed` has it (collective): the others must not
+    wait for a rank that has left."""
+    told, cause = [None], None
+    try:
+        yield
+    except Exception as e:
+        told, cause = [failed(e)], e
+    dist.broadcast_object_list(told, src=0)
+    if told[0] is not None:
+        raise told[0] from cause
+
+
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
@@ -66,7 +81,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
             source = _read_checkpoint(cfg, role, attention, dtype)
             if adapted:
                 lora.inject(source, cfg.model)
-    model = _empty(cfg, role, attention, dtype)
+    model = empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:
         lora.inject(model, cfg.model)
@@ -111,7 +126,7 @@ def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype)
     return model
 
 
-def _empty(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
     (auto, labels), trust = _family(role), cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(path_of(cfg, role), trust_remote_code=trust, **labels)
@@ -184,14 +199,14 @@ def _policy_forward(
     temperature: float,
     entropy: str,
     chunk: int,
-) -> core_algos.Answer:
+) -> Answer:
     """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
     model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
     alone."""
 
-    def project(hidden: Tensor, tokens: Tensor) -> core_algos.Answer:
+    def project(hidden: Tensor, tokens: Tensor) -> Answer:
         logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
-        return core_algos.log_probs_and_entropy(logits, tokens, temperature, entropy)
+        return log_probs_and_entropy(logits, tokens, temperature, entropy)
 
     return in_chunks(project, _hidden_at(self, input_ids, position_ids, at), tokens, chunk)
 
@@ -204,9 +219,7 @@ def _scalar_forward(
     return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
 
 
-def in_chunks(
-    project: Callable[[Tensor, Tensor], core_algos.Answer], hidden: Tensor, tokens: Tensor, chunk: int
-) -> core_algos.Answer:
+def in_chunks(project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, tokens: Tensor, chunk: int) -> Answer:
     """`project` of hidden states and wanted tokens, `chunk` at a time; in training each is recomputed in the backward
     pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary."""
     targets = tokens if len(tokens) else tokens.new_zeros(1)  # a hidden state stands there that nobody asked for
@@ -248,8 +261,7 @@ def check_head(model: PreTrainedModel, path: str) -> None:
     head, name = model.get_output_embeddings(), type(model).__name__
     if head is None:
         raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 4, head.weight.shape[1], generator=generator).to(head.weight.dtype)
+    hidden = torch.randn(1, 4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight.dtype)
     hidden = hidden * (20.0 / head(hidden).float().std().clamp(min=1e-6)).to(hidden.dtype)  # so that a soft cap shows
     model.base_model.forward = lambda *args, **kwargs: _Hidden(hidden)
     try:
@@ -308,6 +320,6 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tup
 def write_checkpoint(model: PreTrainedModel, whole: dict[str, Tensor], cfg: Config, folder: str) -> None:
     """Write whole tensors in model.dtype as a Hugging Face checkpoint (rank 0 alone, no collective)."""
     # The sharded model's class is FSDP's; this one has the architecture's own.
-    plain = _empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))
+    plain = empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))
     plain.generation_config = model.generation_config
     plain.save_pretrained(folder, state_dict=whole)

@@ -34,7 +34,7 @@ from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
-from one_step_off.update_stats import Clock, Stats, told_to_all
+from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
@@ -58,8 +58,7 @@ class ModelWorker(UsageProbe):
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
         host = host or get_node_ip_address()
-        with socket.socket() as s:
-            s.bind((host, 0))
+        with socket.create_server((host, 0)) as s:
             return host, s.getsockname()[1]
 
     def setup(self, master_addr: str, master_port: int) -> None:
@@ -69,13 +68,9 @@ class ModelWorker(UsageProbe):
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
             torch.cuda.set_device(self.device)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            init_method=f"tcp://{master_addr}:{master_port}",
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
-        )
+        backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
+        where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
+        dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
 
     def _build(self) -> None:
@@ -135,8 +130,7 @@ class ModelWorker(UsageProbe):
             self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> core_algos.Answer:
-        arrays = {name: array for name, array in vars(laid).items() if name != "counts"}
-        inputs = {name: array if array is None else self._tensor(array) for name, array in arrays.items()}
+        inputs = {name: x if x is None else self._tensor(x) for name, x in vars(laid).items() if name != "counts"}
         return self.model(**inputs, temperature=temperature, entropy=entropy, chunk=self.cfg.actor.log_prob_chunk)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -402,8 +396,7 @@ class PolicyWorker(TrainedWorker):
         old = of.get("proximal", of["mu"])
         given = of["advantage"], of["sequence"], of["weight"]
         inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
-        policy_loss = policy_losses.POLICY_LOSSES.find(a.policy_loss).function
-        per_token, clipped = policy_loss(inputs, **a.policy_loss_kwargs)
+        per_token, clipped = policy_losses.POLICY_LOSSES.find(a.policy_loss).function(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
             how = a.rollout_correction, a.rollout_correction_cap
             per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
@@ -480,7 +473,7 @@ class PolicyWorker(TrainedWorker):
         whole = dict(self.gathered(plans, "cpu"))
         adapter = self.adapters.state() if self.adapters else {}
         where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
-        with told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
+        with fsdp_model.told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
             if self.rank == 0:
                 self._write(whole, adapter, path)
 

@@ -29,7 +29,7 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, first_line, settings_of
+from one_step_off.config import Config, ConfigError, first_line, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
 from one_step_off.loggers import Wandb, open_loggers
@@ -97,7 +97,7 @@ def prepare(
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
-    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.first_rows(len(data.stream)) if len(p.ids) > 1]
+    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1]
     if not scorable:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
@@ -111,7 +111,7 @@ def prepare(
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
     first: dict[str, Prompt] = {}
-    for prompt in [*data.stream.first_rows(len(data.stream)), *(data.val or ())]:
+    for prompt in [*data.stream.prompts, *(data.val or ())]:
         first.setdefault(prompt.agent_loop or loops.cfg.agent.loop, prompt)
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
@@ -129,9 +129,8 @@ def check_model(cfg: Config) -> None:
         _require_causal(name, found)
     heads, width = getattr(found.get_text_config(), "num_attention_heads", None), cfg.rollout.tensor_parallel_size
     if heads is not None and heads % width:
-        raise ConfigError(
-            f"rollout.tensor_parallel_size={width}: does not divide the {heads} attention heads of {name}"
-        )
+        key = f"rollout.tensor_parallel_size={width}"
+        raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}")
 
 
 def check_other_models(cfg: Config, tokenizer: Any) -> None:
@@ -143,9 +142,8 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
-            raise ConfigError(
-                f"{name}: its tokens mean something else than those of model.path; give one of its family"
-            )
+            other = "its tokens mean something else than those of model.path; give one of its family"
+            raise ConfigError(f"{name}: {other}")
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
@@ -228,17 +226,15 @@ def _require_causal(name: str, found: Any) -> None:
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Raises ConfigError if there is none."""
-    from transformers import AutoTokenizer
-
-    path = getattr(cfg, section).path
     mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+        tokenizer = tokenizer_of(cfg, section)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
             raise ValueError("no vocabulary")
     except Exception as e:
-        raise ConfigError(f"{section}.path={path}: its tokenizer cannot be loaded ({first_line(e)}); {mend}") from e
+        where = f"{section}.path={getattr(cfg, section).path}"
+        raise ConfigError(f"{where}: its tokenizer cannot be loaded ({first_line(e)}); {mend}") from e
     return tokenizer
 
 
@@ -334,7 +330,6 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
 def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
-    limits: list[asyncio.TimerHandle] = []
 
     def give_up() -> None:
         tracker.say("stopping at once: no checkpoint was written")
@@ -345,19 +340,16 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
             give_up()
             return
         pipeline.stopping = True
-        limits.append(loop.call_later(grace_s, give_up))
+        # It bounds the way to the checkpoint, not the writing of the model after a last step.
+        undone.callback(loop.call_later(grace_s, give_up).cancel)
         when = f"when this step ends, within {grace_s:g} s"
         tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
 
-    for number in STOP_SIGNALS:
-        loop.add_signal_handler(number, on_signal)
-    try:
-        yield
-    finally:
-        for limit in limits:
-            limit.cancel()  # it bounds the way to the checkpoint, not the writing of the model after a last step
+    with contextlib.ExitStack() as undone:
         for number in STOP_SIGNALS:
-            loop.remove_signal_handler(number)
+            loop.add_signal_handler(number, on_signal)
+            undone.callback(loop.remove_signal_handler, number)
+        yield
 
 
 def _devices(cfg: Config, role: str) -> int:
@@ -472,19 +464,14 @@ def observe(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
 
 def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
     """Parameters (tied ones once) and the shape for counting FLOPs, from the model's code without weights."""
-    import accelerate
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from one_step_off import fsdp_model
 
-    trust = cfg.model.trust_remote_code
     try:
-        config = AutoConfig.from_pretrained(cfg.model.path, trust_remote_code=trust)
-        with accelerate.init_empty_weights():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
-        model.tie_weights()
-        params = sum(p.numel() for p in model.parameters())
+        model = fsdp_model.empty(cfg, "actor", None, None)
     except Exception:  # code of others; the trainer says in its own words what does not fit
         return None, None
-    return params, shape_of(config, params)
+    params = sum(p.numel() for p in model.parameters())
+    return params, shape_of(model.config, params)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

@@ -19,10 +19,7 @@ from typing import Any
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import resolved_yaml
-from one_step_off.samples import OTHERS, Batch, Prompt, PromptId, Sample
-
-Find = Callable[[PromptId], Prompt | None]
-"""The prompt of an id, where it is known."""
+from one_step_off.samples import OTHERS, Batch, Find, Sample
 
 RUN_ID_FILE = "wandb_run_id"
 SAMPLES, STEP, VAL = "samples", "step_", "val_v"

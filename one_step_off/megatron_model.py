@@ -9,16 +9,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
-from megatron.core import jit
+from megatron.core import jit, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 from transformers.utils.hub import has_file
@@ -98,10 +93,6 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "qk_layernorm": hf.model_type.startswith("qwen3"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "tensor_model_parallel_size": own.tensor_parallel_size,
-        "pipeline_model_parallel_size": own.pipeline_parallel_size,
-        "virtual_pipeline_model_parallel_size": own.virtual_pipeline_parallel_size,
-        "expert_model_parallel_size": own.expert_parallel_size,
         "expert_tensor_parallel_size": 1,  # experts are spread out, not cut: their columns are few
         "context_parallel_size": own.context_parallel_size,
         "sequence_parallel": own.sequence_parallel,
@@ -118,6 +109,8 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "use_cpu_initialization": not cuda,
         "batch_p2p_comm": cuda,
     }
+    for kind in ("tensor", "pipeline", "virtual_pipeline", "expert"):
+        settings[f"{kind}_model_parallel_size"] = getattr(own, f"{kind}_parallel_size")
     if isinstance(own, TrainedConfig) and own.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if hf.model_type == "qwen3_moe":
@@ -154,7 +147,7 @@ class _Attention(nn.Module):
         """All are [positions, rows, heads, width]; the result has the heads side by side."""
         group, mask = mpu.get_context_parallel_group(), None
         if group.size() > 1:
-            key, value = (gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
+            key, value = (tensor_parallel.gather_from_sequence_parallel_region(x, group=group) for x in (key, value))
             at = [torch.from_numpy(batching.columns(len(key), r, group.size())) for r in range(group.size())]
             mask = torch.cat(at) <= at[group.rank()][:, None]
         laid = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -168,8 +161,7 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
     cuda, scalar, chunks = device.type == "cuda", role in SCALAR_ROLES, []
     virtual = config.virtual_pipeline_model_parallel_size
     tp, rope = config.tensor_model_parallel_size, dict(hf.rope_parameters)
-    for stage in range(virtual or 1):
-        stage = stage if virtual else None
+    for stage in range(virtual) if virtual else (None,):
         spec = get_gpt_decoder_block_spec(config, use_transformer_engine=cuda, vp_stage=stage)
         if not cuda:
             spec.layer_norm = _Norm
@@ -208,7 +200,7 @@ def at_positions(
     hidden, head = hook["hidden_states"], hook["output_layer"]
     if hook["config"].sequence_parallel:
         # What follows is the same on every rank, and its gradient whole; so backward only takes this rank's part.
-        hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     # Megatron has [width, rows, hidden]. Where nothing is wanted one position stands in, whose gradient is zero.
     hidden = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
     hidden = hidden.index_select(0, at if len(at) else at.new_zeros(1))
@@ -219,7 +211,7 @@ def at_positions(
     rows = max(0, min(weight.shape[0], vocabulary - first))  # without the padding
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
-        logits = F.linear(copy_to_tensor_model_parallel_region(hidden), weight)[:, :rows].float()
+        logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), weight)[:, :rows].float()
         return split_log_probs(logits, tokens, first, temperature, entropy)
 
     return in_chunks(project, hidden, tokens, chunk)
@@ -228,14 +220,14 @@ def at_positions(
 def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:
     """What every context-parallel rank found of its tokens, `mine` of all `count`."""
     whole = found.new_zeros(count).index_copy(0, mine, found)
-    return reduce_from_tensor_model_parallel_region(whole, group=mpu.get_context_parallel_group())
+    return tensor_parallel.reduce_from_tensor_model_parallel_region(whole, group=mpu.get_context_parallel_group())
 
 
 def split_log_probs(logits: Tensor, tokens: Tensor, first: int, temperature: float, entropy: str) -> Answer:
     """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the tensor-parallel ranks.
     `logits`: float32 [n, entries from `first` on]."""
     # Only sums are reduced, and all that depends on them is the same on every rank, so their gradient is identity.
-    reduce = reduce_from_tensor_model_parallel_region
+    reduce = tensor_parallel.reduce_from_tensor_model_parallel_region
     logits = logits / temperature
     highest = logits.detach().amax(-1)
     torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX, mpu.get_tensor_model_parallel_group())

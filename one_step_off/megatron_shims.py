@@ -63,10 +63,6 @@ def _to_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) 
     return _Splits(tensor.tolist()) if isinstance(tensor, torch.Tensor) and as_numpy else tensor
 
 
-def _set_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)
-
-
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
@@ -85,7 +81,7 @@ PATCHES = [
     (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
     (torch.cuda, "manual_seed", lambda seed: None),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-    (megatron_random, "_set_cuda_rng_state", _set_state),
+    (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
     (token_dispatcher, "maybe_move_tensor_to_cpu", _to_lists),
 ]
 

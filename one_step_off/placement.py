@@ -48,10 +48,9 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
         group = placement_group([{resource: width}] * count, strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
             free = ray.available_resources().get(resource, 0)
-            raise ConfigError(
-                f"placement.pools.{pool}={cfg.placement.pools[pool]}: node {node} needs {count * width} {resource}s on "
-                f"one node, but the cluster has {free:g} free in all; give the pool less or the cluster more"
-            )
+            needs = f"node {node} needs {count * width} {resource}s on one node"
+            has = f"the cluster has {free:g} free in all; give the pool less or the cluster more"
+            raise ConfigError(f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}")
         groups[pool, node] = group
     seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
     for pool, node in shares:

@@ -164,8 +164,7 @@ class Pipeline:
 
     async def _checkpoint(self, step: int, batch: Batch | None) -> None:
         """Write a checkpoint if due; end the run if asked to. Trainer and samples are both complete here."""
-        trained = step > self.start
-        if self.checkpointer and trained and (self.stopping or self.checkpointer.is_due(step)):
+        if self.checkpointer and step > self.start and (self.stopping or self.checkpointer.is_due(step)):
             await self._save(step, batch)
         if self.stopping:
             raise Stopped(f"step {step}")
@@ -193,8 +192,7 @@ class Pipeline:
 
     def _launch(self, step: int) -> asyncio.Task:
         """Start generating the samples of `step` with the weights that the replicas hold now."""
-        prompts = self.stream.next_batch()
-        return self.background.create_task(self._generate(step, prompts))
+        return self.background.create_task(self._generate(step, self.stream.next_batch()))
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
@@ -249,8 +247,7 @@ class Pipeline:
         await self._consult(batch)
         metrics = self._advantages(batch)
         prepared = time.perf_counter() - begin
-        learn = batch.step >= self.cfg.trainer.critic_warmup
-        updates = [self.roles.actor.update(batch, learn)]
+        updates = [self.roles.actor.update(batch, batch.step >= self.cfg.trainer.critic_warmup)]
         if self.roles.critic is not None:
             updates.append(self.roles.critic.update(batch))
         for found in await asyncio.gather(*updates):

@@ -22,10 +22,9 @@ def load(key: str, spec: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as e:
-        raise ConfigError(
-            f"{key}={spec!r}: importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}; mend it, "
-            "or start in its folder, or set PYTHONPATH"
-        ) from e
+        raised = f"importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}"
+        mend = "mend it, or start in its folder, or set PYTHONPATH"
+        raise ConfigError(f"{key}={spec!r}: {raised}; {mend}") from e
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as e:

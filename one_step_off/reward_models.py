@@ -8,17 +8,14 @@ The reward of a sample is then reward.weight * (score of reward.function) + rewa
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from one_step_off.config import Config
 from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
-from one_step_off.samples import Batch, Prompt, PromptId, Sample
-
-Find = Callable[[PromptId], Prompt | None]
-"""The prompt of an id."""
+from one_step_off.samples import Batch, Find, Sample
 
 
 def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:
@@ -94,18 +91,13 @@ class RemoteRewardModel:
                 async with session.post(self.own.url, json=body) as answer:
                     answer.raise_for_status()
                     scores = (await answer.json())["scores"]
-                if len(scores) == len(samples) and all(_is_number(x) for x in scores):
+                if len(scores) == len(samples) and all(type(x) in (int, float) and math.isfinite(x) for x in scores):
                     return [float(x) for x in scores]
                 problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
             except Exception as e:  # the network's, the server's and the parser's: all are tried again
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
-        raise RoleError(
-            f"step {step}, reward_model.url={self.own.url}: {self.own.retries + 1} requests failed; the last: {problem}"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        failed = f"{self.own.retries + 1} requests failed; the last: {problem}"
+        raise RoleError(f"step {step}, reward_model.url={self.own.url}: {failed}")
 
 
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:

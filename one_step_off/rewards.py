@@ -23,6 +23,7 @@ from one_step_off.samples import PromptId
 
 logger = logging.getLogger(__name__)
 
+GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
 RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
@@ -157,12 +158,11 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
     except (TypeError, ValueError):  # some C functions do not tell
         return function
     try:
-        signature.bind(prompt="", response="", ground_truth="", data_source="", **cfg.kwargs)
+        signature.bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
     except TypeError as e:
-        raise ConfigError(
-            f"reward.function={spec!r}: called as f(prompt=, response=, ground_truth=, data_source=, **reward.kwargs), "
-            f"but {_one_line(e)}; add **kwargs to take what you do not need, rename a key that is taken"
-        ) from e
+        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {_one_line(e)}"
+        mend = "add **kwargs to take what you do not need, rename a key that is taken"
+        raise ConfigError(f"reward.function={spec!r}: {called}; {mend}") from e
     return function
 
 
@@ -249,12 +249,6 @@ class Scorer:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
         signal.setitimer(signal.ITIMER_REAL, self.cfg.timeout_s, 0.25)
         try:
-            return self.function(
-                prompt=item.prompt,
-                response=item.response,
-                ground_truth=item.ground_truth,
-                data_source=item.data_source,
-                **self.cfg.kwargs,
-            )
+            return self.function(**{name: getattr(item, name) for name in GIVEN}, **self.cfg.kwargs)
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -13,8 +13,9 @@ from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
-from one_step_off.reward_models import Find, LocalRewardModel, RemoteRewardModel
+from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.rewards import Scorer
+from one_step_off.samples import Find
 from one_step_off.vllm_rollout import RolloutReplica
 from one_step_off.weight_sync import WeightSync
 

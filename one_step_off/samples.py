@@ -1,5 +1,6 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,10 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
     agent_loop: str = ""
+
+
+Find = Callable[[PromptId], Prompt | None]
+"""The prompt of an id, where it is known."""
 
 
 @dataclass

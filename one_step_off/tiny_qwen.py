@@ -126,8 +126,7 @@ def cache_dir() -> Path:
 def recipe_hash(kind: str, seed: int) -> str:
     """Twelve hex digits of all that the built model depends on: comments and unrelated code are not."""
     data = [_rows(RECIPE.corpus_rows, kind), _rows(RECIPE.rows, kind)]
-    heads = HEADS.get(kind, HEADS["qwen2"])
-    recipe = [VERSION, kind, heads, seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
+    recipe = [VERSION, kind, HEADS.get(kind, HEADS["qwen2"]), seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
     recipe += [CALL, CALLS, STEPS] if kind == "tools" else []
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
@@ -140,9 +139,8 @@ def _rows(count: int, kind: str = "") -> list[word_problems.Row]:
 def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    core.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     core.decoder = decoders.ByteLevel()
     known = {"special_tokens": [PAD, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
     trainer = trainers.BpeTrainer(vocab_size=RECIPE.vocab_size, show_progress=False, **known)
@@ -253,7 +251,6 @@ def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
 
 def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
     """Write weights, config, generation config and tokenizer as one HF model directory."""
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

@@ -2,26 +2,12 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-@contextmanager
-def told_to_all(failed: Callable[[Exception], Exception]) -> Iterator[None]:
-    """What fails on rank 0 in the block is raised on every rank, as `failed` has it (collective): the others must not
-    wait for a rank that has left."""
-    told, cause = [None], None
-    try:
-        yield
-    except Exception as e:
-        told, cause = [failed(e)], e
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise told[0] from cause
 
 
 class Stats:

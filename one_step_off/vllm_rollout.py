@@ -168,7 +168,7 @@ class RolloutReplica(UsageProbe):
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
-        self.requests = 0
+        self.requests = itertools.count(1)
         self.asleep = False
 
     async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
@@ -276,13 +276,10 @@ class RolloutReplica(UsageProbe):
             finally:
                 place.ask(nothing=True)
 
-        async def judge(response: str) -> Score:
-            item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
-            return await self.rewards.score(item)
-
         async def score(response: str) -> Score:
             place.leave()  # another trajectory generates meanwhile
-            return await judge(response)
+            item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
+            return await self.rewards.score(item)
 
         await place.take()
         try:
@@ -297,8 +294,8 @@ class RolloutReplica(UsageProbe):
         text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         sample.response = text(sample.response_ids)
         reward = talk.reward
-        if reward is None:  # the slot is free for another trajectory by now
-            reward = await judge(text(last.ids) if len(talk.segments) > 1 else sample.response)
+        if reward is None:
+            reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0
@@ -341,8 +338,7 @@ class RolloutReplica(UsageProbe):
         ]
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
-        self.requests += 1
-        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(self.requests))
+        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(next(self.requests)))
         return [out async for out in answers][-1]
 
     async def stop(self) -> None:
