@@ -192,9 +192,10 @@ class _End:
 
 class Sender(_End):
     """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
-    sends everything each time; n > 0 what changed since the last time, and everything every n-th."""
+    sends everything each time; n > 0 what changed since the last time, and everything every n-th. `keep`: hold what was
+    sent in host memory, to send it again when the model has changed; `kept`: the version that is held, whole, or -1."""
 
-    full_every = 0
+    full_every, keep, kept = 0, False, -1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,14 +205,14 @@ class Sender(_End):
         self.address = (self.host, self.store.port)
         self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
         self.buffers: list[torch.Tensor] = []
-        self.base: list[torch.Tensor] = []  # what receivers hold, bucket by bucket, as they got it from here
-        self.since_full = 0
+        self.base: list[torch.Tensor] = []  # what was sent last, bucket by bucket
+        self.since_full = -1  # receivers hold nothing of it
 
     def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
         """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
         receivers that are on this sender's device. An earlier epoch's group is given up."""
         self.close()
-        self.base = []
+        self.since_full = -1
         with self._phase("connect"):
             # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
             room = [max(self.sizes, default=0)] * 2
@@ -230,8 +231,8 @@ class Sender(_End):
                 self.links.append(far)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
-        """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
+        """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
+        looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
         and "each" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
         up then, and receivers do not wait for it any longer."""
         self._begin()
@@ -240,17 +241,18 @@ class Sender(_End):
                 self._send(iter(tensors), version)
                 return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
         except BaseException:
-            self.base = []  # receivers hold nobody knows what
+            self.since_full = -1  # receivers hold nobody knows what
             self.close()
             raise
 
     def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
-        changes = self.full_every > 0
-        self.since_full = self.since_full + 1 if self.base else 0
-        if changes and (not self.base or self.since_full >= self.full_every):
+        changes, again = self.full_every > 0, self.kept == version
+        # The first of an epoch is full.
+        self.since_full = (self.since_full + 1) % max(self.full_every, 1)
+        if (changes or self.keep) and not self.base:
             pinned = self.device.type == "cuda"
-            self.base = self.base or [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
-            self.since_full = 0
+            self.base = [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
+        self.kept = version if again else -1
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
             self._carry(self._words(self.plan.digest, version, int(changes)))
@@ -260,9 +262,12 @@ class Sender(_End):
                 continue
             self.bucket, flat = i, next(buffers)[:size]
             with self._phase("gather"):
-                self._pack(flat, self.slots[i], data)
+                flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
+            if self.keep and not changes and not again:
+                with self._phase("keep"):
+                    self.base[i].copy_(flat, non_blocking=True)
             messages = self._changed(i, flat) if changes else [flat]
             self._settle(flying)
             flying = i, self.wire.submit(self._carry, *messages)
@@ -270,6 +275,7 @@ class Sender(_End):
         self._settle(flying)
         with self._phase("wire"):
             self._carry(sums)
+        self.kept = version if self.base else -1
 
     def _words(self, *numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)

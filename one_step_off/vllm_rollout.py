@@ -224,10 +224,13 @@ class RolloutReplica(UsageProbe):
         """The engine's processes: number and time of birth."""
         return [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
 
-    async def ping(self) -> None:
-        """Answer, if the engine still can. Raises RuntimeError: it died."""
+    async def ping(self) -> tuple[int, int]:
+        """Answer, once the engine has, between two of its steps: how many requests it has finished, and how many it works
+        on. Raises RuntimeError: it died."""
         if self.engine.errored:
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
+        await self.engine.is_sleeping()
+        return self.done, self.requests - self.done
 
     async def sleep(self) -> None:
         """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""

@@ -7,6 +7,7 @@ import io
 import json
 import random
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -49,6 +50,10 @@ class World:
 class FakeRollout:
     train = Sampling(2, 1.0, 0)
     val = Sampling(1, 0.0, 0)
+    restarts = 0
+
+    async def watch(self):
+        await asyncio.sleep(3600)
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -158,7 +163,7 @@ def test_rewards_that_timed_out_are_counted(tmp_path):
     async def collect() -> dict[str, float]:
         done = asyncio.get_running_loop().create_future()
         done.set_result((samples, 0.0))
-        return (await pipeline._collect(0, done))[1]
+        return (await pipeline._collect(0, deque([done])))[1]
 
     assert asyncio.run(collect())["reward/timeouts"] == 1.0
 
