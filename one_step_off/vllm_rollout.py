@@ -168,7 +168,7 @@ class RolloutReplica(UsageProbe):
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
-        self.requests = itertools.count(1)
+        self.requests = self.done = 0
         self.asleep = False
 
     async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
@@ -341,8 +341,12 @@ class RolloutReplica(UsageProbe):
         ]
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
-        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(next(self.requests)))
-        return [out async for out in answers][-1]
+        self.requests += 1
+        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(self.requests))
+        try:
+            return [out async for out in answers][-1]
+        finally:
+            self.done += 1
 
     async def stop(self) -> None:
         """End the engine's processes."""
