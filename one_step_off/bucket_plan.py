@@ -1,14 +1,13 @@
 """Which bytes of the model travel in which bucket, the same on both ends of the weight stream; and their checksum."""
 
-import graphlib
 import hashlib
-import heapq
 import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import networkx  # torch needs it too
 import torch
 import xxhash
 
@@ -228,26 +227,20 @@ def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
     """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
     layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
     would be held almost all at once."""
-    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
-    place: dict[str, int] = {}
+    graph = networkx.DiGraph()
     for sent in pieces:
         names = list(dict.fromkeys(piece.name for piece in sent))
-        for i, name in enumerate(names):
-            sorter.add(name, *names[max(0, i - 1) : i])
-            place.setdefault(name, len(place))
+        graph.add_nodes_from(names)
+        networkx.add_path(graph, names)
+
+    def layer(name: str) -> int:
+        found = re.search(r"\.(\d+)\.", name)
+        return int(found[1]) if found else -1
+
     try:
-        sorter.prepare()
-    except graphlib.CycleError as e:
+        return list(networkx.lexicographical_topological_sort(graph, layer))
+    except networkx.NetworkXUnfeasible as e:
         raise SyncError("weight plan: the senders have their pieces in different orders") from e
-    ready: list[tuple[int, int, str]] = []
-    merged: list[str] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            layer = re.search(r"\.(\d+)\.", name)
-            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
-        merged.append(heapq.heappop(ready)[2])
-        sorter.done(merged[-1])
-    return merged
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
