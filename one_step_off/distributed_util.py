@@ -71,10 +71,7 @@ def make_group(
 
 
 def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([tensor], options)
+    return group.broadcast(tensor, 0)
 
 
 def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
