@@ -25,6 +25,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off import lora
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
@@ -241,17 +242,11 @@ def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-class _Hidden:
-    """Stands for the output of the backbone: given hidden states, and None for whatever else is asked."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+class _Hidden(BaseModelOutput):
+    """Stands for the output of the backbone: hidden states, and None for whatever else is asked."""
 
     def __getattr__(self, name: str) -> None:
         return None
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.last_hidden_state
 
 
 @torch.no_grad()
@@ -263,7 +258,7 @@ def check_head(model: PreTrainedModel, path: str) -> None:
         raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
     hidden = torch.randn(1, 4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight.dtype)
     hidden = hidden * (20.0 / head(hidden).float().std().clamp(min=1e-6)).to(hidden.dtype)  # so that a soft cap shows
-    model.base_model.forward = lambda *args, **kwargs: _Hidden(hidden)
+    model.base_model.forward = lambda *args, **kwargs: _Hidden(last_hidden_state=hidden)
     try:
         theirs = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.float()
     except Exception as e:
