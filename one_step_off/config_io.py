@@ -6,6 +6,7 @@ the key (or file), the value, and the mend.
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import operator
 import os
@@ -270,20 +271,20 @@ USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value
 
 
 def help_text() -> str:
-    """How to call the program, and every key with its type, default and one line."""
-    about = """
+    """How to call the program, and every key with its type, default and one line.
 
-Trains a language model with one-step-off-policy PPO.
+    Trains a language model with one-step-off-policy PPO.
 
-  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
-  section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-  --dry-run            check everything, print the resolved config and the placement, start nothing
-  --help               this text
+      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
+      section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
+      --dry-run            check everything, print the resolved config and the placement, start nothing
+      --help               this text
 
-Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
+    Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
-Keys:"""
-    lines = [USAGE.splitlines()[0] + about]
+    Keys:"""
+    about = inspect.cleandoc(help_text.__doc__).partition("\n")[2]
+    lines = [USAGE.splitlines()[0] + "\n" + about]
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:
