@@ -62,17 +62,10 @@ class Wandb:
         settings = wandb.Settings(silent=True, console="off")
         try:
             wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
-            self.run = wandb.init(
-                project=cfg.logging.wandb_project,
-                name=folder.resolve().name,
-                id=run_id,
-                # Offline there is nothing to ask; runs of one id become one when they are sent.
-                resume=None if offline else "allow",
-                mode=cfg.logging.wandb_mode,
-                dir=str(folder),
-                config=asdict(cfg),
-                settings=settings,
-            )
+            # Offline there is nothing to ask; runs of one id become one when they are sent.
+            how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
+            where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
+            self.run = wandb.init(config=asdict(cfg), settings=settings, **how, **where)
         except Exception as e:  # wandb has many, and each means that the user has to do something
             why = " ".join(str(e).split()) or type(e).__name__
             mend = "run `wandb login`, or set logging.wandb_mode=offline"
