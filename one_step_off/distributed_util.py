@@ -353,11 +353,7 @@ class Receiver(_End):
     live: Any = None
 
     def connect(
-        self,
-        epoch: int,
-        addresses: list[tuple[str, int]],
-        receivers: int,
-        near: Sequence[Sequence[int]] | None = None,
+        self, epoch: int, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device. An earlier
         epoch's groups are given up, and what it was sent in them."""
