@@ -40,17 +40,14 @@ class Slot:
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """Its rows as a tensor of their own shape and dtype, inside `part` (uint8 [n])."""
         flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
-        return flat.view(self.rows_of(self.piece.block))
+        block = self.piece.block
+        return flat.view((self.last - self.first, *block[1:]) if block else ())
 
     def seal(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
         if self.nbytes % ALIGN:
             end = self.offset + self.nbytes
             part[end : -(-end // ALIGN) * ALIGN].zero_()
-
-    def rows_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of its rows."""
-        return (self.last - self.first, *block[1:]) if block else ()
 
     def place(self, whole: torch.Tensor) -> torch.Tensor:
         """Its rows inside the whole tensor."""
