@@ -146,13 +146,10 @@ def estimate(
 
     Raises:
         ConfigError: no such estimator, or something that it needs is missing.
-        ValueError: shapes that do not fit, or a reward that is not finite.
+        ValueError: a reward that is not finite, or advantages of other lengths than the responses'.
     """
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
-    if t.rewards.shape != (len(t.groups),) or len(t.masks) != len(t.groups):
-        others = f"{len(t.groups)} groups' names and {len(t.masks)} masks"
-        raise ValueError(f"rewards have shape {t.rewards.shape}, with {others}")
     if not np.isfinite(t.rewards).all():
         raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
     for field in entry.needs:
