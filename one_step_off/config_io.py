@@ -283,8 +283,7 @@ def help_text() -> str:
     Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
     Keys:"""
-    about = inspect.cleandoc(help_text.__doc__).partition("\n")[2]
-    lines = [USAGE.splitlines()[0] + "\n" + about]
+    lines = [USAGE.splitlines()[0] + "\n" + inspect.cleandoc(help_text.__doc__).partition("\n")[2]]
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:

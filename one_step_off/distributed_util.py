@@ -213,8 +213,7 @@ class Sender(_End):
             # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
             room = [max(self.sizes, default=0)] * 2
             if near:
-                store = dist.PrefixStore(f"{epoch}", self.store)
-                self.links = [SharedOutlet(store, room, list(near), self.device)]
+                self.links = [SharedOutlet(dist.PrefixStore(f"{epoch}", self.store), room, list(near), self.device)]
                 self.buffers = self.links[0].buffers
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]

@@ -110,8 +110,7 @@ class InPlace:
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
-                found = record(tensors, lambda strips=strips: self._hold(strips, sums))
-                self.live += [found] * len(strips)
+                self.live += [record(tensors, lambda strips=strips: self._hold(strips, sums))] * len(strips)
 
     def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
@@ -148,8 +147,7 @@ class InPlace:
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers that hold anything, by name."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor for name, tensor in named if tensor.numel()}
+    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.numel()}
 
 
 def _home(tensor: torch.Tensor) -> int:

@@ -150,8 +150,7 @@ class Loggers:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
-        advantages = batch.advantages or []
-        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, advantages)
+        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, batch.advantages or [])
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
@@ -206,6 +205,5 @@ def open_loggers(
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:
-        text = resolved_yaml(cfg)
-        loggers.add("TensorBoard", lambda: TensorBoard(folder, text, first_step))
+        loggers.add("TensorBoard", lambda: TensorBoard(folder, resolved_yaml(cfg), first_step))
     return loggers

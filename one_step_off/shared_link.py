@@ -74,8 +74,7 @@ class SharedInlet:
 
     def fill(self, tensor: torch.Tensor) -> None:
         """The next message, into `tensor`."""
-        data = torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype)
-        tensor.copy_(data.view(tensor.shape))
+        tensor.copy_(torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype).view(tensor.shape))
         self.release()
 
     def bucket(self, size: int) -> torch.Tensor:
