@@ -75,17 +75,13 @@ class Bucket:
             self.joined[strip[0][1].name] = join
         self.ends = ends
 
-    def tensors(self) -> Iterator[tuple[str, list[Slot]]]:
-        """Name and slots of each tensor, in order."""
-        for name, slots in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
-            yield name, list(slots)
-
     def whole(
         self, parts: dict[int, torch.Tensor], room: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""
-        for name, slots in self.tensors():
+        for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
+            slots = list(group)
             piece = slots[0].piece
             if name in self.joined:
                 flat = room[self.joined[name] :].view(getattr(torch, piece.dtype))
@@ -201,16 +197,14 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
             by_name.setdefault(p.name, []).append((s, p))
     for name, parts in by_name.items():
         parts.sort(key=lambda part: part[1].start)
-        first, at = parts[0][1], 0
-        for _, p in parts:
-            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
-                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
-            if p.start != at or p.stop <= p.start:
-                raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
-            at = p.stop
-        rows = first.shape[first.dim] if first.shape else 1
-        if at != rows:
-            raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
+        held = [piece for _, piece in parts]
+        if len({(p.dtype, p.shape, p.dim) for p in held}) > 1:
+            raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
+        rows = held[0].shape[held[0].dim] if held[0].shape else 1
+        starts, ends = [*(p.start for p in held), rows], [0, *(p.stop for p in held)]
+        if starts != ends or len(set(ends)) <= len(held):
+            found = ", ".join(f"{p.start} to {p.stop}" for p in held)
+            raise SyncError(f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came")
     return [by_name[name] for name in _merged(pieces)]
 
 
