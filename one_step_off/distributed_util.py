@@ -158,7 +158,7 @@ class _End:
         self.links = []
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -167,7 +167,8 @@ class _End:
         except Exception as e:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
             traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
-            where = f"phase {name}, bucket {self.bucket + 1} of {len(self.plan.buckets)}"
+            place = (self.bucket if bucket is None else bucket) + 1
+            where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
             raise SyncError(f"{self.who}, {where}: {cause}") from e
         finally:
             if self.stream:  # or the time of what was launched would show in a later phase
@@ -299,10 +300,8 @@ class Sender(_End):
     def _settle(self, flying: tuple[int, Future] | None) -> None:
         """Until the bucket on the wire has reached everybody."""
         if flying:
-            here, self.bucket = self.bucket, flying[0]
-            with self._phase("wire"):
+            with self._phase("wire", flying[0]):
                 self.each.append([flying[0], self.index, flying[1].result()])
-            self.bucket = here
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -499,10 +498,8 @@ class Receiver(_End):
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
-            raise SyncError(
-                f"{self.who}, phase verify: checksum of bucket {bucket + 1} of {mine.shape[1]} "
-                f"from sender {sender} differs ({len(wrong)} buckets in all)"
-            )
+            where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
+            raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
 
 
 def _rehearsed(plan: BucketPlan) -> list[int]:
