@@ -188,23 +188,16 @@ def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor |
 
 
 def _policy_forward(
-    self: PreTrainedModel,
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    at: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    entropy: str,
-    chunk: int,
+    self: PreTrainedModel, tokens: Tensor, temperature: float, entropy: str, chunk: int, **where: Tensor | None
 ) -> Answer:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
-    model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
-    alone."""
+    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for them and for `where`, the other
+    arguments. It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
+    head) around that method alone."""
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, _hidden_at(self, input_ids, position_ids, at), tokens, chunk)
+    return in_chunks(project, _hidden_at(self, **where), tokens, chunk)
 
 
 def _scalar_forward(
