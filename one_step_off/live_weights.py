@@ -90,19 +90,17 @@ class LiveWeights:
         return self
 
 
+Record = Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights]
+"""`LiveWeights.record` of a model."""
+
+
 class InPlace:
     """All buckets of a sync, in the model's own parameters: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        room: torch.Tensor,
-        sums: torch.Tensor,
-        record: Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights],
-    ) -> None:
+    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, record: Record) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the model holds. `record`: `LiveWeights.record` of this model. Raises NotInPlace."""
+        checksums of what the model holds. `record`: of this model. Raises NotInPlace."""
         self.plan, self.room = plan, room
         self.flat = torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)
         self.live: list[LiveWeights] = []
