@@ -53,16 +53,10 @@ class Screen:
         self.console = console or Console(file=out, highlight=False)
         what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
         times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
-        self.bars = _Bars(
-            *(what, bar, progress.TaskProgressColumn(), *times),
-            console=self.console,
-            get_time=clock,
-            speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half
-            refresh_per_second=4,
-            transient=True,
-            expand=True,
-            disable=not self.live,
-        )
+        look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not self.live}
+        # Steps may take minutes, and by default rich would only look at the last half of one.
+        pace = {"get_time": clock, "speed_estimate_period": math.inf}
+        self.bars = _Bars(what, bar, progress.TaskProgressColumn(), *times, console=self.console, **look, **pace)
 
     def __enter__(self) -> Self:
         # What libraries print meanwhile goes through the console too, and so above the live part.
