@@ -390,12 +390,11 @@ class Data:
 
     def find(self, id: PromptId) -> Prompt | None:
         """The prompt of an id, of any epoch: a prompt's row does not change from one to the next."""
-        rows, held_out = self._known
-        return held_out.get(id) or rows.get(id[1])
+        return self._known.get(id) or self._known.get(id[1])
 
     @cached_property
-    def _known(self) -> tuple[dict[int, Prompt], dict[PromptId, Prompt]]:
-        return {p.id[1]: p for p in self.stream.prompts}, {p.id: p for p in self.val or ()}
+    def _known(self) -> dict[PromptId | int, Prompt]:
+        return {p.id[1]: p for p in self.stream.prompts} | {p.id: p for p in self.val or ()}
 
 
 def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Data:
