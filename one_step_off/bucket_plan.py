@@ -220,9 +220,7 @@ def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
     would be held almost all at once."""
     graph = networkx.DiGraph()
     for sent in pieces:
-        names = list(dict.fromkeys(piece.name for piece in sent))
-        graph.add_nodes_from(names)
-        networkx.add_path(graph, names)
+        networkx.add_path(graph, dict.fromkeys(piece.name for piece in sent))
 
     def layer(name: str) -> int:
         found = re.search(r"\.(\d+)\.", name)
