@@ -71,10 +71,7 @@ def make_group(
 
 
 def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([tensor], options)
+    return group.broadcast(tensor, 0)
 
 
 def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
@@ -161,7 +158,7 @@ class _End:
         self.links = []
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -170,7 +167,8 @@ class _End:
         except Exception as e:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
             traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
-            where = f"phase {name}, bucket {self.bucket + 1} of {len(self.plan.buckets)}"
+            place = (self.bucket if bucket is None else bucket) + 1
+            where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
             raise SyncError(f"{self.who}, {where}: {cause}") from e
         finally:
             if self.stream:  # or the time of what was launched would show in a later phase
@@ -217,8 +215,7 @@ class Sender(_End):
             # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
             room = [max(self.sizes, default=0)] * 2
             if near:
-                store = dist.PrefixStore(f"{epoch}", self.store)
-                self.links = [SharedOutlet(store, room, list(near), self.device)]
+                self.links = [SharedOutlet(dist.PrefixStore(f"{epoch}", self.store), room, list(near), self.device)]
                 self.buffers = self.links[0].buffers
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
@@ -309,10 +306,8 @@ class Sender(_End):
     def _settle(self, flying: tuple[int, Future] | None) -> None:
         """Until the bucket on the wire has reached everybody."""
         if flying:
-            here, self.bucket = self.bucket, flying[0]
-            with self._phase("wire"):
+            with self._phase("wire", flying[0]):
                 self.each.append([flying[0], self.index, flying[1].result()])
-            self.bucket = here
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -362,11 +357,7 @@ class Receiver(_End):
     live: Any = None
 
     def connect(
-        self,
-        epoch: int,
-        addresses: list[tuple[str, int]],
-        receivers: int,
-        near: Sequence[Sequence[int]] | None = None,
+        self, epoch: int, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device. An earlier
         epoch's groups are given up, and what it was sent in them."""
@@ -513,10 +504,8 @@ class Receiver(_End):
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
-            raise SyncError(
-                f"{self.who}, phase verify: checksum of bucket {bucket + 1} of {mine.shape[1]} "
-                f"from sender {sender} differs ({len(wrong)} buckets in all)"
-            )
+            where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
+            raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
 
 
 def _rehearsed(plan: BucketPlan) -> list[int]:
