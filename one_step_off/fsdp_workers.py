@@ -362,7 +362,7 @@ class TrainedWorker(ModelWorker):
                 torch.cuda.set_rng_state(torch.from_numpy(own["cuda_rng"]))
         else:
             name = f"{self.cfg.trainer.seed} {self.role} {self.rank} {self.version}"
-            torch.manual_seed(xxhash.xxh3_64_intdigest(name))
+            torch.manual_seed(xxhash.xxh3_64_intdigest(name.encode()))
 
 
 class PolicyWorker(TrainedWorker):

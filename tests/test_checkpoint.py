@@ -101,7 +101,7 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
         ),
         (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
-            "state.json cannot be read .*name a good one, as",
+            "step_000001: manifest.json: FileNotFoundError: .*name a good one, as",
         ),
     ],
 )
@@ -116,7 +116,7 @@ def test_what_does_not_fit_is_named(tmp_path, change, words):
 def test_a_broken_state_file_is_named(tmp_path):
     cfg = config(tmp_path)
     (save(cfg, 5) / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"step_000005: state.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"step_000005: state.json: its bytes: 1, but"):
         checkpoint.find(cfg)
 
 
