@@ -283,6 +283,7 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
+    keep_best: Optional[str] = key(None, "the checkpoint best by this figure stays too, as val/reward; null: none")
     resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")

@@ -145,9 +145,10 @@ class TrainGroup:
 
         return asyncio.ensure_future(whole())
 
-    async def save_state(self, folder: str) -> None:
-        """Write the role's part of a checkpoint."""
+    async def save_state(self, folder: str) -> Awaitable[Any]:
+        """Let all ranks copy their part of a checkpoint; when the answer has been awaited it is written."""
         await every(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
+        return every(self.limit, f"checkpoint, {self.role}", self.ranks, "saved")
 
     async def load_state(self, folder: str) -> None:
         """Go to a checkpoint's state; after `setup`."""

@@ -103,7 +103,7 @@ def prepare(
     if not scorable:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
-    resume_from = checkpoint.find(cfg)
+    resume_from = checkpoint.find(cfg, say)
     state = checkpoint.read_state(resume_from) if resume_from else None
     if state:
         data.stream.load_state_dict(state["stream"])

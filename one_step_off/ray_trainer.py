@@ -110,6 +110,7 @@ class Pipeline:
         self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
+        self.writing: list[asyncio.Task] = []  # a checkpoint, or none
         self.rollouts_ended = 0.0
         self.last_generate_s = 0.0
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
@@ -128,6 +129,7 @@ class Pipeline:
                 except NoReplica:  # the trainer has ended its step
                     if self.checkpointer and self.trained > self.start:
                         await self._save(self.trained, None)
+                        await asyncio.gather(*self.writing)
                     raise
                 watch.cancel()
         except BaseExceptionGroup as group:
@@ -190,12 +192,15 @@ class Pipeline:
         if self.checkpointer and step > self.start and (self.stopping or self.checkpointer.is_due(step)):
             await self._save(step, batch)
         if self.stopping:
+            await asyncio.gather(*self.writing)
             raise Stopped(f"step {step}")
 
     async def _save(self, step: int, batch: Batch | None) -> None:
-        begin = time.perf_counter()
+        """Go on as soon as the trainers have copied their state; it is written meanwhile, one checkpoint at a time."""
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
+        begin = time.perf_counter()
+        await asyncio.gather(*self.writing)
         state = {
             "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
             "incarnation": self.incarnation,
@@ -204,8 +209,17 @@ class Pipeline:
             "unwritten": self.tracker.unwritten,
             "kl_coef": self.kl.value,
         }
-        path = await self.checkpointer.save(step, batch.samples if batch else None, state)
-        self.tracker.say(f"checkpoint of step {step} in {path} ({time.perf_counter() - begin:.2f} s)")
+        written = await self.checkpointer.save(step, batch.samples if batch else None, state)
+        stall = self.tracker.spans["checkpoint/stall_s"] = time.perf_counter() - begin
+        self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
+
+    async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
+        path, size = await written
+        seconds = time.perf_counter() - begin
+        self.tracker.spans |= {"checkpoint/write_s": seconds, "checkpoint/bytes": float(size)}
+        self.tracker.trace("checkpoint", "write", step, begin + self.tracker.epoch, time.time())
+        took = f"{size / 1e6:,.1f} MB in {seconds:.2f} s, of which training waited {stall:.2f} s"
+        self.tracker.say(f"checkpoint of step {step} in {path} ({took})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""

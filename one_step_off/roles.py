@@ -162,9 +162,10 @@ class Spawned:
         for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
             remove_placement_group(group)
 
-    async def save_state(self, folder: str) -> None:
-        """Write the part of every role that learns into a checkpoint's folder."""
-        await asyncio.gather(*(self.groups[role].save_state(folder) for role in TRAINED if role in self.groups))
+    async def save_state(self, folder: str) -> asyncio.Future:
+        """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
+        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""
