@@ -132,6 +132,7 @@ class Tracker:
         self.steps.append(row)
         self._append("metrics.jsonl", row)
         consumed = {"step": batch.step, "prompts": batch.prompt_order()}
+        consumed |= {"dropped": list(dict.fromkeys(s.prompt_id for s in batch.dropped))} if batch.dropped else {}
         replaced = [prompt for s in batch.samples for prompt in s.extra.get("replaces", ())]
         self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
