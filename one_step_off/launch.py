@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,6 +45,7 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
+Work = Callable[["Prepared", "Spawned", Tracker], Awaitable[None]]
 CANARY_TOKENS = 32
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
@@ -283,12 +284,12 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
-def spawn_roles(prepared: Prepared) -> "Spawned":
-    """Create every process of the run. Raises ConfigError if a pool does not fit."""
+def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
+    """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
     p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops)
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops, generates)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -356,7 +357,7 @@ def _devices(cfg: Config, role: str) -> int:
     return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
-async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
+async def _to_the_end(prepared: Prepared, tracker: Tracker, alone: Work | None) -> None:
     import ray
 
     from one_step_off.placement import created_text
@@ -364,10 +365,10 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
-            team = spawn_roles(prepared)
+            team = spawn_roles(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
-            await team.setup()
-        await train(prepared, team, tracker)
+            await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
+        await (alone or train)(prepared, team, tracker)
     finally:
         if team:
             # The engines have processes of their own, which end in good order only if asked.
@@ -404,7 +405,7 @@ def run(cfg: Config) -> int:
         write_run_folder(prepared)
         tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
         observe(prepared, tracker, wandb)
-        _run_on_ray(prepared, tracker)
+        run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
@@ -418,8 +419,8 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
-def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
-    """From the start of Ray to its end, whatever happens between."""
+def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Work | None = None) -> None:
+    """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -427,7 +428,7 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        asyncio.run(_to_the_end(prepared, tracker))
+        asyncio.run(_to_the_end(prepared, tracker, alone))
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
         how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"

@@ -86,6 +86,11 @@ class Sample:
         return int((self.versions != OTHERS).sum())
 
 
+def faulty(samples: list[Sample]) -> set[PromptId]:
+    """The prompts with an error in their group."""
+    return {s.prompt_id for s in samples if "error" in s.extra}
+
+
 @dataclass
 class Batch:
     """The samples of one training step, ordered by (position of the prompt in the step, index).
