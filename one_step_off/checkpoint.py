@@ -103,19 +103,17 @@ def write_batch(batch: Batch, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     found = {name: np.concatenate(getattr(batch, name)) for name in PER_TOKEN if getattr(batch, name) is not None}
-    np.savez(folder / "batch.npz", step=batch.step, expected=batch.expected, **found)
+    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected), **found)
 
 
 def read_batch(folder: Path) -> Batch:
     """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none."""
     try:
-        samples = read_samples(folder)
-        with np.load(folder / "batch.npz", allow_pickle=False) as arrays:
-            ends = np.cumsum([len(s.response_ids) for s in samples])[:-1]
-            found = {name: np.split(arrays[name], ends) for name in PER_TOKEN if name in arrays}
-            return Batch(int(arrays["step"]), samples, tuple(arrays["expected"].tolist()), **found)
+        samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
     except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"{folder}: no batch ({e}); name a folder as OUTPUT_DIR/skipped/step_000012") from e
+        raise ConfigError(f"--replay {folder}: no batch ({e}); name a folder as OUTPUT_DIR/skipped/step_000012") from e
+    (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
+    return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
 
 
 class Checkpointer:

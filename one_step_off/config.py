@@ -222,9 +222,7 @@ class RewardConfig:
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
     on_error: str = key(
-        "stop",
-        "where a reward or an agent loop fails: end the run, score 0, or drop the prompt",
-        choices="stop zero drop",
+        "stop", "if scoring or a loop fails: end the run, score 0, drop the prompt", choices="stop zero drop"
     )
     overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
     overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)

@@ -248,17 +248,17 @@ class TrainedWorker(ModelWorker):
         how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         rate = core_algos.learning_rate(self.optimizer_steps, steps, *how)
         dist.all_reduce(stats.broken)  # a loss exists on some ranks only, and all must do the same
-        norm, broken = self._clip_and_step(rate, bool(stats.broken)), bool(stats.broken)
-        stats.norms.append(norm)
+        stats.norms.append(self._clip_and_step(rate, bool(stats.broken)))
         stats.broken.zero_()
-        self.skipped_in_a_row = 0 if self._may_step(norm, broken) else self.skipped_in_a_row + 1
         stats.skipped += self.skipped_in_a_row > 0
         self.optimizer_steps += 1
         return rate
 
     def _may_step(self, norm: float, broken: bool) -> bool:
         """Not with a loss that is not finite (`broken`), nor with such a norm or one above max_grad_norm_skip."""
-        return not broken and np.isfinite(norm) and norm <= (self.own.max_grad_norm_skip or np.inf)
+        may = not broken and np.isfinite(norm) and norm <= (self.own.max_grad_norm_skip or np.inf)
+        self.skipped_in_a_row = 0 if may else self.skipped_in_a_row + 1
+        return may
 
     def _clip_and_step(self, rate: float, broken: bool = False) -> float:
         """One optimiser step, if `_may_step`. Returns the global norm of the gradients."""

@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
-Work = Callable[["Prepared", "Spawned", Tracker], Awaitable[None]]
 CANARY_TOKENS = 32
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
@@ -357,7 +356,7 @@ def _devices(cfg: Config, role: str) -> int:
     return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
-async def _to_the_end(prepared: Prepared, tracker: Tracker, alone: Work | None) -> None:
+async def _to_the_end(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     import ray
 
     from one_step_off.placement import created_text
@@ -419,7 +418,7 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
-def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Work | None = None) -> None:
+def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 

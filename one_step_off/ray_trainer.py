@@ -21,7 +21,7 @@ from one_step_off.config import Config
 from one_step_off.core_algos import KLController
 from one_step_off.groups import RoleError
 from one_step_off.reward_models import mix
-from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions, faulty
+from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 
 KEPT_BATCHES, TRAINED = 5, ("actor", "critic")
@@ -207,7 +207,8 @@ class Pipeline:
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
             dull = advantages.uninformative([s.reward for s in sampled], [s.prompt_id for s in sampled])
-            dull = [prompt for prompt in dull if prompt not in faulty(samples)]  # they stay, to be counted and seen
+            wrong = {s.prompt_id for s in samples if "error" in s.extra}
+            dull = [prompt for prompt in dull if prompt not in wrong]  # those stay, to be counted and seen
             if not dull:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
@@ -253,8 +254,8 @@ class Pipeline:
         await self._consult(batch)
         metrics = {name: float(sum(s.extra.get("fault") == name for s in samples)) for name in FAULTS}
         if self.cfg.reward.on_error == "drop":
-            batch.drop(faulty(samples))
-        metrics["samples/dropped_groups"] = float(len(batch.prompt_order()) - len({s.prompt_id for s in batch.samples}))
+            batch.drop({s.prompt_id for s in samples if "error" in s.extra})
+        metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
         some = bool(batch.samples)  # without any the step counts, and nothing is learnt
         metrics |= self._advantages(batch) if some else {}
         prepared = time.perf_counter() - begin

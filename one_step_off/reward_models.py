@@ -15,6 +15,7 @@ import numpy as np
 
 from one_step_off.config import Config
 from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
+from one_step_off.rewards import RewardError
 from one_step_off.samples import Batch, Find, Sample
 
 
@@ -56,12 +57,12 @@ class RemoteRewardModel:
     """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores": [numbers]}."""
 
     def __init__(self, cfg: Config, find: Find) -> None:
-        self.own, self.stop, self.find = cfg.reward_model, cfg.reward.on_error == "stop", find
+        self.own, self.find = cfg.reward_model, find
         self.on_span: OnSpan = lambda *_: None
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. NaN, or
-        RoleError with `reward.on_error=stop`: a request failed `retries` + 1 times, or was answered by no scores."""
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. NaN, with
+        `extra["error"]`, where a request failed `retries` + 1 times, be it for an answer that is no scores."""
         import aiohttp
 
         begin, size = time.perf_counter(), self.own.request_size
@@ -96,11 +97,10 @@ class RemoteRewardModel:
                 problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
             except Exception as e:  # the network's, the server's and the parser's: all are tried again
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
-        failed = f"reward_model.url={self.own.url}: {self.own.retries + 1} requests failed; the last: {problem}"
-        if self.stop:
-            raise RoleError(f"step {step}, {failed}")
+        failed = f"{self.own.retries + 1} requests failed; the last: {problem}"
+        error = str(RewardError(f"step {step}, reward_model.url={self.own.url}: {failed}"))
         for sample in samples:
-            sample.extra["error"] = " ".join(failed[:1000].split())
+            sample.extra.setdefault("error", error)
         return [math.nan] * len(samples)
 
 
@@ -111,8 +111,8 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
         if not math.isfinite(score):
             what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}"
             if cfg.reward.on_error == "stop":
-                raise RoleError(what)
-            sample.extra, score = {"error": what} | sample.extra | {"fault": "reward/errors"}, 0.0
+                raise RoleError(sample.extra.get("error", what))
+            sample.extra, score = {"error": what, "fault": "reward/errors"} | sample.extra, 0.0
         parts = sample.extra.get("reward_parts", {"function": sample.reward})
         if "model" in parts:
             raise RoleError("reward_model: reward.function has a part named model too; give it another name")

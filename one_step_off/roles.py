@@ -83,9 +83,12 @@ class Spawned:
             return self.actors[-1]
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
-        used = WORKERS if generates else TRAINED
         self.reading = {"find": find, "ours": tokenizer}
-        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used if role in where}
+        self.groups = {
+            role: self._group(role, self.pools[where[role]])
+            for role in (WORKERS if generates else TRAINED)
+            if role in where
+        }
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():

@@ -86,11 +86,6 @@ class Sample:
         return int((self.versions != OTHERS).sum())
 
 
-def faulty(samples: list[Sample]) -> set[PromptId]:
-    """The prompts with an error in their group."""
-    return {s.prompt_id for s in samples if "error" in s.extra}
-
-
 @dataclass
 class Batch:
     """The samples of one training step, ordered by (position of the prompt in the step, index).
@@ -118,12 +113,11 @@ class Batch:
 
     def drop(self, prompts: Collection[PromptId]) -> None:
         """Take all samples of these prompts out, and what goes with each."""
-        stays = [s.prompt_id not in prompts for s in self.samples]
-        gone = [replace(s, extra=s.extra | {"dropped": True}) for s in self.samples if s.prompt_id in prompts]
+        stays, all_of_it = [s.prompt_id not in prompts for s in self.samples], self.samples
         for name, values in vars(self).items():
             if isinstance(values, list) and name != "dropped":
                 setattr(self, name, list(itertools.compress(values, stays)))
-        self.dropped = self.dropped + gone
+        self.dropped = [replace(s, extra=s.extra | {"dropped": True}) for s in all_of_it if s.prompt_id in prompts]
 
 
 class StalenessError(AssertionError):

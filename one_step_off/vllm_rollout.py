@@ -140,8 +140,8 @@ class Others:
             self.busy, self.since = self.busy - 1, time.monotonic()
 
     async def watch(self, loop: Coroutine[Any, Any, Any]) -> Any:
-        """Await the loop. Raises what `failed`, whatever the loop made of it; what the loop raised; or TimeoutError: its own
-        code takes too long, or the time is up and it asks for more than ever. Then it is cancelled, and not waited for."""
+        """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
+        over and it asks for as much again. Then it is cancelled, and not waited for."""
         task = asyncio.create_task(loop)
         try:
             while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
@@ -150,10 +150,7 @@ class Others:
         finally:
             task.cancel()
         late = TimeoutError(f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s")
-        (found,) = await asyncio.gather(task, return_exceptions=True) if task.done() else [late]
-        if self.failed or isinstance(found, BaseException):
-            raise [*self.failed, found][0]
-        return found
+        return (await asyncio.gather(task, return_exceptions=True) if task.done() else [late])[0]
 
 
 class Room(asyncio.Semaphore):
@@ -318,7 +315,8 @@ class RolloutReplica(UsageProbe):
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         greedy, turns, place, wrong = index == sampling.n, itertools.count(), Place(self.room), {}
-        how, own = replace(sampling, temperature=0.0) if greedy else sampling, self.cfg.agent
+        how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
+        own = self.cfg.agent
         others = Others(2 * (own.timeout_s + own.tool_timeout_s))
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
@@ -349,17 +347,14 @@ class RolloutReplica(UsageProbe):
 
         await place.take()
         try:
-            talk, sample = await others.watch(whole())
-        except (Exception, asyncio.CancelledError) as e:
-            if others.failed or isinstance(e, ConfigError) or asyncio.current_task().cancelling():
-                raise
-            sample, talk = self._unmade(prompt, index, e), None
+            made = await others.watch(whole())
         finally:
             place.leave(over=True)
-        if greedy:
-            sample.extra["greedy"] = True
-        if talk is None:
-            return sample
+        if others.failed or isinstance(made, ConfigError):  # whatever the loop made of it
+            raise [*others.failed, made][0]
+        if isinstance(made, BaseException):
+            return self._unmade(prompt, index, made, extra)
+        talk, sample = made
         last = [s for s in talk.segments if s.role == "assistant"][-1]
         text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         sample.response = text(sample.response_ids)
@@ -369,7 +364,7 @@ class RolloutReplica(UsageProbe):
         if isinstance(reward, dict):
             sample.extra["reward_parts"], reward = reward, sum(reward.values())
         sample.reward = reward or 0.0
-        sample.extra |= wrong or (self._fault(None) if talk.late else {})
+        sample.extra |= extra | (wrong or (self._fault(None) if talk.late else {}))
         return sample
 
     def _fault(self, found: Score | RewardError) -> dict[str, str]:
@@ -380,10 +375,10 @@ class RolloutReplica(UsageProbe):
             return {"fault": found.kind, "error": str(found)}
         return {} if found is not None else {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
 
-    def _unmade(self, prompt: Prompt, index: int, error: Exception) -> Sample:
+    def _unmade(self, prompt: Prompt, index: int, error: BaseException, extra: dict[str, Any]) -> Sample:
         """A sample without tokens, in place of what a loop did not end well. Raises RewardError, as `_fault`."""
         what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, prompt {prompt.id}, sample {index}"
-        extra = self._fault(RewardError(f"{what}: raised {type(error).__name__}: {error}", "agent/errors"))
+        extra |= self._fault(RewardError(f"{what}: raised {type(error).__name__}: {error}", "agent/errors"))
         given = prompt.id, index, prompt.ids, *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4"))
         return Sample(*given, incarnation=self.stamp[0], reward=0.0, finish_reason="error", extra=extra)
 
