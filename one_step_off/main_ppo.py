@@ -34,8 +34,8 @@ def _main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text(), end="", flush=True)
         return 0
-    folder = argv[argv.index("--replay") + 1 :][:1] if "--replay" in argv else None
-    cfg = load([a for a in argv if a not in (*FLAGS, *(folder or ()))])
+    folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
+    cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     validate(cfg)
     if "--dry-run" in argv:
         print(resolved_yaml(cfg) + "\n# placement")
@@ -43,13 +43,10 @@ def _main(argv: list[str]) -> int:
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.launch import report_failure, run
+    from one_step_off.replay import replay
 
-    if folder is not None:
-        from one_step_off.replay import replay
-
-        return replay(cfg, "".join(folder))
     try:
-        return run(cfg)
+        return run(cfg) if folder is None else replay(cfg, folder)
     except ConfigError:
         raise
     except Exception as e:

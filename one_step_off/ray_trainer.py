@@ -274,17 +274,16 @@ class Pipeline:
     def _note_skipped(self, batch: Batch, metrics: dict[str, float]) -> None:
         """Keep the first batches of which an optimiser step was skipped, for --replay. Raises RoleError: too many in a
         row, or as many batches of which nothing was left."""
-        folder, most = self.tracker.folder / "skipped", self.cfg.trainer.max_skipped_updates
-        if any(metrics.get(f"{role}/skipped_updates") for role in TRAINED) and len([*folder.glob("*")]) < KEPT_BATCHES:
-            write_batch(batch, folder / f"step_{batch.step:06d}")
-            self.tracker.say(f"step {batch.step}: an update was skipped; see --replay {folder}/step_{batch.step:06d}")
+        folder = self.tracker.folder / f"skipped/step_{batch.step:06d}"
+        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
+        if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
+            write_batch(batch, folder)
+            self.tracker.say(f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}")
         self.empty = 0 if batch.samples else self.empty + 1
         row = max(self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED))
-        if row >= most:
-            why = "all groups were dropped" if self.empty else "loss or gradient was not finite or too large"
-            raise RoleError(
-                f"step {batch.step}: {row:.0f} updates in a row skipped, trainer.max_skipped_updates: {why}"
-            )
+        if row >= self.cfg.trainer.max_skipped_updates:
+            why = "all groups were dropped" if self.empty else "a loss or gradient is not finite, or too large"
+            raise RoleError(f"step {batch.step}: trainer.max_skipped_updates={row:.0f} were skipped in a row: {why}")
 
     async def _consult(self, batch: Batch) -> None:
         """Ask every role for its view of the samples, all at once. Greedy responses are scored and become baselines."""

@@ -16,22 +16,20 @@ from one_step_off.samples import Batch, Sample
 from one_step_off.screen import Screen
 from one_step_off.tracking import Tracker
 
-SHOWN = "loss", "grad_norm", "skipped_updates", "tokens"
-
 
 def findings(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[str]:
     """A line per quantity, of which each sample has float [R]: the trained tokens where it is not finite, three at most,
     where it is smallest and where it is largest."""
-    masks, lines = np.concatenate([s.loss_mask for s in samples]), []
-    places = [(s, t) for s in samples for t in range(len(s.response_ids))]
+    lines, places = [], [(s, t) for s in samples for t in np.flatnonzero(s.loss_mask)]
     for name, arrays in found.items():
-        values = np.concatenate(arrays)
-        good, bad = (np.flatnonzero(masks & which) for which in (np.isfinite(values), ~np.isfinite(values)))
-        lines.append(f"{name}: not finite at {len(bad)} of {masks.sum()} trained tokens")
-        for i in (*bad[:3], *good[np.argsort(values[good])][[0, -1] if len(good) else []]):
+        values = np.concatenate([x[s.loss_mask] for x, s in zip(arrays, samples, strict=True)])
+        order, bad = values.argsort(), np.flatnonzero(~np.isfinite(values))
+        finite = [i for i in order if np.isfinite(values[i])]
+        lines.append(f"{name}: {len(bad)} of {len(values)} trained tokens are not finite")
+        for i in (*bad[:3], *finite[:1], *finite[-1:]):
             sample, token = places[i]
-            where = f"prompt {sample.prompt_id} sample {sample.index} token {token} (id {sample.response_ids[token]})"
-            lines.append(f"    {values[i]:.6g} at {where}, reward {sample.reward:.4g}")
+            where = f"prompt {sample.prompt_id}, sample {sample.index} (reward {sample.reward:.4g}), token {token}"
+            lines.append(f"  {values[i]:.6g} at {where}")
     return lines
 
 
@@ -45,14 +43,14 @@ async def _replayed(batch: Batch, prepared: launch.Prepared, team: Any, tracker:
         tracker.say(line)
     for role, group in team.groups.items():
         told = await group.update(batch)
-        tracker.say(f"{role}: " + ", ".join(f"{name} {told[f'{role}/{name}']:.6g}" for name in SHOWN))
+        tracker.say(f"{role}: " + ", ".join(f"{name} {x:.6g}" for name, x in told.items() if name.startswith(role)))
 
 
 def replay(cfg: Config, folder: str) -> int:
     """Make the update of the batch in `folder` and print what is found; returns the exit code. Raises ConfigError."""
     batch = checkpoint.read_batch(Path(folder))
     before = [p for p in checkpoint.finished(checkpoint.folder_of(cfg)) if int(p.name[5:]) <= batch.step]
-    cfg.trainer.resume = str(before[-1]) if before else "never"
+    cfg.trainer.resume, cfg.trainer.output_dir = str(before[-1]) if before else "never", folder
     with Screen() as screen:
         screen.say(f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}")
         prepared = launch.prepare(cfg, screen.say, screen.progress)

@@ -235,8 +235,7 @@ class Scorer:
         except _TimeUp:
             score = None
         except Exception as e:
-            what = str(e) if type(e) is RewardError else f"raised {type(e).__name__}: {e}"
-            score = RewardError(f"{who}: {what}")
+            score = RewardError(f"{who}: {e if type(e) is RewardError else f'raised {type(e).__name__}: {e}'}")
         # A function that swallowed the alarm (a bare `except:`) was late all the same.
         if score is None or time.monotonic() - start > limit:
             late = RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s", "reward/timeouts")
@@ -252,10 +251,8 @@ class Scorer:
             score = to_score(result)
             if score is None:
                 wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
-                wanted += ' (what others call "score" is "reward" here)' * (
-                    isinstance(result, dict) and "score" in result
-                )
-                raise RewardError(f"returned {result!r:.200}, {wanted}")
+                others = ' (what others call "score" is "reward" here)' * (type(result) is dict and "score" in result)
+                raise RewardError(f"returned {result!r:.200}, {wanted}{others}")
             return score
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -84,11 +84,8 @@ class Spawned:
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.reading = {"find": find, "ours": tokenizer}
-        self.groups = {
-            role: self._group(role, self.pools[where[role]])
-            for role in (WORKERS if generates else TRAINED)
-            if role in where
-        }
+        used = [role for role in (WORKERS if generates else TRAINED) if role in where]
+        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used}
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():

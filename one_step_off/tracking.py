@@ -167,7 +167,8 @@ class Tracker:
         found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
             # The rewards of the first and of the last steps: as many as do not overlap, five at most.
-            rewards = [r["reward/mean"] for r in self.steps if np.isfinite(r["reward/mean"] or 0)] or [math.nan]
+            known = [r["reward/mean"] for r in self.steps if r["reward/mean"] is not None]
+            rewards = [x for x in known if not math.isnan(x)] or [math.nan]
             k = max(1, min(5, len(rewards) // 2))
             first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
             found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from agent_loop.base import Generated, Loops, Trajectory
+from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError, tokenizer_of
@@ -112,9 +112,7 @@ class RewardQueue:
                 raise
         if deaths == 2 - len(items) == 1:
             who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
-            return [
-                RewardError(f"{who}: the reward function killed its process, or sat in C code beyond its limit, twice")
-            ]
+            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
         return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
 
 
@@ -316,8 +314,7 @@ class RolloutReplica(UsageProbe):
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         greedy, turns, place, wrong = index == sampling.n, itertools.count(), Place(self.room), {}
         how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
-        own = self.cfg.agent
-        others = Others(2 * (own.timeout_s + own.tool_timeout_s))
+        others = Others(2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
             turn, own = next(turns), sampling.seed
@@ -338,12 +335,22 @@ class RolloutReplica(UsageProbe):
                 wrong.update(self._fault(found))
             return None if wrong else found
 
-        async def whole() -> tuple[Trajectory, Sample]:
+        async def whole() -> Sample:
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
             talk = await self.loops.get(prompt.agent_loop).run(prompt, generate, score, limits)
-            if talk.reward is not None and to_score(talk.reward) is None:
-                raise ValueError(f"its reward is {talk.reward!r:.200}")
-            return talk, talk.sample(prompt, index)
+            sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
+            text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            sample.response = text(sample.response_ids)
+            reward = talk.reward
+            if reward is None:
+                reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
+            elif to_score(reward) is None:
+                raise ValueError(f"its reward is {reward!r:.200}")
+            if isinstance(reward, dict):
+                sample.extra["reward_parts"], reward = reward, sum(reward.values())
+            sample.reward = reward or 0.0
+            sample.extra |= extra | (wrong or self._fault(None if talk.late else 0.0))
+            return sample
 
         await place.take()
         try:
@@ -352,20 +359,7 @@ class RolloutReplica(UsageProbe):
             place.leave(over=True)
         if others.failed or isinstance(made, ConfigError):  # whatever the loop made of it
             raise [*others.failed, made][0]
-        if isinstance(made, BaseException):
-            return self._unmade(prompt, index, made, extra)
-        talk, sample = made
-        last = [s for s in talk.segments if s.role == "assistant"][-1]
-        text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        sample.response = text(sample.response_ids)
-        reward = talk.reward
-        if reward is None:
-            reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
-        if isinstance(reward, dict):
-            sample.extra["reward_parts"], reward = reward, sum(reward.values())
-        sample.reward = reward or 0.0
-        sample.extra |= extra | (wrong or (self._fault(None) if talk.late else {}))
-        return sample
+        return made if isinstance(made, Sample) else self._unmade(prompt, index, made, extra)
 
     def _fault(self, found: Score | RewardError) -> dict[str, str]:
         """For a sample's `extra`: what is wrong with its reward, if anything. Raises it, with `reward.on_error=stop`."""

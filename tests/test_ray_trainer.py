@@ -150,19 +150,6 @@ def test_any_mix_of_slow_and_fast_phases(tmp_path_factory, steps, staleness, see
     assert pipeline.tracker.evaluations[-1]["val/version"] == steps
 
 
-def test_rewards_that_timed_out_are_counted(tmp_path):
-    pipeline = build(tmp_path, World(random.Random(0)), 2, 1)
-    samples = [sample(pipeline.val[0], i, 0) for i in range(3)]
-    samples[1].extra["reward_timeout"] = True
-
-    async def collect() -> dict[str, float]:
-        done = asyncio.get_running_loop().create_future()
-        done.set_result((samples, 0.0))
-        return (await pipeline._collect(0, done))[1]
-
-    assert asyncio.run(collect())["reward/timeouts"] == 1.0
-
-
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_groups_that_score_alike_are_replaced_a_bounded_number_of_times(tmp_path, staleness):
     """Odd rows score alike: no prompt is used twice or lost, and steps keep their size."""
