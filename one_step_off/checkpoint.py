@@ -33,12 +33,13 @@ import numpy as np
 import xxhash
 
 from one_step_off.config import Config, ConfigError, first_line, settings_of
-from one_step_off.samples import Sample
+from one_step_off.samples import Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest
 MANIFEST = "manifest.json"
 TRAINED = ("actor", "critic")
 ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
+PER_TOKEN = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
@@ -171,6 +172,24 @@ def read_samples(folder: Path) -> list[Sample]:
             for row, part in zip(rows, np.split(arrays[name], ends[:-1]), strict=True):
                 row[name] = part
     return [Sample(**row | {"prompt_id": tuple(row["prompt_id"])}) for row in rows]
+
+
+def write_batch(batch: Batch, folder: Path) -> None:
+    """What an update takes: the samples, and in `batch.npz` what goes with each of their tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_samples(batch.samples, folder)
+    found = {name: np.concatenate(getattr(batch, name)) for name in PER_TOKEN if getattr(batch, name) is not None}
+    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected), **found)
+
+
+def read_batch(folder: Path) -> Batch:
+    """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none."""
+    try:
+        samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"--replay {folder}: no batch ({e}); name a folder as OUTPUT_DIR/skipped/step_000012") from e
+    (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
+    return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
 
 
 class Checkpointer:

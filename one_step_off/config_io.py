@@ -267,7 +267,8 @@ def resolved_yaml(cfg: Config) -> str:
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
-  all keys:          python -m one_step_off.main_ppo --help"""
+  all keys:          python -m one_step_off.main_ppo --help
+  an update that was skipped, once more:  ... config=FILE --replay OUTPUT_DIR/skipped/step_000012"""
 
 
 def help_text() -> str:

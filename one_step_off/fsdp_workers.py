@@ -151,6 +151,7 @@ class TrainedWorker(ModelWorker):
     threads = {"saving": 1}  # what runs beside the worker's own calls
     version = 0
     optimizer_steps = 0
+    skipped_in_a_row = 0
     optimizer: torch.optim.Optimizer | None = None
 
     def before_step(self) -> None:
@@ -244,23 +245,32 @@ class TrainedWorker(ModelWorker):
         return {name: self._tensor(array) for name, array in of.items()}
 
     def _optimizer_step(self, stats: Stats) -> float:
-        """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
+        """Clip by the true global norm and step, or skip the step: all ranks alike, see `_may_step`. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
         waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
         steps = self._total_steps and (self._total_steps - waits) * per_step
         how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         rate = core_algos.learning_rate(self.optimizer_steps, steps, *how)
-        stats.norms.append(self._clip_and_step(rate))
+        dist.all_reduce(stats.broken)  # a loss exists on some ranks only, and all must do the same
+        stats.norms.append(self._clip_and_step(rate, bool(stats.broken)))
+        stats.broken.zero_()
+        stats.skipped += self.skipped_in_a_row > 0
         self.optimizer_steps += 1
         return rate
 
-    def _clip_and_step(self, rate: float) -> float:
-        """One optimiser step, unless the global norm of the gradients, which it returns, is not finite."""
+    def _may_step(self, norm: float, broken: bool) -> bool:
+        """Not with a loss that is not finite (`broken`), nor with such a norm or one above max_grad_norm_skip."""
+        may = not broken and np.isfinite(norm) and norm <= (self.own.max_grad_norm_skip or np.inf)
+        self.skipped_in_a_row = 0 if may else self.skipped_in_a_row + 1
+        return may
+
+    def _clip_and_step(self, rate: float, broken: bool = False) -> float:
+        """One optimiser step, if `_may_step`. Returns the global norm of the gradients."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if torch.isfinite(norm):
+        if self._may_step(float(norm), broken):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -296,7 +306,8 @@ class TrainedWorker(ModelWorker):
             "loss": sums["loss"] / minis,
             "grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "lr": rates[-1],
-            "skipped_updates": float(len(stats.norms) - len(norms)),
+            "skipped_updates": float(stats.skipped),
+            "skipped_in_a_row": float(self.skipped_in_a_row),
             "tokens": sums["tokens"],
             "tokens_total": sums["tokens_total"],
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}

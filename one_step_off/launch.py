@@ -288,12 +288,12 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
-def spawn_roles(prepared: Prepared) -> "Spawned":
-    """Create every process of the run. Raises ConfigError if a pool does not fit."""
+def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
+    """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
     p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops)
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops, generates)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -366,19 +366,19 @@ class Died(Exception):
     """A life of the run has ended because a process died or hangs."""
 
 
-async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool) -> None:
+async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone: Any) -> None:
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
-    first time (`started`: it has before) would not start the second time."""
+    first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
     from one_step_off.placement import created_text
 
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
-            team = spawn_roles(prepared)
+            team = spawn_roles(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
-            await team.setup()
+            await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
         started = True
-        await train(prepared, team, tracker)
+        await (alone or train)(prepared, team, tracker)
     except Exception as e:
         if team and started and await team.lost(e):
             raise Died(str(e)) from e
@@ -388,14 +388,14 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool) -> No
             await team.end()
 
 
-def _lives(prepared: Prepared, tracker: Tracker) -> None:
+def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     """The run, in as many lives as it takes: where one dies, the next goes on from the last checkpoint as a new
     incarnation, up to trainer.max_restarts times in a row without a step that is further than any before."""
     cfg, stream, furthest, left = prepared.cfg, prepared.data.stream, -1, prepared.cfg.trainer.max_restarts
     beginning = stream.state_dict()
     while True:
         try:
-            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None))
+            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None, alone))
         except Died as died:
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
@@ -438,7 +438,7 @@ def run(cfg: Config) -> int:
         write_run_folder(prepared)
         open_files(prepared, tracker, wandb)
         observe(prepared, tracker)
-        _run_on_ray(prepared, tracker)
+        run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
@@ -452,8 +452,8 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
-def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
-    """From the start of Ray to its end, whatever happens between."""
+def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
+    """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -461,7 +461,7 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        _lives(prepared, tracker)
+        _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
         how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"

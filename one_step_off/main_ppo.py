@@ -1,4 +1,6 @@
-"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]."""
+"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
+
+or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py."""
 
 import sys
 
@@ -6,7 +8,7 @@ from one_step_off.config import ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
-FLAGS = ("--dry-run", "--help", "-h")
+FLAGS = ("--dry-run", "--help", "-h", "--replay")
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +34,8 @@ def _main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text(), end="", flush=True)
         return 0
-    cfg = load([a for a in argv if a not in FLAGS])
+    folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
+    cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     validate(cfg)
     if "--dry-run" in argv:
         print(resolved_yaml(cfg) + "\n# placement")
@@ -40,9 +43,10 @@ def _main(argv: list[str]) -> int:
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.launch import report_failure, run
+    from one_step_off.replay import replay
 
     try:
-        return run(cfg)
+        return run(cfg) if folder is None else replay(cfg, folder)
     except ConfigError:
         raise
     except Exception as e:

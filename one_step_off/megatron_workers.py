@@ -5,7 +5,6 @@ What a role computes (losses, metrics, columns, schedule of learning rates) is i
 exist on the last pipeline stage, the same on each of its ranks: one of them tells.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -126,11 +125,11 @@ class MegatronWorker(ModelWorker):
         # A stage that is not the last gives its hidden states, and asks for no output.
         return self._chunk(self._tensor(part.input_ids), None, None, output_processor=output)
 
-    def _clip_and_step(self, rate: float) -> float:
+    def _clip_and_step(self, rate: float, broken: bool = False) -> float:
         with cuda_is_cpu(self.device):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if math.isfinite(norm):
+            if self._may_step(norm, broken):
                 for group in self.optimizer.param_groups:
                     # Megatron's own scheduler would do this; without it vectors would decay like matrices.
                     group["lr"], group["weight_decay"] = rate, self.own.weight_decay * group["wd_mult"]

@@ -61,9 +61,10 @@ class Spawned:
         tokenizer: Any,
         find: Find,
         loops: list[str],
+        generates: bool = True,
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Raises
-        ConfigError: the cluster has too little for a pool."""
+        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Not
+        `generates`: only the roles that learn. Raises ConfigError: the cluster has too little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
@@ -71,7 +72,7 @@ class Spawned:
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
-        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers)]
+        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         def replica(i: int) -> Any:
@@ -84,9 +85,10 @@ class Spawned:
             self.actors.append(replica(i))
             return self.actors[-1]
 
-        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]))]
+        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.reading = {"find": find, "ours": tokenizer}
-        self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
+        used = [role for role in (WORKERS if generates else TRAINED) if role in where]
+        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used}
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
