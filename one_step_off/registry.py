@@ -21,7 +21,7 @@ def load(key: str, spec: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raised = f"importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}"
         mend = "mend it, or start in its folder, or set PYTHONPATH"
         raise ConfigError(f"{key}={spec!r}: {raised}; {mend}") from e
