@@ -268,14 +268,19 @@ def require_cluster(address: str) -> None:
 
 
 def start_ray(cfg: Config) -> str:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder.
+    Raises ConfigError: nobody answers there, or whoever does lets nobody in."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if os.environ.get("RAY_ADDRESS"):
-        require_cluster(os.environ["RAY_ADDRESS"])
-        return ray.init(**quiet).address_info["session_dir"]
+    if address := os.environ.get("RAY_ADDRESS"):
+        require_cluster(address)
+        try:
+            return ray.init(**quiet).address_info["session_dir"]
+        except (ConnectionError, ray.exceptions.RayError) as e:
+            mend = "where it asks for a token, set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN"
+            raise ConfigError(f"RAY_ADDRESS={address}: the Ray cluster does not let this program in; {mend}") from e
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.

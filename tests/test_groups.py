@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import numpy as np
@@ -201,6 +202,21 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     sync.senders = sync.taking_part = actor.ranks
     sync.total_bytes = 8
     return sync
+
+
+def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_our_back(caplog):
+    """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
+    sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
+    late, first = Method(SyncError("sender 0: late"), delay=0.05), Method(SyncError("sender 1: first"))
+    sync.senders = sync.taking_part = sync.actor.ranks = [Actor(send_weights=late), Actor(send_weights=first)]
+
+    async def main():
+        with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
+            await sync._transfer((0, 3))
+        gc.collect()
+
+    asyncio.run(main())
+    assert "never retrieved" not in caplog.text
 
 
 def test_the_canary_reports_the_largest_difference():
