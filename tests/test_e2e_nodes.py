@@ -28,6 +28,8 @@ ADDRESS = {"a": "10.213.7.1", "b": "10.213.7.2"}  # of nothing but these two hos
 CABLE = "cable"  # what both call their end of it
 PORT = 6379
 START_S, SYNC_S = 90, 10  # limits of a run here
+# A sync that breaks (its limit, the other ends', a ping), what is started anew, in a few attempts, and the run's end.
+BOUND_S = 3 * SYNC_S + 3 * START_S + 60
 
 
 def ip(*words: str, check: bool = True) -> str:
@@ -201,14 +203,13 @@ def test_a_cable_cut_in_a_sync(hosts, models, tmp_path, far, back_s):
     if back_s:
         time.sleep(back_s)
         hosts.cable("up")
-    # A sync that breaks (its limit, the other ends', a ping), a replica's or the trainer's new start, and the end.
-    said, _ = run.communicate(timeout=3 * SYNC_S + 2 * START_S + 60)
+    said, _ = run.communicate(timeout=BOUND_S)
     print(said, f"{time.monotonic() - begin:.0f} s after the cut")
     assert "never retrieved" not in said
     if not back_s or run.returncode:
         assert run.returncode == 1, said
         error = next(line for line in said.splitlines() if line.startswith("error: the run ended by"))
-        named = r"(SyncError|RoleError|PhaseTimeout): (weight sync of version \d+, |rollout 0|step \d+, |actor \d)"
+        named = r"by \w+: (weight sync of version \d+, (rollout|trainer rank) \d|.*(rollout|actor|replica))"
         assert re.search(named, error), said
         go_on(hosts, seats[1], tmp_path, keys)
     assert steps_of(tmp_path) == list(range(8))

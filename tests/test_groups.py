@@ -282,6 +282,22 @@ def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
         asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
 
 
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("Worker exits unexpectedly.", r"^sync, rollout 1: its process died \(pid 41\)$"),
+        ("The actor died because its node has died. Node Id: 5b", r"rollout 1: its node is lost, or the network to it: "),
+    ],
+)
+def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
+    class ActorDiedError(Exception):
+        pass
+
+    died = ActorDiedError(f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}")
+    with pytest.raises(RoleError, match=words):
+        asyncio.run(named("sync, rollout 1", Method(died).remote()))
+
+
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
     import one_step_off.groups as room
 
