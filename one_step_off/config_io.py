@@ -333,7 +333,7 @@ def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict
     counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
-    one_node = all(len(shape) == 1 for shape in cfg.placement.pools.values())
+    one_node = not os.environ.get("RAY_ADDRESS") and all(len(shape) == 1 for shape in cfg.placement.pools.values())
     if device == "cpu" and cfg.placement.pin_cores and one_node:
         rollout = counts.pop(cfg.placement.roles["rollout"])
         mine = sorted(os.sched_getaffinity(0)) if cores is None else cores

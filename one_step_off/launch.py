@@ -307,7 +307,8 @@ def require_cluster(address: str) -> None:
 
 
 def start_ray(cfg: Config) -> str:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder.
+    Raises ConfigError: nobody answers there, or whoever does lets nobody in."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -318,8 +319,11 @@ def start_ray(cfg: Config) -> str:
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     try:
         return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
-    except (OSError, ValueError, RuntimeError) as e:
-        mend = "check RAY_ADDRESS, and that TMPDIR has room and a short path"
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
+        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * bool(
+            os.environ.get("RAY_ADDRESS")
+        )
+        mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
         raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
 

@@ -571,7 +571,8 @@ def test_resolved_yaml_keeps_awkward_texts() -> None:
         assert load_text(resolved_yaml(cfg)).data.instruction == text
 
 
-def test_placement() -> None:
+def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
     cfg = good("placement.pools={rollout: [4], actor: [2]}", "rollout.tensor_parallel_size=2")
     assert seat_cores(cfg, "cpu", [0, 1, 2, 3]) == {"rollout": [[0], [1]], "actor": [[2], [3]]}
     assert placement_text(cfg, [0, 1, 2, 3]).splitlines() == [
@@ -579,6 +580,9 @@ def test_placement() -> None:
         "actor: 2 CPU processes; actor: 2 ranks; cores 2 3",
     ]
     assert seat_cores(good("placement.pin_cores=false"), "cpu") == {"rollout": [[]], "actor": [[]]}
+    with monkeypatch.context() as cluster:  # whose machines may have fewer cores than this one
+        cluster.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+        assert seat_cores(good(), "cpu", [0, 1]) == {"rollout": [[]], "actor": [[]]}
     colocated = good(*SHARED, "pipeline.staleness=0")
     assert seat_cores(colocated, "cpu", [0, 1, 2, 3]) == {"all": [[0, 1], [2, 3]]}, "all cores, in both phases"
     assert placement_text(colocated, [0, 1]) == "all: 2 CPU processes; rollout, actor: 2 replicas x TP 1; cores 0 1"

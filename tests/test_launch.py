@@ -214,6 +214,18 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         launch.require_cluster(found_by_ray)
 
 
+def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's head asks for a token, of which `ray.init` with an address knows nothing."""
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at x")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="Ray does not start: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"):
+        launch.start_ray(Config())
+
+
 def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_path):
     """Critic and reference must read the policy's tokens; a reward model may have tokens of its own."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
