@@ -144,8 +144,10 @@ def steps_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("seats", "actor", "where"),
     [
-        pytest.param((1, 1), [1], r"(\S+); pool actor \[1\] on (?!\1)10\.213\.7\.\d:", id="a_role_each"),
-        pytest.param((2, 1), [1, 1], r"\S+; pool actor \[1, 1\] on (\S+) (?!\1)10\.213\.7\.\d:", id="ranks_on_both"),
+        pytest.param((1, 1), [1], r"([\d.]+): rollout; pool actor \[1\] on (?!\1:)[\d.]+: actor", id="a_role_each"),
+        pytest.param(
+            (2, 1), [1, 1], r"\S+ rollout; pool actor \[1, 1\] on ([\d.]+) (?!\1:)[\d.]+: actor", id="ranks_on_both"
+        ),
     ],
 )
 def test_a_run_over_two_hosts(hosts, models, tmp_path, seats, actor, where):
@@ -161,10 +163,9 @@ def test_a_run_over_two_hosts(hosts, models, tmp_path, seats, actor, where):
     assert re.search(r"created pool rollout \[1\] on " + where, said), said
     assert steps_of(tmp_path) == [0, 1, 2, 3]
     metrics = rows(tmp_path, "metrics.jsonl")
-    synced, whole = sum(r["sync/bytes"] for r in metrics), metrics[-1]["sync/full_bytes"]
-    assert whole > 3e6 and synced == 4 * whole
-    # With ranks on both, one of the two halves of the model stays on its host; gradients cross as well.
-    assert hosts.carried() - before >= (synced if len(actor) == 1 else synced / 2)
+    assert [r["sync/bytes"] for r in metrics] == [0, *[whole := metrics[-1]["sync/full_bytes"]] * 3] and whole > 3e6
+    # And the first one, before the first step. With ranks on both, half of the model may stay on its host.
+    assert hosts.carried() - before >= 4 * whole / len(actor)
     assert all(r["canary/logprob_diff_max"] < 1e-4 for r in metrics)
 
 
