@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.test_e2e_pipeline import rows
@@ -38,6 +39,21 @@ def ip(*words: str, check: bool = True) -> str:
     if check and done.returncode:
         raise OSError(f"ip {' '.join(words)}: {done.stderr.strip()}")
     return done.stdout
+
+
+def end_all(space: str) -> None:
+    """End every process in a namespace."""
+    for pid in ip("netns", "pids", space, check=False).split():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+
+
+def sweep() -> None:
+    """End the hosts of tests that were killed themselves."""
+    for space, pid in re.findall(r"^(oso(\d+)[ab])\b", ip("netns", "list"), re.M):
+        if not psutil.pid_exists(int(pid)):
+            end_all(space)
+            ip("netns", "del", space, check=False)
 
 
 class Hosts:
@@ -103,9 +119,7 @@ class Hosts:
 
     def end(self, host: str) -> None:
         """End every process on a host."""
-        for pid in ip("netns", "pids", self.space[host], check=False).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
+        end_all(self.space[host])
 
     def run(self, folder: Path, *overrides: str, **changes: object) -> subprocess.Popen:
         """The default run on CPUs, started on `a`."""
@@ -115,8 +129,8 @@ class Hosts:
         return self.popen("a", *command, *(f"{k}={v}" for k, v in keys.items()), *overrides, **address)
 
     def close(self) -> None:
-        for host, space in self.space.items():
-            self.end(host)
+        for space in self.space.values():
+            end_all(space)
             ip("netns", "del", space, check=False)  # and its end of the cable with it
         shutil.rmtree(self.temp, ignore_errors=True)
 
@@ -126,6 +140,7 @@ def hosts() -> Iterator[Hosts]:
     if missing := [tool for tool in ("ip", "tc") if not shutil.which(tool)]:
         pytest.skip(f"two hosts are made with {' and '.join(missing)}, which this machine lacks")
     try:
+        sweep()
         two = Hosts()
     except OSError as e:
         pytest.skip(f"two hosts need root, network namespaces and veth: {e}")

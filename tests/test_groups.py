@@ -286,7 +286,10 @@ def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
     ("how", "words"),
     [
         ("Worker exits unexpectedly.", r"^sync, rollout 1: its process died \(pid 41\)$"),
-        ("The actor died because its node has died. Node Id: 5b", r"rollout 1: its node is lost, or the network to it: "),
+        (
+            "The actor died because its node has died. Node Id: 5b",
+            r"rollout 1: its node is lost, or the network to it: ",
+        ),
     ],
 )
 def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
