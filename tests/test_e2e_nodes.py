@@ -165,7 +165,7 @@ def steps_of(folder: Path) -> list[int]:
         ),
     ],
 )
-def test_a_run_over_two_hosts(hosts, models, tmp_path, seats, actor, where):
+def test_a_run_over_the_cable(hosts, models, tmp_path, seats, actor, where):
     """Either role on a host of its own; and a trainer whose ranks are on both, so that its own collectives cross too."""
     for host, cpus in zip("ab", seats, strict=True):
         hosts.ray(host, cpus)
