@@ -90,6 +90,9 @@ class RolloutConfig:
     routing: str = key(
         "auto", "prompts to replicas; auto: static with seeds, so that runs repeat", choices="auto static least_loaded"
     )
+    heartbeat_s: float = key(5.0, "seconds between two questions whether a replica is there", above=0.0)
+    heartbeat_timeout_s: float = key(60.0, "a replica that does not answer for so long is started anew", above=0.0)
+    progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
@@ -123,6 +126,7 @@ class TrainedConfig(BackendConfig):
     eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
     weight_decay: float = key(0.01, "AdamW's weight decay", low=0.0)
     grad_clip: float = key(1.0, "largest global gradient norm", above=0.0)
+    max_grad_norm_skip: Optional[float] = key(None, "a larger norm skips the step; null: none does", above=0.0)
     lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
@@ -218,6 +222,7 @@ class RewardConfig:
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
+    on_error: str = key("stop", "scoring or a loop fails: end the run, score 0, drop prompt", choices="stop zero drop")
     overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
     overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)
 
@@ -259,6 +264,7 @@ class WeightSyncConfig:
     full_every: int = key(50, "delta: every so many syncs send everything", low=1)
     sender: str = key("sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather")
     bucket_mb: int = key(64, "size of each of the two reused buffers at both ends, in MiB", low=1)
+    keep_sent: bool = key(True, "senders keep what they sent, in host memory, for a replica that comes back")
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
     canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
     canary_tolerance: Optional[float] = key(None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0)
@@ -279,9 +285,12 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
+    keep_best: Optional[str] = key(None, "the checkpoint best by this figure stays too, as val/reward; null: none")
     resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
+    max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)
+    max_skipped_updates: int = key(10, "so many skipped optimiser steps in a row end the run", low=1)
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
 

@@ -6,6 +6,7 @@ the key (or file), the value, and the mend.
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import operator
 import os
@@ -16,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config import Config, ConfigError, settings_of
@@ -79,27 +81,40 @@ def find_key(dotted: str) -> Key:
         raise ConfigError(f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)")
     # The right name in the wrong section is worth more than a name that looks alike.
     same = [key.dotted for key in KEYS.values() if key.name == (name or section)]
-    hint = nearest(dotted, same or [*SECTIONS, *KEYS], f"the sections are {', '.join(SECTIONS)}", 0.0 if same else 0.5)
+    known, sections = same or [*SECTIONS, *KEYS], f"use one of the sections {', '.join(SECTIONS)}"
+    hint = nearest(dotted.lower(), known, sections, 0.0 if same else 0.5)
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number, and a key stands once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [name.value for name, _ in node.value]
-        for i, (name, _) in enumerate(node.value):
-            if name.value in names[:i]:
-                problem = f"the key {name.value!r} stands twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=name.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 wants a dot and a sign in floats, so that PyYAML reads 1e-6 as text. The dumper must know it too, to quote
-# a text that looks like that.
-_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
+
+
+_MOST = 100_000  # values of one text; the longest config has a few hundred
+
+
+def _weigh(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, aliases written out. Raises one of _YAML_FAULTS: too many, or one that could not
+    be written down again."""
+    if id(node) not in known:
+        known[id(node)], value = _MOST, node.value  # as long as it is open: an alias of what it stands in has no end
+        if isinstance(value, str):
+            value.encode()
+        inner = (
+            [] if isinstance(value, str) else [n for part in value for n in (part if type(part) is tuple else [part])]
+        )
+        known[id(node)] = 1 + sum(_weigh(n, known) for n in inner)
+        if known[id(node)] > _MOST or (node.tag.endswith(":int") and len(value) > 3000):
+            problem = "an alias of what it stands in, or more than can be meant"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
+
+
+def _parsed(text: str) -> tuple[Any, Any]:
+    """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
+    if root := yaml.compose(text, _Loader):
+        _weigh(root, {})
+    return yaml.load(text, _Loader), root
 
 
 def _yaml_fault(error: Exception) -> str:
@@ -112,8 +127,7 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """What a file holds, and the lines of its sections and keys (for messages)."""
     try:
         with open(path, encoding="utf-8") as f:
-            text = f.read()
-        value, root = yaml.load(text, _Loader), yaml.compose(text, _Loader)
+            value, root = _parsed(f.read())
     except OSError as e:
         raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
     except _YAML_FAULTS as e:
@@ -171,7 +185,7 @@ def _from_argument(argument: str) -> tuple[str, Any, str]:
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
         try:
-            value = yaml.load(value, _Loader)
+            value, _ = _parsed(value)
         except _YAML_FAULTS as e:
             raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
     return dotted, value, ""
@@ -182,7 +196,7 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     inner, given = get_args(kind), value
     if isinstance(value, str) and kind not in (str, Any):  # as environment variables are
         with contextlib.suppress(*_YAML_FAULTS):
-            value = yaml.load(value, _Loader)
+            value, _ = _parsed(value)
     if kind is Any:
         return value
     if kind is str and type(value) in (str, int, float):
@@ -238,8 +252,8 @@ def load(argv: list[str]) -> Config:
     What must fit together is checked by `config_checks.validate`.
     """
     for argument in argv:
-        if not argument.partition("=")[1] or argument[0] == "=":
-            forms = "config=FILE, section.key=value, --dry-run or --help"
+        if not argument.partition("=")[1] or argument[0] == "=" or any("\ud7ff" < c < "\ue000" for c in argument):
+            forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
             raise ConfigError(f"argument {show(argument)}: must be {forms}")
     files = [argument.removeprefix("config=") for argument in argv if argument.startswith("config=")]
     if len(files) > 1:
@@ -255,7 +269,7 @@ def load(argv: list[str]) -> Config:
         name = getattr(e, "full_key", None) or "config"
         reason = " ".join(str(e).split("full_key")[0].split())
         line = f"{name}: cannot be resolved: {reason}; quote it, or write the value itself"
-        raise ConfigError(places.get(name, "") + line) from None
+        raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
     cfg = Config()
     for key in KEYS.values():
         with _placed(places.get(key.dotted, "")):
@@ -267,7 +281,7 @@ class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # to quote texts that would be read as numbers
 _Dumper.add_representer(list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True))
 _Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", s)))
 
@@ -280,24 +294,24 @@ def resolved_yaml(cfg: Config) -> str:
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
-  all keys:          python -m one_step_off.main_ppo --help"""
+  all keys:          python -m one_step_off.main_ppo --help
+  an update that was skipped, once more:  ... config=FILE --replay OUTPUT_DIR/skipped/step_000012"""
 
 
 def help_text() -> str:
-    """How to call the program, and every key with its type, default and one line."""
-    about = """
+    """How to call the program, and every key with its type, default and one line.
 
-Trains a language model with one-step-off-policy PPO.
+    Trains a language model with one-step-off-policy PPO.
 
-  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
-  section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-  --dry-run            check everything, print the resolved config and the placement, start nothing
-  --help               this text
+      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
+      section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
+      --dry-run            check everything, print the resolved config and the placement, start nothing
+      --help               this text
 
-Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
+    Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
-Keys:"""
-    lines = [USAGE.splitlines()[0] + about]
+    Keys:"""
+    lines = [USAGE.splitlines()[0] + "\n" + inspect.cleandoc(help_text.__doc__).partition("\n")[2]]
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:

@@ -1,16 +1,19 @@
 """Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import RolloutGroup, TrainGroup
+from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
@@ -58,9 +61,10 @@ class Spawned:
         tokenizer: Any,
         find: Find,
         loops: list[str],
+        generates: bool = True,
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Raises
-        ConfigError: the cluster has too little for a pool."""
+        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Not
+        `generates`: only the roles that learn. Raises ConfigError: the cluster has too little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
@@ -68,7 +72,7 @@ class Spawned:
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
-        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers)]
+        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         def replica(i: int) -> Any:
@@ -81,9 +85,10 @@ class Spawned:
             self.actors.append(replica(i))
             return self.actors[-1]
 
-        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]))]
+        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.reading = {"find": find, "ours": tokenizer}
-        self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
+        used = [role for role in (WORKERS if generates else TRAINED) if role in where]
+        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used}
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
@@ -130,9 +135,39 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def save_state(self, folder: str) -> None:
-        """Write the part of every role that learns into a checkpoint's folder."""
-        await asyncio.gather(*(self.groups[role].save_state(folder) for role in TRAINED if role in self.groups))
+    async def lost(self, error: Exception) -> bool:
+        """Whether the run ended because a process is gone or hangs, so that another life may do better."""
+        if isinstance(error, (ProcessDied, PhaseTimeout)):
+            return True
+        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
+        asked = (
+            within(PING_S, f"{role} {i}", named(f"{role} {i}", process.__ray_ready__.remote()))
+            for role, processes in everyone.items()
+            for i, process in enumerate(processes)
+        )
+        try:
+            await asyncio.gather(*asked)
+        except ProcessDied:  # whoever waited for it may have failed first
+            return isinstance(error, (RoleError, SyncError))
+        except PhaseTimeout:  # busy is not gone
+            pass
+        return False
+
+    async def end(self) -> None:
+        """End all processes and give their places back."""
+        # The engines have processes of their own, which end in good order only if asked.
+        with contextlib.suppress(Exception):
+            await self.roles.rollout.stop()
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
+            remove_placement_group(group)
+
+    async def save_state(self, folder: str) -> asyncio.Future:
+        """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
+        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""

@@ -337,7 +337,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     chat = make_tokenizer(TEMPLATE)
     (prompt,) = prompts_of(tmp_path, [bad, chat_row()], chat, report)
     assert prompt.id == (0, 1) and report.used == 1 and "no tools" in report.bad[0][1]
-    with pytest.raises(ConfigError, match=":1: the chat template refuses it"):
+    with pytest.raises(ConfigError, match=":1: the chat template of model.path refuses it"):
         prompts_of(tmp_path, [bad, chat_row()], chat, bad_rows="fail")
     with pytest.raises(ConfigError, match="no prompt is left"):
         prompts_of(tmp_path, [bad], chat)
@@ -367,7 +367,7 @@ def test_report_names_a_few_and_counts_all() -> None:
 def stream_of(rows: int, batch: int, shuffle: bool = True, seed: int = 0, **length: Any) -> PromptStream:
     """A stream over `rows` prompts whose row numbers are not their positions."""
     prompts = [Prompt((0, 3 * i + 1), np.array([i], np.int32), str(i), str(i)) for i in range(rows)]
-    return PromptStream(prompts, batch, shuffle, seed, **(length or {"total_steps": 10}))
+    return PromptStream(prompts, batch, shuffle, seed, **(length or {"steps": 10}))
 
 
 sizes = st.integers(1, 12)
@@ -419,7 +419,7 @@ def test_resume_is_exact(rows: int, first: int, second: int, before: int, after:
 
 @given(rows=sizes, batch=st.integers(1, 30), epochs=st.integers(1, 5))
 def test_total_epochs_sees_every_prompt(rows: int, batch: int, epochs: int) -> None:
-    stream = stream_of(rows, batch, total_epochs=epochs)
+    stream = stream_of(rows, batch, epochs=epochs)
     ids = [p.id for _ in range(stream.total_steps) for p in stream.next_batch()]
     assert sum(e < epochs for e, _ in ids) == rows * epochs
     assert len(ids) == rows * epochs + stream.surplus and 0 <= stream.surplus < batch
