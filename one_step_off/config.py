@@ -70,7 +70,7 @@ class PlacementConfig:
     pools: dict[str, list[int]] = key({"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) per node, as [4, 4]")
     roles: dict[str, str] = key({"rollout": "rollout", "actor": "actor"}, "role name: pool name")
     device: str = key("auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices="auto cuda cpu")
-    pin_cores: bool = key(True, "CPU runs: pin each process to its own cores, rollout and trainer apart")
+    pin_cores: bool = key(True, "CPU runs on one machine: pin each process to its own cores, rollout and trainer apart")
 
 
 @dataclass

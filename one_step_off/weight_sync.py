@@ -145,10 +145,8 @@ class WeightSync:
             _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
             for task in late:
                 task.cancel()
-        failed = [
-            task for task in tasks if task not in late and task.exception()
-        ]  # all: asyncio reports what none asks for
-        if failed:
+        # Of all: asyncio tells of failures that nobody asked for.
+        if failed := [task for task in tasks if task not in late and task.exception()]:
             raise (first or failed)[0].exception()
         if late:
             who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)

@@ -220,7 +220,7 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
 
     async def main():
         with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
-            await sync._transfer((0, 3))
+            await sync._transfer((0, 3), [0])
         gc.collect()
 
     asyncio.run(main())
