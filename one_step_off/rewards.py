@@ -234,7 +234,7 @@ class Scorer:
             score = self._call_within_limit(item)
         except _TimeUp:
             score = None
-        except Exception as e:
+        except BaseException as e:  # exit() too: Ray would take it for the end of this actor
             score = RewardError(f"{who}: {e if type(e) is RewardError else f'raised {type(e).__name__}: {e}'}")
         # A function that swallowed the alarm (a bare `except:`) was late all the same.
         if score is None or time.monotonic() - start > limit:

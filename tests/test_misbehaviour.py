@@ -8,6 +8,7 @@ import io
 import itertools
 import json
 import random
+import sys
 import time
 
 import numpy as np
@@ -41,7 +42,7 @@ def misbehave(response: str, **_: object) -> object:
     if response == "hang":
         time.sleep(30)
     if response == "exit":
-        raise KeyboardInterrupt
+        sys.exit(3)
     answers = {
         "nan": float("nan"),
         "inf": float("inf"),
@@ -91,7 +92,7 @@ def sample_of(replica: RolloutReplica, sampling: Sampling | None = None, index: 
 
 
 @pytest.mark.parametrize("on_error", POLICIES)
-@pytest.mark.parametrize("how", ["raise", "hang", "nan", "inf", "none", "text", "list"])
+@pytest.mark.parametrize("how", ["raise", "hang", "exit", "nan", "inf", "none", "text", "list"])
 def test_every_way_in_which_a_reward_function_misbehaves(how, on_error):
     replica = replica_of(how, on_error)
     if on_error == "stop":
