@@ -152,6 +152,7 @@ class MegatronWorker(ModelWorker):
         return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)}
 
     def _write_state(self, folder: str) -> None:
+        # Whole, before training goes on: Megatron's own way to write beside it is on its way out, and copies on GPUs only.
         os.makedirs(folder, exist_ok=True)
         with cuda_is_cpu(self.device):
             dist_checkpointing.save(self._sharded_state(False), folder, content_metadata=SHARDING)

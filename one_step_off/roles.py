@@ -1,16 +1,19 @@
 """Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import RolloutGroup, TrainGroup
+from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
@@ -132,9 +135,39 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def save_state(self, folder: str) -> None:
-        """Write the part of every role that learns into a checkpoint's folder."""
-        await asyncio.gather(*(self.groups[role].save_state(folder) for role in TRAINED if role in self.groups))
+    async def lost(self, error: Exception) -> bool:
+        """Whether the run ended because a process is gone or hangs, so that another life may do better."""
+        if isinstance(error, (ProcessDied, PhaseTimeout)):
+            return True
+        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
+        asked = (
+            within(PING_S, f"{role} {i}", named(f"{role} {i}", process.__ray_ready__.remote()))
+            for role, processes in everyone.items()
+            for i, process in enumerate(processes)
+        )
+        try:
+            await asyncio.gather(*asked)
+        except ProcessDied:  # whoever waited for it may have failed first
+            return isinstance(error, (RoleError, SyncError))
+        except PhaseTimeout:  # busy is not gone
+            pass
+        return False
+
+    async def end(self) -> None:
+        """End all processes and give their places back."""
+        # The engines have processes of their own, which end in good order only if asked.
+        with contextlib.suppress(Exception):
+            await self.roles.rollout.stop()
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
+            remove_placement_group(group)
+
+    async def save_state(self, folder: str) -> asyncio.Future:
+        """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
+        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TIMES = (
     "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s",
-    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/",
+    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/", "checkpoint/", "actor/sync_wait_s",
 )  # fmt: skip
 
 

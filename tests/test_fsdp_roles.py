@@ -128,6 +128,7 @@ def test_a_critic_goes_on_from_its_checkpoint(checkpoints, judge, single, tmp_pa
     worker = single(cfg, role="critic", cls=CriticWorker)
     worker.update(batch)
     worker.save_state(str(tmp_path))
+    worker.saved()
     worker.update(batch)
     want = whole(worker)
     again = single(cfg, role="critic", cls=CriticWorker)
