@@ -105,15 +105,23 @@ class RewardQueue:
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
         twice: once may have been another replica's sample."""
+        if (found := await self._answer(scorer, items)) is not None:
+            return found
+        while await self._answer(scorer, []) is None:  # or the next would be lost to the same death
+            await asyncio.sleep(0.2)
+        if deaths == 2 - len(items) == 1:
+            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
+            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
+        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+
+    async def _answer(self, scorer: Any, items: list[RewardItem]) -> list[Score | RewardError] | None:
+        """None: its process has died, and Ray is about to start it anew."""
         try:
             return await scorer.score_batch.remote(items)
         except Exception as e:
             if type(e).__name__ != "ActorUnavailableError":
                 raise
-        if deaths == 2 - len(items) == 1:
-            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
-            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
-        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+        return None
 
 
 class Others:

@@ -10,6 +10,7 @@ import json
 import random
 import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RoleError
 from one_step_off.replay import findings
-from one_step_off.rewards import RewardError, Scorer
+from one_step_off.rewards import RewardError, RewardItem, Scorer
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling
@@ -115,12 +116,13 @@ class Mortal:
     """A scorer whose process dies of some items, seen from outside: the call fails, and Ray starts it anew."""
 
     def __init__(self, deadly: set[int], gone: bool = False) -> None:
-        self.deadly, self.gone, self.deaths, self.score_batch = deadly, gone, 0, self
+        self.deadly, self.gone, self.deaths, self.starting, self.score_batch = deadly, gone, 0, 0, self
 
     async def remote(self, items):
         await asyncio.sleep(0)
-        if self.gone or any(i.index in self.deadly for i in items):
-            self.deaths += 1
+        killed = any(i.index in self.deadly for i in items)
+        self.deaths, self.starting = self.deaths + killed, 2 if killed else max(0, self.starting - 1)
+        if self.gone or self.starting:  # Ray refuses every call until the new process is there
             raise type("ActorDiedError" if self.gone else "ActorUnavailableError", (Exception,), {})("dead")
         return [float(i.index) for i in items]
 
@@ -128,15 +130,14 @@ class Mortal:
 @given(st.sets(st.integers(0, 19), max_size=4), st.integers(1, 3))
 @settings(max_examples=25)
 def test_only_who_kills_its_process_alone_and_again_is_to_blame(deadly, workers):
-    from one_step_off.rewards import RewardItem
-
     scorers = [Mortal(deadly) for _ in range(workers)]
 
     async def main():
         queue = RewardQueue(scorers)
         return await asyncio.gather(*(queue.score(RewardItem((0, 0), i, "q", "x", "1")) for i in range(20)))
 
-    found = asyncio.run(asyncio.wait_for(main(), 5))
+    with mock.patch("one_step_off.vllm_rollout.asyncio.sleep", lambda s, sleep=asyncio.sleep: sleep(0)):
+        found = asyncio.run(asyncio.wait_for(main(), 5))
     assert [f for i, f in enumerate(found) if i not in deadly] == [float(i) for i in range(20) if i not in deadly]
     assert all(isinstance(found[i], RewardError) and f"sample {i}: killed" in str(found[i]) for i in deadly)
     assert sum(s.deaths for s in scorers) <= 3 * len(deadly)
