@@ -34,6 +34,7 @@ from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, 
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
+from one_step_off.distributed_util import use_interface_towards
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
 from one_step_off.update_stats import Clock, Stats
@@ -72,6 +73,7 @@ class ModelWorker(UsageProbe):
             torch.cuda.set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
+        use_interface_towards(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
 

@@ -75,6 +75,8 @@ async def named(who: str, work: Awaitable[T]) -> T:
         if isinstance(cause, (StalenessError, SyncError)):
             raise type(cause)(f"{who}: {cause}") from e
         if type(e).__name__ in ("ActorDiedError", "ActorUnavailableError"):
+            if "its node has died" in str(cause):
+                who += ": its node is lost, or the network to it"
             pid = next((line.split()[-1] for line in lines if line.startswith("pid:")), "unknown")
             raise ProcessDied(f"{who}: its process died (pid {pid})") from e
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e

@@ -2,12 +2,15 @@
 
 or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py."""
 
+import errno
 import sys
 
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
+# A folder's or a disk's fault, which the user can mend.
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
 FLAGS = ("--dry-run", "--help", "-h", "--replay")
 
 
@@ -50,6 +53,11 @@ def _main(argv: list[str]) -> int:
     except ConfigError:
         raise
     except Exception as e:
+        if isinstance(e, OSError) and e.errno in NO_ROOM:
+            where = e.filename or f"trainer.output_dir={cfg.trainer.output_dir}"
+            raise ConfigError(
+                f"{where}: {e.strerror}; make room or let it be written to, or name another folder"
+            ) from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1
 
