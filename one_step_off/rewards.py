@@ -26,7 +26,7 @@ GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every functi
 RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
-GRACE_S = 1.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
+GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
 
 
 class RewardError(Exception):

@@ -67,7 +67,7 @@ class InProcess:
 
 def replica_of(said: str, on_error: str, loop: str = "single_turn", **changes: object) -> RolloutReplica:
     cfg = Config()
-    cfg.reward.function, cfg.reward.timeout_s, cfg.reward.on_error = f"{__name__}:misbehave", 0.1, on_error
+    cfg.reward.function, cfg.reward.timeout_s, cfg.reward.on_error = f"{__name__}:misbehave", 0.5, on_error
     cfg.agent.loop, cfg.agent.timeout_s, cfg.agent.tool_timeout_s = loop, 0.1, 0.1
     replica, tokenizer = RolloutReplica(cfg, 0, "cpu", [InProcess(cfg)]), tiny_qwen.build_tokenizer()
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import io
 import itertools
+import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,9 +17,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.fsdp_workers import WORKERS, CriticWorker
+from one_step_off.groups import merged
 from one_step_off.policy_losses import vanilla
+from one_step_off.replay import _replayed
 from one_step_off.samples import Batch
+from one_step_off.tracking import Tracker
 from tests.test_fsdp_workers import checkpoints, config, free_port, make_batch  # noqa: F401
 
 MARK = 77.0  # the advantage of the sample whose loss is to be no number
@@ -162,3 +170,35 @@ def test_a_critic_skips_too(checkpoints):  # noqa: F811
         assert (metrics["critic/skipped_updates"], metrics["critic/skipped_in_a_row"]) == (0, 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_replay_tells_what_it_finds(checkpoints, tmp_path):  # noqa: F811
+    """With one real rank; the whole command is in test_e2e_misbehaviour.py."""
+    cfg, path = config(checkpoints["tied"]), checkpoints["tied"]
+    worker = WORKERS["actor"](cfg, "actor", 0, 1, "cpu", total_steps=10)
+    worker.setup("127.0.0.1", free_port())
+
+    class Group:
+        async def log_prob(self, batch):
+            return merged([worker.log_prob(batch)])
+
+        async def update(self, batch):
+            return worker.update(batch)
+
+    batch, out = make_batch(path), io.StringIO()
+    batch.advantages[0][:] = np.nan
+    batch.samples[0].loss_mask[:] = True
+    batch.old_log_probs = batch.ref_log_probs = None
+    write_batch(batch, tmp_path / "step_000004")
+    team = SimpleNamespace(groups={"actor": Group()})
+    prepared = SimpleNamespace(resume_from=None, state=None)
+    try:
+        again = read_batch(tmp_path / "step_000004")
+        asyncio.run(_replayed(again, prepared, team, Tracker(str(tmp_path / "t"), 0, out=out)))
+    finally:
+        dist.destroy_process_group()
+    said = out.getvalue()
+    count = len(batch.samples[0].response_ids)
+    assert f"advantages: {count} of " in said and "ratio: 0 of" in said and "trainer's log-prob: 0 of" in said
+    assert "nan at prompt (0, 0), sample 0" in said
+    assert re.search(r"actor: actor/loss nan, actor/grad_norm nan, .*actor/skipped_updates 1,", said), said
