@@ -129,8 +129,7 @@ class Others:
 
     def __init__(self, limit_s: float) -> None:
         """`limit_s`: how long the loop's own code may take in one go."""
-        self.limit, self.begin, self.since = limit_s, time.monotonic(), time.monotonic()
-        self.busy, self.begun, self.failed = 0, [0, 0], []
+        self.limit, self.busy, self.begun, self.failed = limit_s, 0, [0, 0], []
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -148,7 +147,8 @@ class Others:
     async def watch(self, loop: Coroutine[Any, Any, Any]) -> Any:
         """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
         over and it asks for as much again. Then it is cancelled, and not waited for."""
-        task = asyncio.create_task(loop)
+        task, self.begin = asyncio.create_task(loop), time.monotonic()
+        self.since = self.begin
         try:
             while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
                 if (await asyncio.wait([task], timeout=self.limit))[0]:

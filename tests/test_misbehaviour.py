@@ -27,7 +27,7 @@ from one_step_off.replay import findings
 from one_step_off.rewards import RewardError, RewardItem, Scorer
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
-from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling
+from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Room, Sampling
 from tests.test_ray_trainer import World, build, train_all
 
 POLICIES = "stop", "zero", "drop"
@@ -251,6 +251,20 @@ def test_slow_generation_and_slow_scoring_are_not_the_loops_time(on_error):
     replica.rewards.score = lambda *args: slowly(scorer, *args)
     sample = sample_of(replica)
     assert sample.reward == 1.0 and sample.extra == {}
+
+
+def test_the_wait_for_a_place_is_not_the_loops_time():
+    replica = replica_of("fine", "stop")
+    replica.cfg.agent.timeout_s = replica.cfg.agent.tool_timeout_s = 0.02
+    replica.room, engine = Room(1), replica._generate
+
+    async def slowly(*args):
+        await asyncio.sleep(0.2)
+        return await engine(*args)
+
+    replica._generate = slowly
+    samples, _ = asyncio.run(replica.rollout([PROMPT], Sampling(6, 1.0, None)))
+    assert [s.reward for s in samples] == [1.0] * 6
 
 
 @pytest.mark.parametrize("on_error", POLICIES)
