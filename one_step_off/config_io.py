@@ -292,10 +292,9 @@ def resolved_yaml(cfg: Config) -> str:
     return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout)
 
 
-USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
+USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--replay FOLDER]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
-  all keys:          python -m one_step_off.main_ppo --help
-  an update that was skipped, once more:  ... config=FILE --replay OUTPUT_DIR/skipped/step_000012"""
+  all keys:          python -m one_step_off.main_ppo --help"""
 
 
 def help_text() -> str:

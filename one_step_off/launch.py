@@ -419,7 +419,7 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
         started = True
         await (alone or train)(prepared, team, tracker)
     except Exception as e:
-        if team and started and await team.lost(e):
+        if team and started and not alone and await team.lost(e):
             raise Died(str(e)) from e
         raise
     finally:

@@ -33,7 +33,7 @@ def findings(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[
     return lines
 
 
-async def _replayed(batch: Batch, prepared: launch.Prepared, team: Any, tracker: Tracker) -> None:
+async def _replayed(batch: Batch, prepared: "launch.Prepared", team: Any, tracker: Tracker) -> None:
     await launch.resume(prepared, team, tracker)
     mu, now = [s.log_probs for s in batch.samples], await team.groups["actor"].log_prob(batch)
     found = {"engine's log-prob": mu, "trainer's log-prob": now}

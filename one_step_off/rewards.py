@@ -26,7 +26,7 @@ GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every functi
 RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
-GRACE_S = 1.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
+GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
 
 
 class RewardError(Exception):
@@ -234,7 +234,7 @@ class Scorer:
             score = self._call_within_limit(item)
         except _TimeUp:
             score = None
-        except Exception as e:
+        except BaseException as e:  # exit() too: Ray would take it for the end of this actor
             score = RewardError(f"{who}: {e if type(e) is RewardError else f'raised {type(e).__name__}: {e}'}")
         # A function that swallowed the alarm (a bare `except:`) was late all the same.
         if score is None or time.monotonic() - start > limit:

@@ -105,15 +105,23 @@ class RewardQueue:
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
         twice: once may have been another replica's sample."""
+        if (found := await self._answer(scorer, items)) is not None:
+            return found
+        while await self._answer(scorer, []) is None:  # or the next would be lost to the same death
+            await asyncio.sleep(0.2)
+        if deaths == 2 - len(items) == 1:
+            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
+            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
+        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+
+    async def _answer(self, scorer: Any, items: list[RewardItem]) -> list[Score | RewardError] | None:
+        """None: its process has died, and Ray is about to start it anew."""
         try:
             return await scorer.score_batch.remote(items)
         except Exception as e:
             if type(e).__name__ != "ActorUnavailableError":
                 raise
-        if deaths == 2 - len(items) == 1:
-            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
-            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
-        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+        return None
 
 
 class Others:
@@ -121,8 +129,7 @@ class Others:
 
     def __init__(self, limit_s: float) -> None:
         """`limit_s`: how long the loop's own code may take in one go."""
-        self.limit, self.begin, self.since = limit_s, time.monotonic(), time.monotonic()
-        self.busy, self.begun, self.failed = 0, [0, 0], []
+        self.limit, self.busy, self.begun, self.failed = limit_s, 0, [0, 0], []
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
@@ -140,7 +147,8 @@ class Others:
     async def watch(self, loop: Coroutine[Any, Any, Any]) -> Any:
         """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
         over and it asks for as much again. Then it is cancelled, and not waited for."""
-        task = asyncio.create_task(loop)
+        task, self.begin = asyncio.create_task(loop), time.monotonic()
+        self.since = self.begin
         try:
             while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
                 if (await asyncio.wait([task], timeout=self.limit))[0]:

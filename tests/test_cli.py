@@ -306,3 +306,12 @@ def test_run_script_takes_folders_and_hub_ids(tmp_path: Path) -> None:
     for data in ("openai/gsm8k", "openai/gsm8k:main", "generator:word_problems"):
         args = would_train(tmp_path, 0, DATA=data)[1]
         assert f"data.train_files={data}" in args and f"data.val_files={data}" in args
+
+
+@pytest.mark.parametrize("folder", [[], ["no/such/folder"], ["{empty}"]])
+def test_a_replay_of_nothing_is_refused_in_one_line(folder, tmp_path, capsys):
+    argv = [TINY, f"trainer.output_dir={tmp_path}", "--replay", *(f.format(empty=tmp_path) for f in folder)]
+    assert main(argv) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: --replay ") and "OUTPUT_DIR/skipped/step_000012" in said and said.count("\n") == 1
+    assert not list(tmp_path.iterdir())

@@ -121,7 +121,7 @@ class Recorder(WORKERS["actor"]):
             # All ranks are to hold whole sums; the distributed optimiser needs only its part of them.
             chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(c, force_all_reduce=True)
 
-    def _clip_and_step(self, rate):
+    def _clip_and_step(self, rate, *broken):
         kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
         for p, _ in kept:
             p.data = p.main_grad
@@ -130,7 +130,7 @@ class Recorder(WORKERS["actor"]):
         self.gradients = [(dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent]
         for p, data in kept:
             p.data = data
-        return super()._clip_and_step(rate)
+        return super()._clip_and_step(rate, *broken)
 
 
 def sent_by(worker):

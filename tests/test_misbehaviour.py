@@ -8,7 +8,9 @@ import io
 import itertools
 import json
 import random
+import sys
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,10 +24,10 @@ from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RoleError
 from one_step_off.replay import findings
-from one_step_off.rewards import RewardError, Scorer
+from one_step_off.rewards import RewardError, RewardItem, Scorer
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
-from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Sampling
+from one_step_off.vllm_rollout import RewardQueue, RolloutReplica, Room, Sampling
 from tests.test_ray_trainer import World, build, train_all
 
 POLICIES = "stop", "zero", "drop"
@@ -41,7 +43,7 @@ def misbehave(response: str, **_: object) -> object:
     if response == "hang":
         time.sleep(30)
     if response == "exit":
-        raise KeyboardInterrupt
+        sys.exit(3)
     answers = {
         "nan": float("nan"),
         "inf": float("inf"),
@@ -65,7 +67,7 @@ class InProcess:
 
 def replica_of(said: str, on_error: str, loop: str = "single_turn", **changes: object) -> RolloutReplica:
     cfg = Config()
-    cfg.reward.function, cfg.reward.timeout_s, cfg.reward.on_error = f"{__name__}:misbehave", 0.1, on_error
+    cfg.reward.function, cfg.reward.timeout_s, cfg.reward.on_error = f"{__name__}:misbehave", 0.5, on_error
     cfg.agent.loop, cfg.agent.timeout_s, cfg.agent.tool_timeout_s = loop, 0.1, 0.1
     replica, tokenizer = RolloutReplica(cfg, 0, "cpu", [InProcess(cfg)]), tiny_qwen.build_tokenizer()
 
@@ -91,7 +93,7 @@ def sample_of(replica: RolloutReplica, sampling: Sampling | None = None, index: 
 
 
 @pytest.mark.parametrize("on_error", POLICIES)
-@pytest.mark.parametrize("how", ["raise", "hang", "nan", "inf", "none", "text", "list"])
+@pytest.mark.parametrize("how", ["raise", "hang", "exit", "nan", "inf", "none", "text", "list"])
 def test_every_way_in_which_a_reward_function_misbehaves(how, on_error):
     replica = replica_of(how, on_error)
     if on_error == "stop":
@@ -114,12 +116,13 @@ class Mortal:
     """A scorer whose process dies of some items, seen from outside: the call fails, and Ray starts it anew."""
 
     def __init__(self, deadly: set[int], gone: bool = False) -> None:
-        self.deadly, self.gone, self.deaths, self.score_batch = deadly, gone, 0, self
+        self.deadly, self.gone, self.deaths, self.starting, self.score_batch = deadly, gone, 0, 0, self
 
     async def remote(self, items):
         await asyncio.sleep(0)
-        if self.gone or any(i.index in self.deadly for i in items):
-            self.deaths += 1
+        killed = any(i.index in self.deadly for i in items)
+        self.deaths, self.starting = self.deaths + killed, 2 if killed else max(0, self.starting - 1)
+        if self.gone or self.starting:  # Ray refuses every call until the new process is there
             raise type("ActorDiedError" if self.gone else "ActorUnavailableError", (Exception,), {})("dead")
         return [float(i.index) for i in items]
 
@@ -127,15 +130,14 @@ class Mortal:
 @given(st.sets(st.integers(0, 19), max_size=4), st.integers(1, 3))
 @settings(max_examples=25)
 def test_only_who_kills_its_process_alone_and_again_is_to_blame(deadly, workers):
-    from one_step_off.rewards import RewardItem
-
     scorers = [Mortal(deadly) for _ in range(workers)]
 
     async def main():
         queue = RewardQueue(scorers)
         return await asyncio.gather(*(queue.score(RewardItem((0, 0), i, "q", "x", "1")) for i in range(20)))
 
-    found = asyncio.run(asyncio.wait_for(main(), 5))
+    with mock.patch("one_step_off.vllm_rollout.asyncio.sleep", lambda s, sleep=asyncio.sleep: sleep(0)):
+        found = asyncio.run(asyncio.wait_for(main(), 5))
     assert [f for i, f in enumerate(found) if i not in deadly] == [float(i) for i in range(20) if i not in deadly]
     assert all(isinstance(found[i], RewardError) and f"sample {i}: killed" in str(found[i]) for i in deadly)
     assert sum(s.deaths for s in scorers) <= 3 * len(deadly)
@@ -249,6 +251,20 @@ def test_slow_generation_and_slow_scoring_are_not_the_loops_time(on_error):
     replica.rewards.score = lambda *args: slowly(scorer, *args)
     sample = sample_of(replica)
     assert sample.reward == 1.0 and sample.extra == {}
+
+
+def test_the_wait_for_a_place_is_not_the_loops_time():
+    replica = replica_of("fine", "stop")
+    replica.cfg.agent.timeout_s = replica.cfg.agent.tool_timeout_s = 0.02
+    replica.room, engine = Room(1), replica._generate
+
+    async def slowly(*args):
+        await asyncio.sleep(0.2)
+        return await engine(*args)
+
+    replica._generate = slowly
+    samples, _ = asyncio.run(replica.rollout([PROMPT], Sampling(6, 1.0, None)))
+    assert [s.reward for s in samples] == [1.0] * 6
 
 
 @pytest.mark.parametrize("on_error", POLICIES)
