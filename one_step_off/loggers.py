@@ -12,13 +12,12 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_io import resolved_yaml
+from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
 RUN_ID_FILE = "wandb_run_id"
@@ -70,7 +69,7 @@ class Wandb:
                 resume=None if offline else "allow",
                 mode=cfg.logging.wandb_mode,
                 dir=str(folder),
-                config=asdict(cfg),
+                config=parsed(resolved_yaml(cfg))[0],
                 settings=settings,
             )
         except Exception as e:  # wandb has many, and each means that the user has to do something
