@@ -50,8 +50,7 @@ def _main(argv: list[str]) -> int:
         raise
     except Exception as e:
         if isinstance(e, OSError) and e.errno in NO_ROOM:
-            where = e.filename or f"trainer.output_dir={cfg.trainer.output_dir}"
-            raise ConfigError(f"{where}: {e.strerror}; make it writable, or name another folder") from e
+            raise ConfigError(f"{e.filename or cfg.trainer.output_dir}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1
 
