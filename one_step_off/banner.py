@@ -1,7 +1,9 @@
 """What a run says of itself before it starts and after it has ended, as (name, text) pairs for the screen."""
 
 import contextlib
+import os
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +91,19 @@ def _places(cfg: Config) -> Facts:
     evaluated = f" --val {max(numbered(folder, VAL), default=0)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
-        (any(folder.glob("tensorboard/*")), "tensorboard", f"tensorboard --logdir {events}"),
-        (any(folder.glob("wandb/offline-run-*")), "wandb", f"wandb sync {offline}/offline-run-*"),
-        (any(folder.glob("samples/*.jsonl")), "samples", f"python -m one_step_off.view {run}{evaluated}"),
+        (any(folder.glob("tensorboard/*")), "tensorboard", f"{interpreter()} -m tensorboard.main --logdir {events}"),
+        (any(folder.glob("wandb/offline-run-*")), "wandb", f"{interpreter()} -m wandb sync {offline}/offline-run-*"),
+        (any(folder.glob("samples/*.jsonl")), "samples", f"{interpreter()} -m one_step_off.view {run}{evaluated}"),
     ]
     if cfg.trainer.save_hf_model and not cfg.trainer.val_only and (folder / "hf_model").is_dir():
         places += [(True, "model", str(folder / "hf_model")), (True, "to go on", going_on(cfg))]
     return [(name, text) for there, name, text in places if there]
+
+
+def interpreter() -> str:
+    """This Python, in a shell's words that work where this run was started, without an activated environment."""
+    near = os.path.relpath(sys.executable)
+    return shlex.quote(sys.executable if near.startswith("..") else near)
 
 
 def going_on(cfg: Config) -> str:
@@ -103,4 +111,4 @@ def going_on(cfg: Config) -> str:
     folder = Path(cfg.trainer.output_dir)
     beside = folder.with_name(folder.name + "_next") if folder.name else "outputs/next"
     parts = f"config={folder / 'config.yaml'}", f"model.path={folder / 'hf_model'}", f"trainer.output_dir={beside}"
-    return shlex.join(["python", "-m", "one_step_off.main_ppo", *parts])
+    return f"{interpreter()} -m {shlex.join(['one_step_off.main_ppo', *parts])}"

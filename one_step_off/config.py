@@ -32,9 +32,7 @@ def shared(help: str, **bounds: Any) -> Any:
 class ModelConfig:
     """The policy."""
 
-    path: str = paths(
-        "", "HF model directory or hub id; tiny:qwen2, tiny:qwen3 or tiny:tools: a small warm-started one"
-    )
+    path: str = paths("", "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small warm-started one")
     dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
     trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
     attn_implementation: str = key("auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager")
@@ -87,9 +85,7 @@ class RolloutConfig:
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
     sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
-    routing: str = key(
-        "auto", "prompts to replicas; auto: static with seeds, so that runs repeat", choices="auto static least_loaded"
-    )
+    routing: str = key("auto", "prompts to replicas; auto: static with seeds", choices="auto static least_loaded")
     heartbeat_s: float = key(5.0, "seconds between two questions whether a replica is there", above=0.0)
     heartbeat_timeout_s: float = key(60.0, "a replica that does not answer for so long is started anew", above=0.0)
     progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
@@ -107,9 +103,7 @@ class BackendConfig:
     micro_batch_tokens: Optional[int] = shared("tokens per forward pass and rank", low=1)
     tensor_parallel_size: Optional[int] = shared("megatron: ranks that share each layer", low=1)
     pipeline_parallel_size: Optional[int] = shared("megatron: stages of layers", low=1)
-    virtual_pipeline_parallel_size: Optional[int] = key(
-        None, "megatron: parts of each stage; null: one (other roles: as the actor)", low=2
-    )
+    virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
     context_parallel_size: Optional[int] = shared("megatron: ranks that share each sequence", low=1)
     expert_parallel_size: Optional[int] = shared("megatron: ranks that share the experts", low=1)
     sequence_parallel: Optional[bool] = shared("megatron: split norms over the tensor-parallel ranks too")
@@ -207,9 +201,7 @@ class AlgorithmConfig:
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
     kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices="k1 k2 k3")
     old_log_probs: str = key("rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute")
-    rollout_correction: str = key(
-        "none", "weight by proximal/mu: tis truncates, mis/geo- mask", choices="none tis mis seq-tis seq-mis geo-mask"
-    )
+    rollout_correction: str = key("none", "weight by proximal/mu", choices="none tis mis seq-tis seq-mis geo-mask")
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
 
 
@@ -231,15 +223,9 @@ class RewardConfig:
 class AgentConfig:
     """Agent loops: how a prompt becomes a trajectory. data.max_response_length holds all its turns and tool outputs."""
 
-    loop: str = key(
-        "single_turn",
-        "single_turn, tool, retry_with_feedback, environment, or your own as module:Class; a row's column agent_loop "
-        "goes first",
-    )
+    loop: str = key("single_turn", "a loop of docs/agent_loop.md, or your own as module:Class; a row may name another")
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
-    tools: str = key(
-        "", "tools of the loop tool, with commas: calculator, python, your own as module:function, or mcp:URL"
-    )
+    tools: str = key("", "of the loop tool, with commas: calculator, python, your own as module:function, mcp:URL")
     max_turns: int = key(8, "turns of the model in one trajectory", low=1)
     max_turn_tokens: Optional[int] = key(None, "longest turn of the model, in tokens", low=1)
     timeout_s: float = key(600.0, "after this time a trajectory begins no new turn", above=0.0)

@@ -81,6 +81,18 @@ def show(value: Any) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
+_SECRET = re.compile(r"(://)[^/@\s]+@|([?&][\w.-]*(?:token|key|secret|password|sig)[\w.-]*=)[^&#\s'\"]+", re.I)
+
+
+def masked(text: str) -> str:
+    """A text without its secrets, each *** instead: of URLs the part before an @ and ?token=... and the like, and what
+    environment variables named as secrets hold."""
+    for name, value in os.environ.items():
+        if len(value) > 7 and re.search("(TOKEN|API_?KEY|SECRET|PASSWORD)$", name):
+            text = text.replace(value, "***")
+    return _SECRET.sub(lambda m: f"{m[1]}***@" if m[1] else f"{m[2]}***", text)
+
+
 def nearest(word: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
     """ "did you mean ...?" with the most similar name, or `otherwise` where none is similar."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
@@ -240,8 +252,8 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         yield f"reward_model.path={show(rm.path)}: goes with placement.roles.reward_model; set both or neither"
     if rm.path and rm.url:
         yield f"reward_model.url={show(rm.url)}: so is reward_model.path; set one of them"
-    if rm.url and not re.fullmatch(r"https?://[^\s/]+.*", rm.url):
-        yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..."
+    if rm.url and not re.fullmatch(r"https?://[^\s/*]+[^*]*", rm.url):
+        yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..., with its secret where that was masked"
     if cfg.reward.weight != 1 and not (rm.path or rm.url):
         alone = "weighs reward.function against a reward model, and there is none"
         yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"

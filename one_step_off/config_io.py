@@ -21,7 +21,7 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config import Config, ConfigError, settings_of
-from one_step_off.config_checks import MODEL_PARALLEL, nearest, resolved_device, show
+from one_step_off.config_checks import MODEL_PARALLEL, masked, nearest, resolved_device, show
 from one_step_off.cores import plan_cores
 
 # The types of the schema in words, as they complete "must be ...".
@@ -81,8 +81,7 @@ def find_key(dotted: str) -> Key:
         raise ConfigError(f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)")
     # The right name in the wrong section is worth more than a name that looks alike.
     same = [key.dotted for key in KEYS.values() if key.name == (name or section)]
-    known, sections = same or [*SECTIONS, *KEYS], f"use one of the sections {', '.join(SECTIONS)}"
-    hint = nearest(dotted.lower(), known, sections, 0.0 if same else 0.5)
+    hint = nearest(dotted.lower(), same or [*SECTIONS, *KEYS], f"use {', '.join(SECTIONS)}", 0.0 if same else 0.5)
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
 
 
@@ -90,27 +89,20 @@ _Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a k
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
 
 
-_MOST = 100_000  # values of one text; the longest config has a few hundred
-
-
-def _weigh(node: yaml.Node, known: dict[int, int]) -> int:
-    """How many values a node stands for, aliases written out. Raises one of _YAML_FAULTS: too many, or one that could not
-    be written down again."""
+def _weigh(node: yaml.Node, known: dict[int, int], most: int = 100_000) -> int:
+    """How many values a node stands for, aliases written out; the longest config has a few hundred. Raises YAMLError."""
     if id(node) not in known:
-        known[id(node)], value = _MOST, node.value  # as long as it is open: an alias of what it stands in has no end
-        if isinstance(value, str):
-            value.encode()
-        inner = (
-            [] if isinstance(value, str) else [n for part in value for n in (part if type(part) is tuple else [part])]
-        )
+        # As long as it is open there is no end to it: an alias of what it stands in.
+        scalar, known[id(node)] = isinstance(node.value, str), most
+        inner = itertools.chain(*(n if isinstance(n, tuple) else (n,) for n in node.value if not scalar))
         known[id(node)] = 1 + sum(_weigh(n, known) for n in inner)
-        if known[id(node)] > _MOST or (node.tag.endswith(":int") and len(value) > 3000):
+        if known[id(node)] > most or (scalar and node.tag.endswith(":int") and len(node.value) > 3000):
             problem = "an alias of what it stands in, or more than can be meant"
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     return known[id(node)]
 
 
-def _parsed(text: str) -> tuple[Any, Any]:
+def parsed(text: str) -> tuple[Any, Any]:
     """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
     if root := yaml.compose(text, _Loader):
         _weigh(root, {})
@@ -127,7 +119,7 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """What a file holds, and the lines of its sections and keys (for messages)."""
     try:
         with open(path, encoding="utf-8") as f:
-            value, root = _parsed(f.read())
+            value, root = parsed(f.read())
     except OSError as e:
         raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
     except _YAML_FAULTS as e:
@@ -185,7 +177,7 @@ def _from_argument(argument: str) -> tuple[str, Any, str]:
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
         try:
-            value, _ = _parsed(value)
+            value, _ = parsed(value)
         except _YAML_FAULTS as e:
             raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
     return dotted, value, ""
@@ -196,7 +188,7 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     inner, given = get_args(kind), value
     if isinstance(value, str) and kind not in (str, Any):  # as environment variables are
         with contextlib.suppress(*_YAML_FAULTS):
-            value, _ = _parsed(value)
+            value, _ = parsed(value)
     if kind is Any:
         return value
     if kind is str and type(value) in (str, int, float):
@@ -268,7 +260,7 @@ def load(argv: list[str]) -> Config:
     except (OmegaConfBaseException, ValueError, RecursionError) as e:
         name = getattr(e, "full_key", None) or "config"
         reason = " ".join(str(e).split("full_key")[0].split())
-        line = f"{name}: cannot be resolved: {reason}; quote it, or write the value itself"
+        line = f"{show(name)}: cannot be resolved: {reason}; quote it, or write the value itself"
         raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
     cfg = Config()
     for key in KEYS.values():
@@ -287,9 +279,9 @@ _Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{",
 
 
 def resolved_yaml(cfg: Config) -> str:
-    """The whole config as YAML that `load` reads back to an equal one."""
+    """The whole config as YAML that `load` reads back to an equal one, but for secrets, which are masked."""
     tree, layout = dataclasses.asdict(cfg), {"default_flow_style": False, "sort_keys": False, "width": 10**6}
-    return yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout)
+    return masked(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout))
 
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--replay FOLDER]

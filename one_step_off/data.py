@@ -233,9 +233,7 @@ def load_rows(
                 report.skip(where, str(e), cfg)
     if not rows and report.bad:
         where, reason = report.bad[0]
-        raise ConfigError(
-            f"data source {spec}: all {report.rows} rows are malformed; the first, {where}: {reason}; mend them"
-        )
+        raise ConfigError(f"data source {spec}: all {report.rows} rows are malformed; mend {where}: {reason}")
     return rows
 
 
@@ -299,8 +297,7 @@ def encode(
             report.overlong.append((row.where, len(ids)))
     if not prompts:
         shown = report.lines()
-        mend = "mend the rows, or raise data.max_prompt_length"
-        raise ConfigError(f"{shown[0]}: no prompt is left; {''.join(shown[1:2]).strip() or 'none came'}; {mend}")
+        raise ConfigError(f"{shown[0]}: no prompt is left; mend the rows{';'.join(['', *shown[1:2]])}")
     return prompts
 
 

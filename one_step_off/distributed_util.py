@@ -18,6 +18,7 @@ a tensor, send it, and gather the next hang when one rank's next gather is queue
 both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up all that is launched later.
 """
 
+import importlib
 import itertools
 import math
 import os
@@ -26,7 +27,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -50,6 +51,18 @@ def unpin() -> None:
     (`placement.pin_process`) the sync's threads are not: while one end of the stream works the other's core is free."""
     if cores := os.environ.get(ALL_CORES):
         os.sched_setaffinity(0, map(int, cores.split(",")))
+
+
+def open_store(host_name: str, port: int, world_size: Any = None, is_master: bool = False, **how: Any) -> dist.Store:
+    """A TCPStore whose server listens at its own address alone: torch's would at every one that the machine has."""
+    if is_master:
+        with suppress(OSError):  # not an address of this machine: torch's way
+            listener = socket.create_server((host_name, port))
+            port, how["master_listen_fd"] = listener.getsockname()[1], listener.detach()
+    return dist.TCPStore(host_name, port, world_size, is_master, **how)
+
+
+importlib.import_module("torch.distributed.rendezvous").TCPStore = open_store  # of init_process_group, vLLM's too
 
 
 def make_group(
@@ -201,7 +214,7 @@ class Sender(_End):
         super().__post_init__()
         self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
         limit = timedelta(seconds=self.timeout_s)
-        self.store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.address = (self.host, self.store.port)
         self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
         self.buffers: list[torch.Tensor] = []

@@ -120,13 +120,9 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
     lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
     lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
-        raise ConfigError(
-            f"{key}: {path!r} lacks {len(lacking)} weights (or their shapes differ), as {min(lacking)}; {mend}"
-        )
+        raise ConfigError(f"{key}: {path!r} lacks {len(lacking)} weights in their shapes, as {min(lacking)}; {mend}")
     if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
-        raise ConfigError(
-            f"{key}: {path!r} ({type(model).__name__}) has no linear head named {SCALAR_HEAD}; give another"
-        )
+        raise ConfigError(f"{key}: {path!r} ({type(model).__name__}) has no linear head {SCALAR_HEAD}; give another")
     if not scalar:
         check_layout(model, path)
         if on == "cpu":

@@ -30,8 +30,8 @@ from one_step_off import checkpoint
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of, tokenizer_of
-from one_step_off.config_checks import check_engine_names, resolved_device
+from one_step_off.config import Config, ConfigError, first_line, path_of, settings_of, tokenizer_of
+from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
@@ -84,6 +84,12 @@ def prepare(
             from one_step_off import tiny_qwen
 
             getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
+    for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
+        plain = type(getattr(cfg, role))()
+        if idle := [
+            f"{role}.{name}" for name, value in vars(getattr(cfg, role)).items() if value != getattr(plain, name)
+        ]:
+            say(f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles")
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -169,15 +175,14 @@ def check_weights(cfg: Config) -> None:
     from one_step_off import fsdp_model
 
     dtype, needs = getattr(torch, cfg.model.dtype), {}
+    seats = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
     for role in (role for role in cfg.placement.roles if role != "rollout" and os.path.isdir(path_of(cfg, role))):
-        own = settings_of(cfg, role)
-        if own.backend == "fsdp" and not cfg.model.trust_remote_code:  # the model's own code may need numbers
+        if settings_of(cfg, role).backend == "fsdp" and not cfg.model.trust_remote_code:  # its code may need numbers
             count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
-            trained = isinstance(own, TrainedConfig) and not (role == "actor" and cfg.model.lora_rank)
+            trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
             needs[role] = count * (16 if trained else dtype.itemsize)  # fp32: masters, gradients, AdamW's two states
             if role == "actor":
-                replicas = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
-                needs["rollout"] = replicas * (count * dtype.itemsize + (cfg.rollout.kv_cache_mb << 20))
+                needs["rollout"] = seats * (count * dtype.itemsize + (cfg.rollout.kv_cache_mb << 20))
     limits, total = [psutil.virtual_memory().total], sum(needs.values())
     with contextlib.suppress(OSError, ValueError):  # of a container; "max": none
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -317,6 +322,8 @@ def start_ray(cfg: Config) -> str:
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = bool(os.environ.get("RAY_ADDRESS"))
     try:
         return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
@@ -560,6 +567,6 @@ def report_failure(cfg: Config, error: Exception) -> str:
     path = Path(cfg.trainer.output_dir) / "error.log"
     with contextlib.suppress(OSError):  # perhaps what ended the run: there is no more room
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
-        path.write_text("".join(traceback.format_exception(error)))
+        path.write_text(masked("".join(traceback.format_exception(error))))
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
-    return "\n  ".join(said + getattr(error, "__notes__", []))
+    return masked("\n  ".join(said + getattr(error, "__notes__", [])))

@@ -12,13 +12,12 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from one_step_off.config import Config, ConfigError
-from one_step_off.config_io import resolved_yaml
+from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
 RUN_ID_FILE = "wandb_run_id"
@@ -65,7 +64,7 @@ class Wandb:
             # Offline there is nothing to ask; runs of one id become one when they are sent.
             how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
             where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
-            self.run = wandb.init(config=asdict(cfg), settings=settings, **how, **where)
+            self.run = wandb.init(config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where)
         except Exception as e:  # wandb has many, and each means that the user has to do something
             why = " ".join(str(e).split()) or type(e).__name__
             mend = "run `wandb login`, or set logging.wandb_mode=offline"

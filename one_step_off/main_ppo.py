@@ -6,7 +6,7 @@ import errno
 import sys
 
 from one_step_off.config import ConfigError
-from one_step_off.config_checks import validate
+from one_step_off.config_checks import masked, validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
 # A folder's or a disk's fault, which the user can mend.
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
         return _main(argv)
     except ConfigError as e:
         # Wherever it comes from, the user gets one line: other programs' messages may hold more.
-        print("error: " + " ".join(str(e).split()), file=sys.stderr)
+        print("error: " + masked(" ".join(str(e).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -54,10 +54,7 @@ def _main(argv: list[str]) -> int:
         raise
     except Exception as e:
         if isinstance(e, OSError) and e.errno in NO_ROOM:
-            where = e.filename or f"trainer.output_dir={cfg.trainer.output_dir}"
-            raise ConfigError(
-                f"{where}: {e.strerror}; make room or let it be written to, or name another folder"
-            ) from e
+            raise ConfigError(f"{e.filename or cfg.trainer.output_dir}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1
 

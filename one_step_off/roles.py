@@ -68,7 +68,7 @@ class Spawned:
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
-        self.env = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if self.host and device == "cpu" else {})
+        self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}

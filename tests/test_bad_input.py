@@ -67,11 +67,11 @@ FILES = [
     ("a float of 5000 digits", f"actor: {{lr: 0x{'f' * 5000}}}\n", ["x.yaml", "more than can be meant"]),
     ("not a number", "algorithm: {gamma: .nan}\n", ["algorithm.gamma=nan", "at least 0"]),
     ("infinite", "actor: {grad_clip: .inf}\n", ["actor.grad_clip=inf", "at most"]),
-    ("half a character", 'data: {instruction: "\\ud800"}\n', ["x.yaml", "surrogates not allowed", "mend the file"]),
+    ("half a character", 'data: {instruction: "\\ud800"}\n', ["its text is not valid Unicode", "mend"]),
     (
         "half a character within",
         'reward: {kwargs: {a: ["\\udfff"]}}\n',
-        ["x.yaml", "surrogates not allowed", "mend the file"],
+        ["reward.kwargs", "remove them"],
     ),
     ("zero byte in a path", 'data: {train_files: "a\\0.jsonl"}\n', ["data.train_files=a\\x00.jsonl", "no such file"]),
     ("zero byte in the model", 'model: {path: "/m\\0"}\n', ["model.path=/m\\x00", "check the path"]),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
+import sys
 
-from one_step_off.banner import count, end_facts, going_on, start_facts
+from one_step_off.banner import count, end_facts, going_on, interpreter, start_facts
 from one_step_off.config import Config
 from one_step_off.config_io import load, resolved_yaml
 from tests.conftest import tiny_config
@@ -61,7 +63,7 @@ def test_the_end(tmp_path):
     assert facts["whole run"] == "40 steps in 74 s"
     assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
     assert facts["model"] == f"{tmp_path}/my run/hf_model" and "to go on" in facts and "samples" in facts
-    assert facts["tensorboard"] == f"tensorboard --logdir '{tmp_path}/my run/tensorboard'"
+    assert facts["tensorboard"] == f"{interpreter()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
     on_gpus = dict(end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg))
     assert on_gpus["MFU"] == "rollout 5.0%, trainer 40.0% of NVIDIA H100 in bf16" and "GFLOP/s" not in on_gpus
 
@@ -101,8 +103,11 @@ def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
     )
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "config.yaml").write_text(resolved_yaml(cfg))
-    python, module, *arguments = shlex.split(going_on(cfg))[1:]
-    assert (python, module) == ("-m", "one_step_off.main_ppo")
+    python, option, module, *arguments = shlex.split(going_on(cfg))
+    assert (option, module) == ("-m", "one_step_off.main_ppo")
+    # It works where it is printed, with no environment activated.
+    said = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, env={})
+    assert said.stdout.strip() == sys.prefix
     again = load(arguments)
     assert again.model.path == str(tmp_path / "a run" / "hf_model")
     assert again.trainer.output_dir == str(tmp_path / "a run_next")

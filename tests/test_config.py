@@ -57,7 +57,7 @@ BAD = [
     (["actr.lr=1"], ["actr.lr", "did you mean actor.lr?"]),
     (["lr=1"], ["lr", "did you mean actor.lr?"]),
     (["rollout.staleness=0"], ["rollout.staleness", "did you mean pipeline.staleness?"]),
-    (["zzz=1"], ["zzz", "use one of the sections", "model"]),
+    (["zzz=1"], ["zzz", "use model, data"]),
     (["actor=1"], ["actor", "a section", "actor.KEY=VALUE"]),
     (["actor.=1"], ["actor.", "section"]),
     (["actor.lr.x=1"], ["actor.lr.x", "did you mean actor.lr?"]),

@@ -210,7 +210,7 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     [
         ("", {}, "holds no rows; give another"),
         ("\n\n", {}, "holds no rows"),
-        ("nonsense\nmore", {}, "all 2 rows are malformed; the first, .*:1: not valid JSON"),
+        ("nonsense\nmore", {}, "all 2 rows are malformed; mend .*:1: not valid JSON"),
         ('{"question": "a", "answer": "2"}', {}, "all 1 rows are malformed"),
         ('{"q": 1, "a": 2}', {}, r"found the columns q, a; .*question\+answer or prompt\+reward_model"),
         (json.dumps(GOOD), {"format": "messages"}, r"question, answer; .*needs prompt\+reward_model"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +102,30 @@ def evaluate_only(model: str, folder: Path) -> None:
     assert last["val/pass@1"] <= last["val/pass@4"] and last["val/other/response_length"] <= 24
 
 
+@contextlib.contextmanager
+def listeners() -> Iterator[dict[str, set[str]]]:
+    """At which addresses this process and all below it listen meanwhile, and who."""
+    found: dict[str, set[str]] = {}
+    over, me = threading.Event(), psutil.Process()
+    before = {c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN}  # inherited ones, say
+
+    def look() -> None:
+        while not over.wait(0.5):
+            for process in [me, *me.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    for c in process.net_connections("inet"):
+                        if c.status == psutil.CONN_LISTEN and c.laddr not in before:
+                            found.setdefault(c.laddr.ip, set()).add(" ".join(process.cmdline())[:80])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        thread.join()
+
+
 def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
     from transformers import AutoModelForCausalLM
@@ -107,7 +134,9 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
 
     first = tmp_path / "first"
     cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4})
-    assert launch.run(cfg) == 0
+    with listeners() as found:
+        assert launch.run(cfg) == 0
+    assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
     metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
     assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]

@@ -210,8 +210,7 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
 
         threading.Thread(target=answer, daemon=True).start()
         launch.require_cluster(f"127.0.0.1:{s.getsockname()[1]}")
-    for found_by_ray in ("auto", "ray://somewhere:10001"):
-        launch.require_cluster(found_by_ray)
+    launch.require_cluster("auto")  # Ray finds it
 
 
 def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
