@@ -193,8 +193,7 @@ class Pipeline:
         path, size = await written
         seconds = time.perf_counter() - begin
         self.tracker.spans |= {"checkpoint/write_s": seconds, "checkpoint/bytes": float(size)}
-        self.tracker.trace("checkpoint", "write", step, begin + self.tracker.epoch, time.time())
-        took = f"{size / 1e6:,.1f} MB in {seconds:.2f} s, of which training waited {stall:.2f} s"
+        took = f"{size / 1e6:,.1f} MB in {seconds:.2f} s, training waited {stall:.2f} s"
         self.tracker.say(f"checkpoint of step {step} in {path} ({took})")
 
     async def _finish(self, version: int) -> None:

@@ -114,7 +114,7 @@ def test_a_torn_file_is_named(run, name):
     file = run[1] / name
     size = file.stat().st_size
     os.truncate(file, size // 2)
-    how = "" if name == "manifest.json" else f"its bytes: {size // 2:,}, but {size:,} when it was written"
+    how = "" if name == "manifest.json" else f"its bytes: {size // 2}, but {size} when it was written"
     assert_refused(run, f"{name}: {how}")
 
 
@@ -123,7 +123,7 @@ def test_a_missing_file_is_named(run, name):
     file = run[1] / name
     size = file.stat().st_size
     file.unlink()
-    assert_refused(run, name + (": FileNotFound" if "manifest" in name else f": its bytes: none, but {size:,} when"))
+    assert_refused(run, name + (": FileNotFound" if "manifest" in name else f": its bytes: none, but {size} when"))
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -158,7 +158,7 @@ def test_a_file_that_cannot_be_read_is_named(run, monkeypatch):
 def test_another_format_is_named(run):
     file = run[1] / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3}))
-    assert_refused(run, "manifest.json: it has format 3, and this version of one_step_off reads 2")
+    assert_refused(run, "it has format 3, and this version of one_step_off reads 2")
 
 
 def test_another_model_is_named(run, checkpoints):  # noqa: F811
@@ -183,7 +183,7 @@ def test_other_adapters_are_an_error_not_a_reason_to_go_back(run, key, value):
     cfg, path = run
     setattr(cfg.model, key, value)
     said: list[str] = []
-    with pytest.raises(ConfigError, match=rf"model.{key}={value}: the checkpoint {path} was made with"):
+    with pytest.raises(ConfigError, match=rf"model.{key}={value}: checkpoint {path} was made with"):
         checkpoint.find(cfg, said.append)
     assert not said
 
@@ -392,7 +392,7 @@ def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_
     found = checkpoint.finished(tmp_path / "checkpoints")[-1]
     assert found.name == "step_000006" and checkpoint.read_state(found)["incarnation"] == 0
     said = pipeline.tracker.screen.out.getvalue() if hasattr(pipeline.tracker.screen, "out") else ""
-    assert not said or "of which training waited" in said
+    assert not said or "training waited" in said
 
 
 def test_a_stop_waits_until_the_checkpoint_is_written(tmp_path):
