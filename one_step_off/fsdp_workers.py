@@ -338,7 +338,7 @@ class TrainedWorker(ModelWorker):
 
     def load_state(self, folder: str) -> None:
         """Go to the state that `save_state` wrote, on this or another number of ranks (collective); a rank that there
-        was none of begins with random numbers of its own. Raises ConfigError: the checkpoint is of another model or
+        was none of keeps the random numbers of a new run. Raises ConfigError: the checkpoint is of another model or
         cannot be read."""
         mine, first = (os.path.join(folder, f"{self.role}_rank_{rank}.npz") for rank in (self.rank, 0))
         same_ranks = os.path.exists(mine)
@@ -358,9 +358,6 @@ class TrainedWorker(ModelWorker):
             torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:
                 torch.cuda.set_rng_state(torch.from_numpy(own["cuda_rng"]))
-        else:
-            own = np.random.SeedSequence((self.cfg.trainer.seed, self.rank, self.version))
-            torch.manual_seed(int(own.generate_state(1)[0]))
 
 
 class PolicyWorker(TrainedWorker):

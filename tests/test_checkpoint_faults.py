@@ -21,10 +21,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from one_step_off import checkpoint
+from one_step_off import checkpoint, launch, main_ppo
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.ray_trainer import Stopped
+from tests.conftest import tiny_config
 from tests.test_checkpoint import save
 from tests.test_fsdp_workers import checkpoints, config, make_batch, one_thread, single, whole  # noqa: F401
 from tests.test_ray_trainer import World, build
@@ -33,6 +34,8 @@ FILES = [
     "manifest.json", "state.json", "samples.npz", "samples.jsonl", "actor_rank_0.npz", "actor/.metadata",
     "actor/__0_0.distcp",
 ]  # fmt: skip
+
+OF_RUN = ["config=config/gsm8k_tiny_cpu.yaml", "model.dtype=float32", "data.train_batch_size=4", "rollout.n=4"]
 
 
 class Evil:
@@ -188,6 +191,23 @@ def test_other_adapters_are_an_error_not_a_reason_to_go_back(run, key, value):
     assert not said
 
 
+def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
+    cfg = tiny_config(models(), str(tmp_path))
+    prepared = launch.prepare(cfg, lambda line: None)
+    for step in (1, 2):
+        path = save(cfg, step, stream=prepared.data.stream.state_dict())
+    os.truncate(path / "actor" / "__0_0.distcp", 1024)
+    said: list[str] = []
+    assert launch.prepare(cfg, said.append).resume_from == path.parent / "step_000001"
+    assert any("warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line for line in said)
+    line = [*OF_RUN, f"model.path={models()}", f"trainer.output_dir={tmp_path}", f"trainer.resume={path}"]
+    assert main_ppo.main(line) == 2
+    assert (
+        f"error: trainer.resume={path}: checkpoint {path}: actor/__0_0.distcp: its bytes: 1024"
+        in capsys.readouterr().err
+    )
+
+
 # ---- pickles ----------------------------------------------------------------------------------------------------
 
 
@@ -234,20 +254,21 @@ def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):
 # ---- random numbers ---------------------------------------------------------------------------------------------
 
 
-def test_ranks_go_on_with_their_random_numbers_and_new_ones_begin_with_their_own(run, single):  # noqa: F811
+def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run, single):  # noqa: F811
     cfg, path = run
     worker = single(cfg)
     torch.manual_seed(11)
     worker.save_state(str(path))
     worker.saved()
     want, drawn = torch.rand(3), []
-    for rank in (0, 1, 2, 2):
+    for rank in (0, 1):
         torch.manual_seed(0)
         worker.rank = rank  # as on more ranks than it was saved by
         worker.load_state(str(path))
         drawn.append(torch.rand(3))
-    assert torch.equal(drawn[0], want) and torch.equal(drawn[2], drawn[3])
-    assert not any(torch.equal(a, b) for a, b in ((drawn[0], drawn[1]), (drawn[1], drawn[2])))
+    torch.manual_seed(0)
+    assert torch.equal(drawn[0], want) and torch.equal(drawn[1], torch.rand(3))
+    assert (worker.version, worker.optimizer_steps) == (0, 0)
 
 
 # ---- writing ----------------------------------------------------------------------------------------------------
