@@ -35,7 +35,13 @@ FILES = [
     "actor/__0_0.distcp",
 ]  # fmt: skip
 
-OF_RUN = ["config=config/gsm8k_tiny_cpu.yaml", "model.dtype=float32", "data.train_batch_size=4", "rollout.n=4"]
+OF_RUN = [
+    "config=config/gsm8k_tiny_cpu.yaml",
+    "model.dtype=float32",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=4",
+    "rollout.n=4",
+]
 
 
 class Evil:
