@@ -4,13 +4,12 @@ That is the trainer at v(N) and, one step off, the finished samples of step N (m
 anywhere) and the data position after them: both are there after these samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
-        state.json        format, step, incarnation, data position, evaluation not yet in a row; the keys it depends on,
-                          and the name and shape of every parameter
+        state.json        step, incarnation, data position, evaluation not yet in a row; the keys it depends on
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the rest of each sample
         actor/ ...        of each role that learns: weights and optimiser, by torch's distributed checkpoint or Megatron's
         actor_rank_0.npz  counters and RNG state of each of its ranks
-        manifest.json     size and checksum (XXH3-128) of every other file
+        manifest.json     format, size and checksum (XXH3-128) of every other file, name and shape of every parameter
 
 It is written beside its place and renamed, so it is there whole or not at all: the trainers copy their state and go on,
 and write while they train. Before a run goes on from it every file is compared with the manifest, and no pickle is read

@@ -8,6 +8,7 @@ import numpy as np
 import ray
 
 from agent_loop.tools import LISTED
+from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup
@@ -28,7 +29,6 @@ ENGINE_ENV = {
     "cpu": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     "cuda": {},
 }
-TRAINED = ("actor", "critic")
 
 
 def worker_class(cfg: Config, role: str) -> type:
