@@ -4,13 +4,12 @@ That is the trainer at v(N) and, one step off, the finished samples of step N (m
 anywhere) and the data position after them: both are there after these samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
-        state.json        format, step, incarnation, data position, evaluation not yet in a row; the keys it depends on,
-                          and the name and shape of every parameter
+        state.json        step, incarnation, data position, evaluation not yet in a row; the keys it depends on
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the rest of each sample
         actor/ ...        of each role that learns: weights and optimiser, by torch's distributed checkpoint or Megatron's
         actor_rank_0.npz  counters and RNG state of each of its ranks
-        manifest.json     size and checksum (XXH3-128) of every other file
+        manifest.json     format, size and checksum (XXH3-128) of every other file, name and shape of every parameter
 
 It is written beside its place and renamed, so it is there whole or not at all: the trainers copy their state and go on,
 and write while they train. Before a run goes on from it every file is compared with the manifest, and no pickle is read
@@ -45,10 +44,6 @@ REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
 FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype", "agent.loop")
 FIXED_KEYS += ("model.lora_rank", "model.lora_alpha", "model.lora_target_modules")
-
-
-class BadCheckpoint(ConfigError):
-    """A checkpoint that no setting makes good: torn, of another model, of another format."""
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
@@ -87,19 +82,15 @@ def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | 
     found = {"auto": finished(folder_of(cfg))[::-1], "never": []}.get(wish, [Path(wish)])
     model = shapes(cfg) if found else {}
     for path in found:
-        try:
-            verify(path, model)
-        except BadCheckpoint as e:
+        if fault := fault_of(path, model):
             if path == found[-1]:
-                mend = f"name a good one, as OUTPUT_DIR/checkpoints/step_000050, in trainer.resume, or {anew}"
-                raise ConfigError(f"trainer.resume={wish}: {e}; {mend}") from e
-            say(f"warning: {e}; the one before it is taken")
+                raise ConfigError(f"trainer.resume={wish}: checkpoint {path}: {fault}; name a good one, or {anew}")
+            say(f"warning: checkpoint {path}: {fault}; the one before it is taken")
             continue
         made_with = read_state(path)["fixed"]
         for key, value in fixed_keys(cfg).items():
-            if made_with.get(key, "none") != value:
-                what = f"{key}={value}: the checkpoint {path} was made with {made_with.get(key, 'none')}"
-                raise ConfigError(f"{what}; resume with that value, or {anew}")
+            if (made := made_with.get(key, "none")) != value:
+                raise ConfigError(f"{key}={value}: checkpoint {path} was made with {made}; resume with it, or {anew}")
         return path
     return None
 
@@ -109,19 +100,11 @@ def read_state(path: Path) -> dict[str, Any]:
     return json.loads((path / "state.json").read_text())
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-def sealed(path: Path, sync: bool = False) -> dict[str, dict[str, Any]]:
-    """Bytes and XXH3-128 of every file but the manifest; with `sync` they are on the disk by then."""
+def sealed(path: Path) -> dict[str, dict[str, Any]]:
+    """Bytes and XXH3-128 of every file but the manifest."""
     files = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and p.name != MANIFEST}
 
     def checksum(file: Path) -> str:
-        if sync:
-            _sync(file)
         with open(file, "rb") as f:
             return hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
 
@@ -130,34 +113,31 @@ def sealed(path: Path, sync: bool = False) -> dict[str, dict[str, Any]]:
     return {"bytes": {name: p.stat().st_size for name, p in files.items()}, "checksum": checksums}
 
 
-def verify(path: Path, model: dict[str, list[int]]) -> None:
-    """Compare every file with the manifest, and the trainers' parameters with `model`, where both are known (see
-    `shapes`). Raises BadCheckpoint: names the file and the difference."""
+def fault_of(path: Path, model: dict[str, list[int]]) -> str | None:
+    """What is wrong with a checkpoint, whatever the settings: which file differs from the manifest, or which parameter
+    from `model`, where both are known (see `shapes`); or which holds a pickle that has no place there."""
     from one_step_off import safe_reading
 
     at = MANIFEST
     try:
-        manifest = json.loads((path / MANIFEST).read_text())
+        at, manifest = "its files", json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
-            raise ValueError(f"it has format {manifest['format']}, and this version of one_step_off reads {FORMAT}")
-        at = "its files"
+            return f"it has format {manifest['format']}, and this version of one_step_off reads {FORMAT}"
         for kind, now in (sealed(path) | {"shape": manifest["shape"] and model}).items():
             then = manifest[kind] if now else {}
             for at in sorted(n for n in now.keys() | then.keys() if now.get(n) != then.get(n)):
-                here, was = (f"{x:,}" if isinstance(x, int) else x or "none" for x in (now.get(at), then.get(at)))
-                raise ValueError(f"its {kind}: {here}, but {was} when it was written")
+                return f"{at}: its {kind}: {now.get(at, 'none')}, but {then.get(at, 'none')} when it was written"
         for at in (name for name in manifest["bytes"] if name.endswith(".metadata")):
-            safe_reading.check(path / at)
+            safe_reading.check(str(path / at))
     except Exception as e:  # broken bytes end in errors of any kind
-        reason = first_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {first_line(e)}"
-        raise BadCheckpoint(f"checkpoint {path}: {at}: {reason}") from e
+        return f"{at}: {type(e).__name__}: {first_line(e)}"
+    return None
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
     """`samples.npz` and `samples.jsonl`."""
     arrays = {name: np.concatenate([getattr(s, name) for s in samples]).astype(d) for name, d in ARRAYS.items()}
-    for name in ("prompt", "response"):
-        arrays[f"{name}_lengths"] = np.array([len(getattr(s, f"{name}_ids")) for s in samples])
+    arrays |= {f"{n}_lengths": np.array([len(getattr(s, f"{n}_ids")) for s in samples]) for n in ("prompt", "response")}
     np.savez(folder / "samples.npz", **arrays)
     rows = (json.dumps({name: getattr(s, name) for name in REST}) + "\n" for s in samples)
     (folder / "samples.jsonl").write_text("".join(rows))
@@ -192,6 +172,12 @@ def read_batch(folder: Path) -> Batch:
     return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
 
 
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
 class Checkpointer:
     """Writes checkpoints of one run. The last `trainer.keep_checkpoints` stay, and the best by `trainer.keep_best`."""
 
@@ -203,8 +189,7 @@ class Checkpointer:
 
     def is_due(self, step: int) -> bool:
         """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
-        freq = self.cfg.trainer.save_freq
-        return freq > 0 and step > 0 and step % freq == 0
+        return self.cfg.trainer.save_freq > 0 and step > 0 and step % self.cfg.trainer.save_freq == 0
 
     @property
     def in_use(self) -> bool:
@@ -234,9 +219,9 @@ class Checkpointer:
 
     def _commit(self, work: Path, scores: dict[str, float]) -> tuple[Path, int]:
         """Everything onto the disk, then the rename; then remove what need not stay. `scores`: by folder."""
-        manifest = {"format": FORMAT, "shape": self.model} | sealed(work, sync=True)
+        manifest = {"format": FORMAT, "shape": self.model} | sealed(work)
         (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
-        for path in {work / MANIFEST, work, *((work / name).parent for name in manifest["bytes"])}:
+        for path in (*work.rglob("*"), work):
             _sync(path)
         target = self.folder / work.stem[1:]
         shutil.rmtree(target, ignore_errors=True)

@@ -137,10 +137,10 @@ def _run(cfg: Config) -> Iterator[str]:
         yield f"{wanted}: nothing to evaluate on; set data.val_files"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
-    best = re.fullmatch(r"val/(?:(.+)/)?(?:reward|(?:avg|pass)@\d+)", t.keep_best or "val/reward")
-    if not best or best[1] not in (None, *cfg.data.val_sets) or (t.keep_best and t.test_freq < 1):
-        scores = "val/reward, val/pass@K, or val/SET/reward of a set in data.val_sets"
-        yield f"trainer.keep_best={show(t.keep_best)}: trainer.test_freq={t.test_freq} finds no such score; set both: {scores}"
+    score = rf"val/(({'|'.join(map(re.escape, cfg.data.val_sets))})/)?(reward|(avg|pass)@\d+)"
+    if t.keep_best and (t.test_freq < 1 or not re.fullmatch(score, t.keep_best)):
+        mend = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
+        yield f"trainer.keep_best={t.keep_best}: no score of trainer.test_freq={t.test_freq}; {mend}"
     if (t.total_steps is None) == (t.total_epochs is None):
         both = f"trainer.total_steps={show(t.total_steps)} and trainer.total_epochs={show(t.total_epochs)}"
         yield f"{both}: one must be set, the other null"

@@ -16,7 +16,6 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -322,7 +320,7 @@ class TrainedWorker(ModelWorker):
         model = state_dict.get_model_state_dict(self.model)
         return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
 
-    def _write_state(self, folder: str) -> Future | None:
+    def _write_state(self, folder: str) -> Any:
         """Copy the state to host memory and write it meanwhile; None: it is written already."""
         return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._writers)
 
@@ -353,11 +351,11 @@ class TrainedWorker(ModelWorker):
 
     def load_state(self, folder: str) -> None:
         """Go to the state that `save_state` wrote, on this or another number of ranks (collective); a rank that there
-        was none of begins with random numbers of its own. Raises ConfigError: the checkpoint is of another model or
+        was none of keeps the random numbers of a new run. Raises ConfigError: the checkpoint is of another model or
         cannot be read."""
         mine, first = (os.path.join(folder, f"{self.role}_rank_{rank}.npz") for rank in (self.rank, 0))
         same_ranks = os.path.exists(mine)
-        os.environ[safe_reading.WEIGHTS_ONLY] = "1"
+        os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         try:
             safe_reading.check(os.path.join(folder, self.role, ".metadata"))
             self._read_state(os.path.join(folder, self.role))
@@ -367,15 +365,12 @@ class TrainedWorker(ModelWorker):
             part = f"the part of the {self.role} does not fit its model ({_reason(e)})"
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         finally:
-            del os.environ[safe_reading.WEIGHTS_ONLY]
+            del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:
                 torch.cuda.set_rng_state(torch.from_numpy(own["cuda_rng"]))
-        else:
-            name = f"{self.cfg.trainer.seed} {self.role} {self.rank} {self.version}"
-            torch.manual_seed(xxhash.xxh3_64_intdigest(name.encode()))
 
 
 class PolicyWorker(TrainedWorker):
@@ -574,8 +569,6 @@ class RewardModelWorker(ModelWorker):
 
 class ActorWorker(SendingEnd, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
-
-    threads = SendingEnd.threads | PolicyWorker.threads
 
 
 WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}

@@ -220,11 +220,10 @@ class Pipeline:
 
     async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
         path, size = await written
-        seconds = time.perf_counter() - begin
-        self.tracker.spans |= {"checkpoint/write_s": seconds, "checkpoint/bytes": float(size)}
-        self.tracker.trace("checkpoint", "write", step, begin + self.tracker.epoch, time.time())
-        took = f"{size / 1e6:,.1f} MB in {seconds:.2f} s, of which training waited {stall:.2f} s"
-        self.tracker.say(f"checkpoint of step {step} in {path} ({took})")
+        took = time.perf_counter() - begin
+        self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
+        waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
+        self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""

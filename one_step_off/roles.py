@@ -11,6 +11,7 @@ from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
+from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
@@ -31,7 +32,6 @@ ENGINE_ENV = {
     "cpu": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     "cuda": {},
 }
-TRAINED = ("actor", "critic")
 
 
 def worker_class(cfg: Config, role: str) -> type:

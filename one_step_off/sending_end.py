@@ -19,7 +19,7 @@ from one_step_off.workers import WeightPiece
 class SendingEnd:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
 
-    threads = {"sync": 1}
+    threads = {"sync": 1, "saving": 1}
     released = -1  # the version that need not be read any more
 
     @ray.method(concurrency_group="sync")
