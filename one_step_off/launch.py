@@ -32,6 +32,7 @@ from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError, first_line, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
+from one_step_off.leftovers import swept
 from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -404,7 +405,8 @@ def run(cfg: Config) -> int:
         write_run_folder(prepared)
         tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
         observe(prepared, tracker, wandb)
-        _run_on_ray(prepared, tracker)
+        with swept():
+            _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 

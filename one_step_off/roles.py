@@ -11,6 +11,7 @@ from agent_loop.tools import LISTED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import RolloutGroup, TrainGroup
+from one_step_off.leftovers import RUN
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
@@ -65,6 +66,7 @@ class Spawned:
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"GLOO_SOCKET_IFNAME": "lo"} if self.host and device == "cpu" else {})
+        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}

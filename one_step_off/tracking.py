@@ -79,10 +79,15 @@ class Tracker:
         kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
         kept["evaluations.jsonl"] = self.evaluations
-        for name in (*kept, "summary.json", "error.log", *(() if step else ("timeline.json",))):
-            (self.folder / name).unlink(missing_ok=True)
+        new = self.folder / ".rows"
         for name, rows in kept.items():
-            self._append(name, *rows)
+            new.unlink(missing_ok=True)
+            self._append(new.name, *rows)
+            if rows:  # whole at any moment: this may be killed
+                new.replace(self.folder / name)
+        emptied = (name for name, rows in kept.items() if not rows)
+        for name in (*emptied, "summary.json", "error.log", *(() if step else ("timeline.json",))):
+            (self.folder / name).unlink(missing_ok=True)
 
     def repeat_evaluations(self) -> None:
         """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
@@ -185,7 +190,8 @@ class Tracker:
 
     def _read(self, name: str) -> list[Row]:
         path = self.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
 
     def _append(self, name: str, *rows: Row) -> None:
         if rows:
