@@ -27,6 +27,7 @@ from one_step_off.rewards import Score
 from one_step_off.samples import OTHERS, Prompt, Sample
 
 LOOPS = Registry("agent.loop", "module:Class")
+_MARKS = secrets.token_hex(16), secrets.token_hex(16)  # nobody can say them by chance or on purpose
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,11 @@ class Trajectory:
     facts: dict[str, float] = field(default_factory=dict)
     incarnation: int = 0
     begin: float = field(default_factory=time.monotonic)
-    length: int = 0  # tokens after the prompt
+
+    @property
+    def length(self) -> int:
+        """Tokens after the prompt."""
+        return sum(len(s.ids) for s in self.segments)
 
     @property
     def turns(self) -> int:
@@ -124,10 +129,8 @@ class Trajectory:
         """
         room = self.limits.tokens - self.length
         spent = {"turns": self.turns >= self.limits.turns, "room": room < 1, "time": self.seconds_left == 0}
-        if self.cut:
-            return None
-        if any(spent.values()):
-            self.finish_reason = next(limit for limit, reached in spent.items() if reached)
+        if self.cut or any(spent.values()):
+            self.finish_reason = self.finish_reason if self.cut else next(name for name, up in spent.items() if up)
             return None
         out = await generate(self.ids, min(room, self.limits.turn_tokens or room))
         if self.turns and out.incarnation != self.incarnation:
@@ -135,7 +138,7 @@ class Trajectory:
         self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
         if self.cut and len(out.ids) < room:
             self.finish_reason = "turn_length"
-        self._add(Segment("assistant", out.ids, out.log_probs, out.versions, np.full(len(out.ids), train)))
+        self.segments.append(Segment("assistant", out.ids, out.log_probs, out.versions, np.full(len(out.ids), train)))
         return out
 
     def hear(self, role: str, ids: np.ndarray) -> bool:
@@ -145,12 +148,10 @@ class Trajectory:
             self.finish_reason = self.finish_reason if self.cut else "room"
             return False
         versions = np.full(n, OTHERS, np.int32)
-        self._add(Segment(role, np.asarray(ids, np.int32), np.zeros(n, np.float32), versions, np.zeros(n, bool)))
+        self.segments.append(
+            Segment(role, np.asarray(ids, np.int32), np.zeros(n, np.float32), versions, np.zeros(n, bool))
+        )
         return True
-
-    def _add(self, segment: Segment) -> None:
-        self.segments.append(segment)
-        self.length += len(segment.ids)
 
     def count(self, name: str, number: float = 1) -> None:
         """Add to a fact."""
@@ -212,27 +213,23 @@ class AgentLoop:
     def _tokens(self, text: str, **how: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
 
-    @cached_property
-    def _marks(self) -> tuple[str, str]:
-        return secrets.token_hex(16), secrets.token_hex(16)  # nobody can say them by chance or on purpose
-
     def _written(self, messages: list[dict[str, str]]) -> str:
         """What the template writes after a turn of the policy. It rewrites earlier turns (drops thoughts, strips
         blanks), so a mark stands for that one. Raises ConfigError: the template does not take such messages."""
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": self._marks[0]}]
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKS[0]}]
         try:
             whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
-            if whole.count(self._marks[0]) != 1:
+            if whole.count(_MARKS[0]) != 1:
                 raise ValueError("it does not show what the assistant said, once")
         except Exception as e:  # templates are programs of the model's author
             role = messages[0]["role"]
             raise ConfigError(f"agent.loop: the model's chat template does not take {role!r}: {e}") from e
-        return whole.partition(self._marks[0])[2]
+        return whole.partition(_MARKS[0])[2]
 
     def _frame(self, roles: tuple[str, ...]) -> tuple[list[str], int]:
         """What the template writes around contents, with their numbers between, and its special tokens. Raises
         ConfigError: it does not show each of them once and in order, so that the policy would miss what was said."""
-        mark = self._marks[1]
+        mark = _MARKS[1]
         text = self._written([{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)])
         parts = re.split(rf"{mark}(\d+)\.", text)
         if parts[1::2] != [str(i) for i in range(len(roles))]:

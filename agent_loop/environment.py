@@ -118,13 +118,10 @@ class EnvironmentLoop(AgentLoop):
         try:  # others than the confined may wait for servers, so they need no core
             async with core(wait) if self.confined else contextlib.nullcontext():
                 writer.write(json.dumps([method, argument]).encode() + b"\n")
-                try:
-                    line = await asyncio.wait_for(reader.readuntil(b"\n"), seconds)
-                except TimeoutError as e:
-                    raise TimeoutError(f"took longer than agent.tool_timeout_s={seconds:g}") from e
+                line = await asyncio.wait_for(reader.readuntil(b"\n"), seconds)
             answer = json.loads(line)
         except TimeoutError as e:
-            raise NoAnswer(f"{what}: {e}") from e
+            raise NoAnswer(f"{what}: {str(e) or f'took longer than agent.tool_timeout_s={seconds:g}'}") from e
         except (EOFError, ConnectionError) as e:
             raise NoAnswer(f"{what}: its process ended") from e
         except (ValueError, RecursionError, asyncio.LimitOverrunError):

@@ -8,6 +8,8 @@ from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, T
 from one_step_off.config import Config
 from one_step_off.samples import Prompt
 
+AGAIN = "That is wrong. Try again."
+
 
 @LOOPS.register("retry_with_feedback")
 class RetryWithFeedback(AgentLoop):
@@ -16,13 +18,7 @@ class RetryWithFeedback(AgentLoop):
     hears = "user"
 
     def __init__(
-        self,
-        cfg: Config,
-        tokenizer: Any,
-        *,
-        feedback: str = "That is wrong. Try again.",
-        passes_at: float = 1.0,
-        discount: float = 1.0,
+        self, cfg: Config, tokenizer: Any, *, feedback: str = AGAIN, passes_at: float = 1.0, discount: float = 1.0
     ) -> None:
         """`feedback`: what the user says then. `passes_at`: the reward from which on an answer counts as right."""
         super().__init__(cfg, tokenizer)

@@ -17,8 +17,8 @@ import ctypes
 import importlib
 import json
 import math
-import operator
 import os
+import pkgutil
 import platform
 import resource
 import shutil
@@ -244,8 +244,7 @@ if __name__ == "__main__":
     spec, confined, *folders = sys.argv[1:] or ("", "1")
     if spec:
         sys.path += folders
-        module, _, name = spec.partition(":")
-        make = operator.attrgetter(name)(importlib.import_module(module))
+        make = pkgutil.resolve_name(spec)
         for needed in getattr(make, "imports", ()):
             importlib.import_module(needed)
     own = forked()

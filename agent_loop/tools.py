@@ -217,10 +217,9 @@ class Toolbox:
             async with core(seconds) if function is python else contextlib.nullcontext(), limit:
                 seconds = min(end - loop.time(), self.cfg.tool_timeout_s)
                 limit.reschedule(loop.time() + seconds)
-                if inspect.iscoroutinefunction(function):
-                    answer, good = await _tame(function(**arguments)), True
-                else:
-                    answer, good = await _in_thread(lambda: str(function(**arguments))), True
+                made = functools.partial(function, **arguments)
+                work = _tame(made()) if inspect.iscoroutinefunction(function) else _in_thread(lambda: str(made()))
+                answer, good = await work, True
         except Exception as e:  # whatever a tool raises is the model's to read
             answer, good = f"error: {_words(e)}", False
             if isinstance(e, TimeoutError) and limit.expired():

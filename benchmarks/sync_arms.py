@@ -84,7 +84,9 @@ class Team:
         """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
         try:
             trainer = await self.roles.sync.expect()
-            return (await self.roles.sync._check_canary((0, version), trainer))["canary/logprob_diff_max"]
+            return (await self.roles.sync._check_canary((0, version), trainer, self.roles.rollout.active))[
+                "canary/logprob_diff_max"
+            ]
         except SyncError:
             return None
 

@@ -146,13 +146,10 @@ def estimate(
 
     Raises:
         ConfigError: no such estimator, or something that it needs is missing.
-        ValueError: shapes that do not fit, or a reward that is not finite.
+        ValueError: a reward that is not finite, or advantages of other lengths than the responses'.
     """
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
-    if t.rewards.shape != (len(t.groups),) or len(t.masks) != len(t.groups):
-        others = f"{len(t.groups)} groups' names and {len(t.masks)} masks"
-        raise ValueError(f"rewards have shape {t.rewards.shape}, with {others}")
     if not np.isfinite(t.rewards).all():
         raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
     for field in entry.needs:
@@ -166,18 +163,12 @@ def estimate(
     if isinstance(result, tuple):
         result, returns = result
     if isinstance(result, np.ndarray):
-        result = to_tokens(result, t.masks)
+        result = t.per_token(result[:, None] * t.alive)
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
         result = whitened(result, t.masks)
     return Estimate(result, returns)
-
-
-def to_tokens(per_sample: np.ndarray, loss_masks: Sequence[np.ndarray]) -> Arrays:
-    """Give every trained token its sample's value: B values and B masks [R_i] -> B float32 arrays [R_i]."""
-    values = per_sample.astype(np.float32)
-    return [np.where(mask, value, 0.0).astype(np.float32) for value, mask in zip(values, loss_masks, strict=True)]
 
 
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
@@ -226,9 +217,11 @@ def grpo(t: Trajectories, o: Options) -> np.ndarray:
     return t.per_group(lambda r: standardised(r, o.norm_by_std), t.totals)
 
 
+@register("reinforce_plus_plus_baseline", grouped=True, whitens=True)
 @register("dr_grpo", grouped=True)
-def dr_grpo(t: Trajectories, o: Options) -> np.ndarray:
-    """Dr. GRPO (arXiv:2503.20783, section 3.2): A_i = r_i - mean(r). Its loss is loss_agg=seq-sum-norm."""
+def centred(t: Trajectories, o: Options) -> np.ndarray:
+    """A_i = r_i - mean(r) of its group. Dr. GRPO (arXiv:2503.20783, section 3.2), whose loss is loss_agg=seq-sum-norm;
+    and, whitened over the whole batch, REINFORCE++ with baseline (arXiv:2501.03262)."""
     return t.per_group(lambda r: standardised(r, False), t.totals)
 
 
@@ -301,12 +294,6 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
 def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
     """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
     return t.per_token(discounted(t.step_rewards(), o.gamma))
-
-
-@register("reinforce_plus_plus_baseline", grouped=True, whitens=True)
-def reinforce_plus_plus_baseline(t: Trajectories, o: Options) -> np.ndarray:
-    """REINFORCE++ with baseline (arXiv:2501.03262): r_i - mean(r) of its group, whitened over the whole batch."""
-    return t.per_group(lambda r: standardised(r, False), t.totals)
 
 
 @register("remax", needs=("baselines",))

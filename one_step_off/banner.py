@@ -41,12 +41,11 @@ def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[in
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
     each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
-    places = placement_text(cfg).splitlines()
     return [
         ("model", f"{asked_model}{size}, {cfg.model.dtype}"),
         ("data", f"{used[0]} prompts of {cfg.data.train_files}"),
         ("held out", f"{used[1]} prompts of {cfg.data.val_files}" if len(used) > 1 else "none"),
-        *(("" if i else "placement", line) for i, line in enumerate(places)),
+        *(("" if i else "placement", line) for i, line in enumerate(placement_text(cfg).splitlines())),
         ("staleness", f"{cfg.pipeline.staleness} ({how})"),
         ("steps", "none: the held-out set is evaluated" if cfg.trainer.val_only else each),
         ("output", cfg.trainer.output_dir),

@@ -41,34 +41,25 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
         tokens, rows, rank = heapq.heappop(heap)
         shares[rank].append(i)
         heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
-    cut, sizes = _first_fit if packed else _sorted_cut, n if rounds == 1 else [max(n, default=0)] * len(n)
-    result = [cut(share, sizes, token_budget) for share in shares]
+    sizes = n if rounds == 1 else [max(n, default=0)] * len(n)
+    result = [_cut(share, sizes, token_budget, packed) for share in shares]
     count = -(-max(len(micros) for micros in result) // rounds) * rounds
     return [micros + [[] for _ in range(count - len(micros))] for micros in result]
 
 
-def _sorted_cut(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Padded: neighbours in length share a micro-batch. `share` comes longest first, so its first row sets the cost."""
-    micros: list[list[int]] = []
-    for i in share:
-        if micros and lengths[micros[-1][0]] * (len(micros[-1]) + 1) <= budget:
-            micros[-1].append(i)
-        else:
-            micros.append([i])
-    return micros
-
-
-def _first_fit(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
-    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches plus one."""
+def _cut(share: list[int], lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
+    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches plus one. Padded: neighbours in
+    length share a micro-batch; `share` comes longest first, so its first row sets the cost of each."""
     micros: list[list[int]] = []
     room: list[int] = []
     for i in share:
-        k = next((k for k, free in enumerate(room) if free >= lengths[i]), len(room))
-        if k == len(room):
+        tried = range(len(micros)) if packed else range(len(micros))[-1:]
+        k = next((k for k in tried if room[k] >= lengths[i if packed else micros[k][0]]), len(micros))
+        if k == len(micros):
             micros.append([])
             room.append(budget)
         micros[k].append(i)
-        room[k] -= lengths[i]
+        room[k] -= lengths[i if packed else micros[k][0]]
     return micros
 
 

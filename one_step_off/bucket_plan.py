@@ -1,14 +1,13 @@
 """Which bytes of the model travel in which bucket, the same on both ends of the weight stream; and their checksum."""
 
-import graphlib
 import hashlib
-import heapq
 import itertools
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import networkx  # torch needs it too
 import torch
 import xxhash
 
@@ -41,17 +40,14 @@ class Slot:
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """Its rows as a tensor of their own shape and dtype, inside `part` (uint8 [n])."""
         flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
-        return flat.view(self.rows_of(self.piece.block))
+        block = self.piece.block
+        return flat.view((self.last - self.first, *block[1:]) if block else ())
 
     def seal(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
         if self.nbytes % ALIGN:
             end = self.offset + self.nbytes
             part[end : -(-end // ALIGN) * ALIGN].zero_()
-
-    def rows_of(self, block: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of its rows."""
-        return (self.last - self.first, *block[1:]) if block else ()
 
     def place(self, whole: torch.Tensor) -> torch.Tensor:
         """Its rows inside the whole tensor."""
@@ -79,17 +75,13 @@ class Bucket:
             self.joined[strip[0][1].name] = join
         self.ends = ends
 
-    def tensors(self) -> Iterator[tuple[str, list[Slot]]]:
-        """Name and slots of each tensor, in order."""
-        for name, slots in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
-            yield name, list(slots)
-
     def whole(
         self, parts: dict[int, torch.Tensor], room: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""
-        for name, slots in self.tensors():
+        for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
+            slots = list(group)
             piece = slots[0].piece
             if name in self.joined:
                 flat = room[self.joined[name] :].view(getattr(torch, piece.dtype))
@@ -205,16 +197,14 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
             by_name.setdefault(p.name, []).append((s, p))
     for name, parts in by_name.items():
         parts.sort(key=lambda part: part[1].start)
-        first, at = parts[0][1], 0
-        for _, p in parts:
-            if (p.dtype, p.shape, p.dim) != (first.dtype, first.shape, first.dim):
-                raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
-            if p.start != at or p.stop <= p.start:
-                raise SyncError(f"weight plan: rows of {name} around {at} are missing or sent twice")
-            at = p.stop
-        rows = first.shape[first.dim] if first.shape else 1
-        if at != rows:
-            raise SyncError(f"weight plan: {name} has {rows} rows, but only {at} are sent")
+        held = [piece for _, piece in parts]
+        if len({(p.dtype, p.shape, p.dim) for p in held}) > 1:
+            raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
+        rows = held[0].shape[held[0].dim] if held[0].shape else 1
+        starts, ends = [*(p.start for p in held), rows], [0, *(p.stop for p in held)]
+        if starts != ends or len(set(ends)) <= len(held):
+            found = ", ".join(f"{p.start} to {p.stop}" for p in held)
+            raise SyncError(f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came")
     return [by_name[name] for name in _merged(pieces)]
 
 
@@ -228,26 +218,18 @@ def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
     """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
     layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
     would be held almost all at once."""
-    sorter: graphlib.TopologicalSorter[str] = graphlib.TopologicalSorter()
-    place: dict[str, int] = {}
+    graph = networkx.DiGraph()
     for sent in pieces:
-        names = list(dict.fromkeys(piece.name for piece in sent))
-        for i, name in enumerate(names):
-            sorter.add(name, *names[max(0, i - 1) : i])
-            place.setdefault(name, len(place))
+        networkx.add_path(graph, dict.fromkeys(piece.name for piece in sent))
+
+    def layer(name: str) -> int:
+        found = re.search(r"\.(\d+)\.", name)
+        return int(found[1]) if found else -1
+
     try:
-        sorter.prepare()
-    except graphlib.CycleError as e:
+        return list(networkx.lexicographical_topological_sort(graph, layer))
+    except networkx.NetworkXUnfeasible as e:
         raise SyncError("weight plan: the senders have their pieces in different orders") from e
-    ready: list[tuple[int, int, str]] = []
-    merged: list[str] = []
-    while sorter.is_active():
-        for name in sorter.get_ready():
-            layer = re.search(r"\.(\d+)\.", name)
-            heapq.heappush(ready, (int(layer[1]) if layer else -1, place[name], name))
-        merged.append(heapq.heappop(ready)[2])
-        sorter.done(merged[-1])
-    return merged
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:

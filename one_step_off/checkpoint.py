@@ -103,6 +103,7 @@ class Checkpointer:
     def __init__(self, cfg: Config, save_trainer: Any) -> None:
         """`save_trainer`: async (path) -> None, by which the trainer group writes its part."""
         self.cfg, self.save_trainer, self.folder = cfg, save_trainer, folder_of(cfg)
+        self.newest: Path | None = None  # what it wrote last
 
     def is_due(self, step: int) -> bool:
         """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
@@ -127,6 +128,7 @@ class Checkpointer:
         (work / "state.json").write_text(json.dumps(whole, indent=2) + "\n")
         shutil.rmtree(target, ignore_errors=True)
         os.rename(work, target)
+        self.newest = target
         for old in finished(self.folder)[: -self.cfg.trainer.keep_checkpoints]:
             shutil.rmtree(old)
         return target

@@ -90,6 +90,9 @@ class RolloutConfig:
     routing: str = key(
         "auto", "prompts to replicas; auto: static with seeds, so that runs repeat", choices="auto static least_loaded"
     )
+    heartbeat_s: float = key(5.0, "seconds between two questions whether a replica is there", above=0.0)
+    heartbeat_timeout_s: float = key(60.0, "a replica that does not answer for so long is started anew", above=0.0)
+    progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
@@ -259,6 +262,7 @@ class WeightSyncConfig:
     full_every: int = key(50, "delta: every so many syncs send everything", low=1)
     sender: str = key("sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather")
     bucket_mb: int = key(64, "size of each of the two reused buffers at both ends, in MiB", low=1)
+    keep_sent: bool = key(True, "senders keep what they sent, in host memory, for a replica that comes back")
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
     canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
     canary_tolerance: Optional[float] = key(None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0)
@@ -282,6 +286,7 @@ class TrainerConfig:
     resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
+    max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
 

@@ -6,6 +6,7 @@ the key (or file), the value, and the mend.
 
 import contextlib
 import dataclasses
+import inspect
 import itertools
 import operator
 import os
@@ -16,6 +17,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config import Config, ConfigError, settings_of
@@ -83,22 +85,7 @@ def find_key(dotted: str) -> Key:
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML as people mean it: 1e-6 is a number, and a key stands once."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [name.value for name, _ in node.value]
-        for i, (name, _) in enumerate(node.value):
-            if name.value in names[:i]:
-                problem = f"the key {name.value!r} stands twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=name.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-# YAML 1.1 wants a dot and a sign in floats, so that PyYAML reads 1e-6 as text. The dumper must know it too, to quote
-# a text that looks like that.
-_FLOAT = re.compile(r"^[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$")
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
 
 
@@ -267,7 +254,7 @@ class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
 
-_Dumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))
+_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # to quote texts that would be read as numbers
 _Dumper.add_representer(list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True))
 _Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", s)))
 
@@ -284,20 +271,19 @@ USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value
 
 
 def help_text() -> str:
-    """How to call the program, and every key with its type, default and one line."""
-    about = """
+    """How to call the program, and every key with its type, default and one line.
 
-Trains a language model with one-step-off-policy PPO.
+    Trains a language model with one-step-off-policy PPO.
 
-  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
-  section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-  --dry-run            check everything, print the resolved config and the placement, start nothing
-  --help               this text
+      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
+      section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
+      --dry-run            check everything, print the resolved config and the placement, start nothing
+      --help               this text
 
-Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
+    Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
 
-Keys:"""
-    lines = [USAGE.splitlines()[0] + about]
+    Keys:"""
+    lines = [USAGE.splitlines()[0] + "\n" + inspect.cleandoc(help_text.__doc__).partition("\n")[2]]
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:

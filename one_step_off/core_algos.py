@@ -49,8 +49,6 @@ def token_weights(
     sequences = max(global_sequences, 1)
     counts = {"token-mean": max(global_tokens, 1), "sequence-mean": np.maximum(n, 1) * sequences}
     counts["seq-sum-norm"] = longest * sequences
-    if agg not in counts:
-        raise ValueError(f"unknown loss aggregation {agg!r}")
     return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
@@ -106,14 +104,8 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
         log_p, log_q: log-probs of the same tokens, equal shapes, nats.
     """
     log_r = log_q - log_p
-    if estimator == "k1":
-        return -log_r
-    if estimator == "k2":
-        return 0.5 * log_r.square()
-    if estimator == "k3":
-        log_r = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        return torch.expm1(log_r) - log_r
-    raise ValueError(f"unknown KL estimator {estimator!r}")
+    near = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return {"k1": -log_r, "k2": 0.5 * log_r.square(), "k3": torch.expm1(near) - near}[estimator]
 
 
 def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none") -> Answer:
@@ -154,12 +146,8 @@ def token_stats(
     """
     theta, mu = log_probs.detach().double(), mu_log_probs.double()
     ratio, difference = ratio_of(theta, mu), (theta - mu).abs()
-    sums = {
-        "ratio": ratio.sum(),
-        "clip": clipped.double().sum(),
-        "approx_kl": kl(mu, theta, "k3").sum(),
-        "logprob_diff": difference.sum(),
-    }
+    sums = {"ratio": ratio.sum(), "logprob_diff": difference.sum()}
+    sums |= {"clip": clipped.double().sum(), "approx_kl": kl(mu, theta, "k3").sum()}
     zero = theta.new_zeros(1)
     return sums, {"ratio": torch.cat([ratio, zero]).max(), "logprob_diff": torch.cat([difference, zero]).max()}
 
@@ -177,8 +165,5 @@ def learning_rate(
     if total is None:
         raise ValueError(f"the {schedule} schedule needs the total number of steps")
     progress = min((step - warmup) / max(total - 1 - warmup, 1), 1.0)
-    if schedule == "cosine":
-        return peak * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * progress)))
-    if schedule == "linear":
-        return peak * (1.0 - (1.0 - min_ratio) * progress)
-    raise ValueError(f"unknown learning-rate schedule {schedule!r}")
+    share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[schedule]
+    return peak * (min_ratio + (1.0 - min_ratio) * share)

@@ -304,7 +304,7 @@ def encode(
 class PromptStream:
     """Prompts in a fixed order, forever, from a position that can be saved.
 
-        stream = PromptStream(prompts, batch_size=64, shuffle=True, seed=0, total_steps=200)
+        stream = PromptStream(prompts, batch_size=64, shuffle=True, seed=0, steps=200)
         for step in range(stream.total_steps):
             batch = stream.next_batch()
 
@@ -312,24 +312,18 @@ class PromptStream:
     reaches the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run;
     `prompts`, kept in the data's own order, carry their row in `id[1]`, and the epoch in it is replaced.
 
-    `total_steps` is as given, or the fewest that see every prompt `total_epochs` times (the stream itself does not end
-    there); `surplus` counts the prompts that the last of these steps takes beyond them.
+    `total_steps` is `steps`, or, where that is 0, the fewest that see every prompt `epochs` times (the stream itself does
+    not end there); `surplus` counts the prompts that the last of these steps takes beyond them.
     """
 
     def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        batch_size: int,
-        shuffle: bool,
-        seed: int,
-        total_steps: int | None = None,
-        total_epochs: int | None = None,
+        self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int, steps: int = 0, epochs: int = 0
     ) -> None:
         self.prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
         self._go_to(0, 0)
-        wanted = len(self.prompts) * (total_epochs or 0)
-        self.total_steps: int = total_steps if total_steps is not None else math.ceil(wanted / batch_size)
-        self.surplus: int = 0 if total_steps is not None else self.total_steps * batch_size - wanted
+        wanted = len(self.prompts) * epochs
+        self.total_steps = steps or math.ceil(wanted / batch_size)
+        self.surplus = 0 if steps else self.total_steps * batch_size - wanted
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -396,22 +390,21 @@ class Data:
 
     def find(self, id: PromptId) -> Prompt | None:
         """The prompt of an id, of any epoch: a prompt's row does not change from one to the next."""
-        rows, held_out = self._known
-        return held_out.get(id) or rows.get(id[1])
+        return self._known.get(id) or self._known.get(id[1])
 
     @cached_property
-    def _known(self) -> tuple[dict[int, Prompt], dict[PromptId, Prompt]]:
-        return {p.id[1]: p for p in self.stream.prompts}, {p.id: p for p in self.val or ()}
+    def _known(self) -> dict[PromptId | int, Prompt]:
+        return {p.id[1]: p for p in self.stream.prompts} | {p.id: p for p in self.val or ()}
 
 
 def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Data:
     """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2,
     row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are
     evaluated alike. Raises ConfigError: see `load_rows` and `encode`."""
-    report, t = Report("training data"), cfg.trainer
+    report, t, steps = Report("training data"), cfg.trainer, cfg.trainer.total_steps or 0
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
-    stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, t.total_steps, t.total_epochs)
+    stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0)
     if stream.surplus:
         last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
         report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")

@@ -71,10 +71,7 @@ def make_group(
 
 
 def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    options = dist.BroadcastOptions()
-    options.rootRank = 0
-    options.rootTensor = 0
-    return group.broadcast([tensor], options)
+    return group.broadcast(tensor, 0)
 
 
 def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
@@ -161,7 +158,7 @@ class _End:
         self.links = []
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -170,7 +167,8 @@ class _End:
         except Exception as e:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
             traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
-            where = f"phase {name}, bucket {self.bucket + 1} of {len(self.plan.buckets)}"
+            place = (self.bucket if bucket is None else bucket) + 1
+            where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
             raise SyncError(f"{self.who}, {where}: {cause}") from e
         finally:
             if self.stream:  # or the time of what was launched would show in a later phase
@@ -192,9 +190,10 @@ class _End:
 
 class Sender(_End):
     """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
-    sends everything each time; n > 0 what changed since the last time, and everything every n-th."""
+    sends everything each time; n > 0 what changed since the last time, and everything every n-th. `keep`: hold what was
+    sent in host memory, to send it again when the model has changed; `kept`: the version that is held, whole, or -1."""
 
-    full_every = 0
+    full_every, keep, kept = 0, False, -1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,20 +203,19 @@ class Sender(_End):
         self.address = (self.host, self.store.port)
         self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
         self.buffers: list[torch.Tensor] = []
-        self.base: list[torch.Tensor] = []  # what receivers hold, bucket by bucket, as they got it from here
-        self.since_full = 0
+        self.base: list[torch.Tensor] = []  # what was sent last, bucket by bucket
+        self.since_full = -1  # receivers hold nothing of it
 
     def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
         """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
         receivers that are on this sender's device. An earlier epoch's group is given up."""
         self.close()
-        self.base = []
+        self.since_full = -1
         with self._phase("connect"):
             # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
             room = [max(self.sizes, default=0)] * 2
             if near:
-                store = dist.PrefixStore(f"{epoch}", self.store)
-                self.links = [SharedOutlet(store, room, list(near), self.device)]
+                self.links = [SharedOutlet(dist.PrefixStore(f"{epoch}", self.store), room, list(near), self.device)]
                 self.buffers = self.links[0].buffers
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
@@ -230,8 +228,8 @@ class Sender(_End):
                 self.links.append(far)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
-        """Send this rank's pieces, in the order of its plan, as weight version `version`. Returns seconds per phase
-        (gather, checksum, encode, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
+        """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
+        looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
         and "each" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
         up then, and receivers do not wait for it any longer."""
         self._begin()
@@ -240,17 +238,18 @@ class Sender(_End):
                 self._send(iter(tensors), version)
                 return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
         except BaseException:
-            self.base = []  # receivers hold nobody knows what
+            self.since_full = -1  # receivers hold nobody knows what
             self.close()
             raise
 
     def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
-        changes = self.full_every > 0
-        self.since_full = self.since_full + 1 if self.base else 0
-        if changes and (not self.base or self.since_full >= self.full_every):
+        changes, again = self.full_every > 0, self.kept == version
+        # The first of an epoch is full.
+        self.since_full = (self.since_full + 1) % max(self.full_every, 1)
+        if (changes or self.keep) and not self.base:
             pinned = self.device.type == "cuda"
-            self.base = self.base or [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
-            self.since_full = 0
+            self.base = [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
+        self.kept = version if again else -1
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
             self._carry(self._words(self.plan.digest, version, int(changes)))
@@ -260,9 +259,12 @@ class Sender(_End):
                 continue
             self.bucket, flat = i, next(buffers)[:size]
             with self._phase("gather"):
-                self._pack(flat, self.slots[i], data)
+                flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
+            if self.keep and not changes and not again:
+                with self._phase("keep"):
+                    self.base[i].copy_(flat, non_blocking=True)
             messages = self._changed(i, flat) if changes else [flat]
             self._settle(flying)
             flying = i, self.wire.submit(self._carry, *messages)
@@ -270,6 +272,7 @@ class Sender(_End):
         self._settle(flying)
         with self._phase("wire"):
             self._carry(sums)
+        self.kept = version if self.base else -1
 
     def _words(self, *numbers: int) -> torch.Tensor:
         return torch.tensor(numbers, dtype=torch.int64, device=self.device)
@@ -303,10 +306,8 @@ class Sender(_End):
     def _settle(self, flying: tuple[int, Future] | None) -> None:
         """Until the bucket on the wire has reached everybody."""
         if flying:
-            here, self.bucket = self.bucket, flying[0]
-            with self._phase("wire"):
+            with self._phase("wire", flying[0]):
                 self.each.append([flying[0], self.index, flying[1].result()])
-            self.bucket = here
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -356,11 +357,7 @@ class Receiver(_End):
     live: Any = None
 
     def connect(
-        self,
-        epoch: int,
-        addresses: list[tuple[str, int]],
-        receivers: int,
-        near: Sequence[Sequence[int]] | None = None,
+        self, epoch: int, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
     ) -> None:
         """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device. An earlier
         epoch's groups are given up, and what it was sent in them."""
@@ -507,10 +504,8 @@ class Receiver(_End):
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
-            raise SyncError(
-                f"{self.who}, phase verify: checksum of bucket {bucket + 1} of {mine.shape[1]} "
-                f"from sender {sender} differs ({len(wrong)} buckets in all)"
-            )
+            where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
+            raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
 
 
 def _rehearsed(plan: BucketPlan) -> list[int]:

@@ -1,11 +1,12 @@
 """Figures of an evaluation: avg@n and pass@k of each held-out set. Pure functions."""
 
+from collections import Counter
 from collections.abc import Sequence
 from math import comb
 
 import numpy as np
 
-from one_step_off.samples import PromptId, Sample
+from one_step_off.samples import Sample
 
 MAIN = "val"  # the set of data.val_files; its keys carry no name
 PASSES_AT = 1.0  # a sample passes whose reward is at least this
@@ -19,8 +20,6 @@ def set_epoch(index: int) -> int:
 def pass_at_k(n: int, passed: int, k: int) -> float:
     """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did. Codex
     (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)."""
-    if not 1 <= k <= n or not 0 <= passed <= n:
-        raise ValueError(f"pass@{k} of {n} samples, {passed} passed")
     return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
@@ -29,21 +28,19 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
     for the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
     found: dict[str, float] = {}
     for index, name in enumerate(names):
-        groups: dict[PromptId, list[Sample]] = {}
-        for s in samples:
-            if s.prompt_id[0] == set_epoch(index):
-                groups.setdefault(s.prompt_id, []).append(s)
-        if not groups:
+        own = [s for s in samples if s.prompt_id[0] == set_epoch(index)]
+        if not own:
             continue
-        own = [s for group in groups.values() for s in group]
-        n = min(len(group) for group in groups.values())
+        sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= PASSES_AT)
+        n = min(sizes.values())
         key = "val" if index == 0 else f"val/{name}"
         found |= {f"{key}/reward": float(np.mean([s.reward for s in own])), f"{key}/samples": float(len(own))}
         found[f"{key}/response_length"] = float(np.mean([len(s.response_ids) for s in own]))
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
             ks = {1 << e for e in range(n.bit_length())} | {n}
-            passed = [(len(g), sum(s.reward >= PASSES_AT for s in g)) for g in groups.values()]
             for k in sorted(k for k in ks if k <= n):
-                found[f"{key}/pass@{k}"] = float(np.mean([pass_at_k(total, good, k) for total, good in passed]))
+                found[f"{key}/pass@{k}"] = float(
+                    np.mean([pass_at_k(size, passed[id], k) for id, size in sizes.items()])
+                )
     return found

@@ -3,9 +3,8 @@
 The policy and its reference are causal language models. Critic and reward model are the same backbones with a scalar
 head, which transformers calls sequence classification with one label.
 
-Three things are easy to get wrong and silent when wrong, so they are checked at start: the tie of embedding and head,
-the layout of the checkpoint against the model's, and what the model does to its logits after the head (scale, soft
-cap), because log-probs are computed here in chunks and not by the model's own forward.
+Two things are easy to get wrong and silent when wrong, so they are checked at start: the tie of embedding and head, and
+the layout of the checkpoint against the model's.
 """
 
 import functools
@@ -25,6 +24,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off import lora
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
@@ -165,14 +165,11 @@ def _shard(model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool,
 def _load(model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device) -> None:
     """Give the sharded parameters memory on `home` and rank 0's values; buffers end on `device`."""
     tied = _is_tied(model)
-    buffers = [(m, k, b) for m in model.modules() for k, b in m._buffers.items() if b is not None]
-    model.to_empty(device=home)
-    for module, name, value in buffers:
-        module._buffers[name] = value.to(home)  # to_empty has emptied the buffers too
+    model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(home))
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
     set_model_state_dict(model, source.state_dict() if source is not None else {}, options=options)
-    for module, name, _ in buffers:
-        module._buffers[name] = module._buffers[name].to(device)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
     if tied != _is_tied(model):
         raise RuntimeError("embedding and head were tied and came apart while loading")
 
@@ -191,24 +188,16 @@ def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor |
 
 
 def _policy_forward(
-    self: PreTrainedModel,
-    input_ids: Tensor,
-    position_ids: Tensor | None,
-    at: Tensor,
-    tokens: Tensor,
-    temperature: float,
-    entropy: str,
-    chunk: int,
+    self: PreTrainedModel, tokens: Tensor, temperature: float, entropy: str, chunk: int, **where: Tensor | None
 ) -> Answer:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for the arguments. It stands in for the
-    model's own forward, because FSDP2 gathers the root's parameters (embedding, norm, head) around that method
-    alone."""
+    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for them and for `where`, the other
+    arguments. It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
+    head) around that method alone."""
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
-        logits = finish_logits(self.config, self.get_output_embeddings()(hidden).float())
-        return log_probs_and_entropy(logits, tokens, temperature, entropy)
+        return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, _hidden_at(self, input_ids, position_ids, at), tokens, chunk)
+    return in_chunks(project, _hidden_at(self, **where), tokens, chunk)
 
 
 def _scalar_forward(
@@ -231,50 +220,34 @@ def in_chunks(project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, token
     return tuple(x if x is None else x.clone() for x in joined)
 
 
-def finish_logits(hf_config: Any, logits: Tensor) -> Tensor:
-    """What some families do after the head: Cohere and Granite scale, Falcon-H1 multiplies, Gemma caps softly."""
-    names = "logit_scale", "lm_head_multiplier", "logits_scaling", "final_logit_softcapping"
-    scale, multiplier, divisor, cap = (getattr(hf_config.get_text_config(), name, None) for name in names)
-    for factor in (scale, multiplier):
-        logits = logits if factor is None else logits * factor
-    logits = logits if divisor is None else logits / divisor
-    return logits if cap is None else cap * torch.tanh(logits / cap)
-
-
-class _Hidden:
-    """Stands for the output of the backbone: given hidden states, and None for whatever else is asked."""
-
-    def __init__(self, hidden: Tensor) -> None:
-        self.last_hidden_state = hidden
+class _Hidden(BaseModelOutput):
+    """Stands for the output of the backbone: hidden states, and None for whatever else is asked."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
-    def __getitem__(self, index: int) -> Tensor:
-        return self.last_hidden_state
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits [n, vocabulary] of the backbone's output [n, H], by the model's own forward with its backbone replaced: after
+    the head Cohere and Granite scale, Falcon-H1 multiplies and Gemma caps softly, and no architecture need be known."""
+    model.base_model.forward = lambda *args, **kwargs: _Hidden(last_hidden_state=hidden[None])
+    try:
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return type(model).forward(model, input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        del model.base_model.forward
 
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose own forward makes other logits of the same hidden states than `finish_logits` does. The
-    backbone is replaced for the test, so it costs one small product and knows no architecture."""
-    head, name = model.get_output_embeddings(), type(model).__name__
-    if head is None:
-        raise ConfigError(f"model.path: {path!r} ({name}) has no language model head")
-    hidden = torch.randn(1, 4, head.weight.shape[1], generator=torch.Generator().manual_seed(0)).to(head.weight.dtype)
-    hidden = hidden * (20.0 / head(hidden).float().std().clamp(min=1e-6)).to(hidden.dtype)  # so that a soft cap shows
-    model.base_model.forward = lambda *args, **kwargs: _Hidden(hidden)
+    """Refuse a model that `logits_of` does not work with, as one that asks a part of its backbone (OPT)."""
+    where, size = f"model.path: {path!r} ({type(model).__name__})", model.config.get_text_config().hidden_size
     try:
-        theirs = model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False).logits.float()
-    except Exception as e:
-        raise ConfigError(f"model.path: {path!r} ({name}): the logits of this architecture cannot be checked") from e
-    finally:
-        del model.base_model.forward
-    ours = finish_logits(model.config, head(hidden).float())
-    difference = (ours.log_softmax(-1) - theirs.log_softmax(-1)).abs().max().item()
-    if not difference < (0.5 if head.weight.dtype == torch.bfloat16 else 1e-2):  # "not <" refuses NaN too
-        way = f"in a way this trainer does not know (log-probs differ by {difference:.3g})"
-        raise ConfigError(f"model.path: {path!r} ({name}) treats its logits {way}")
+        found = [logits_of(model, torch.full((4, size), x, dtype=model.dtype).cumsum(-1)) for x in (0.01, -0.02)]
+    except Exception as e:  # of any architecture's forward
+        raise ConfigError(f"{where}: the logits of this architecture cannot be checked ({first_line(e)})") from e
+    if torch.equal(*found):
+        raise ConfigError(f"{where} makes its logits in a way this trainer does not know: not of its backbone's output")
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:

@@ -7,7 +7,7 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import numpy as np
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
+from one_step_off.health import Health, State
 from one_step_off.samples import Batch, Prompt, Sample, StalenessError
 from one_step_off.vllm_rollout import Sampling
 
@@ -25,6 +26,7 @@ OnSpan = Callable[[str, str, int, float, float], None]
 
 
 PING_S = 10.0  # so long a replica may take to say that it is there
+ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
 
 
 class PhaseTimeout(RuntimeError):
@@ -33,6 +35,18 @@ class PhaseTimeout(RuntimeError):
 
 class RoleError(RuntimeError):
     """A process of a role failed; says which, in what, and why."""
+
+
+class ProcessDied(RoleError):
+    """It is gone."""
+
+
+class NoReplica(RoleError):
+    """All replicas are lost, and none of them came back."""
+
+
+class Lost(Exception):
+    """A replica was given up while it was asked for something."""
 
 
 async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
@@ -62,7 +76,7 @@ async def named(who: str, work: Awaitable[T]) -> T:
             raise type(cause)(f"{who}: {cause}") from e
         if type(e).__name__ in ("ActorDiedError", "ActorUnavailableError"):
             pid = next((line.split()[-1] for line in lines if line.startswith("pid:")), "unknown")
-            raise RoleError(f"{who}: its process died (pid {pid})") from e
+            raise ProcessDied(f"{who}: its process died (pid {pid})") from e
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
 
 
@@ -177,6 +191,9 @@ class RolloutGroup:
     Prompts go to them in turn, so that a run's routing depends on nothing but its data; or each to the one on which the
     fewest trajectories generate (`rollout.routing`). Then a replica is sent no more than keep its engine full: the other
     prompts wait for whichever is done first.
+
+    A replica that dies or hangs is started anew in the background (`lose`). Meanwhile the others make what it had not
+    returned, with the same weights; it serves again when `restore` has brought it to them.
     """
 
     def __init__(
@@ -191,8 +208,16 @@ class RolloutGroup:
         and returns a new one in its place."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn, self.shared = turn or nullcontext(), turn is not None
-        self.active = list(range(len(replicas)))  # those that hold verified weights, or will by the next sync
+        limits = cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s
+        self.health = [Health(*limits) for _ in replicas]
+        self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
+        self.changed: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(len(replicas))}  # set: it was lost
+        self.restarts = 0
+        self.say: Callable[[str], None] = lambda line: None
+        self.restore: Callable[[int], Awaitable[bool]] | None = (
+            None  # verified weights into one replica; see WeightSync
+        )
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
         own, longest = cfg.rollout, cfg.rollout.val_max_response_length
@@ -203,65 +228,129 @@ class RolloutGroup:
         self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
 
     @property
-    def replicas(self) -> list[Any]:
-        """Those that take part."""
-        return [self.all[i] for i in self.active]
+    def active(self) -> list[int]:
+        """Those that take part in syncs: all but what is being started anew."""
+        return [i for i in range(len(self.all)) if i not in self.returning]
 
     async def setup(self) -> None:
         """Load all engines."""
-        at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "start")
+        at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
         self.most = min(self.most, *at_once)
-        self.families = await every(self.cfg.trainer.start_timeout_s, "rollout", self.replicas, "family")
+        self.families = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "family")
 
-    async def missing(self) -> dict[int, str]:
-        """Number and name of each replica that does not answer, or whose engine has died."""
-        asked = [within(PING_S, f"rollout {i}", named(f"rollout {i}", self.all[i].ping.remote())) for i in self.active]
-        answers = await asyncio.gather(*asked, return_exceptions=True)
-        return {i: f"rollout {i}" for i, x in zip(self.active, answers, strict=True) if isinstance(x, Exception)}
+    async def watch(self) -> None:
+        """Ask every replica again and again whether it is there, and give up what is not; runs until it is cancelled."""
+        while True:
+            await asyncio.gather(*(self._look(i) for i in self.active))
+            await asyncio.sleep(self.cfg.rollout.heartbeat_s)
 
-    async def restart(self, numbers: list[int]) -> None:
-        """Leave these out and start them anew in the background; waits for one of them if no other is left."""
-        for i in numbers:
-            self.active.remove(i)
-            self.loads[i] = Load()
-            self.returning[i] = asyncio.create_task(self._revive(i))
-            self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `rejoin` raises it
-        if not self.active:
-            await asyncio.wait(self.returning.values(), return_when=asyncio.FIRST_COMPLETED)
-            await self.rejoin()
+    async def _look(self, i: int) -> None:
+        health = self.health[i]
+        if health.state is State.STALE:  # in a sync, which has limits of its own
+            return health.begin(time.monotonic())
+        try:
+            health.heartbeat(time.monotonic(), *await self._ping(i))
+        except PhaseTimeout:
+            health.missed()
+        except RoleError as e:
+            return self.lose(i, str(e))
+        if health.state is not State.STALE and (fault := health.fault(time.monotonic())):
+            self.lose(i, fault)
+
+    def _ping(self, i: int) -> Awaitable[tuple[int, int]]:
+        return within(PING_S, f"rollout {i}", named(f"rollout {i}", self.all[i].ping.remote()))
+
+    async def missing(self, numbers: list[int]) -> list[int]:
+        """Which of these do not answer, or have lost their engine."""
+        answers = await asyncio.gather(*map(self._ping, numbers), return_exceptions=True)
+        return [i for i, x in zip(numbers, answers, strict=True) if isinstance(x, Exception)]
+
+    def lose(self, i: int, why: str) -> None:
+        """Give a replica up and start it anew in the background. Raises ProcessDied where there is no room for that
+        beside the work of the others in its pool."""
+        if i in self.returning:
+            return
+        if self.shared or not self.respawn:
+            raise ProcessDied(f"rollout {i}: {why}")
+        self.say(f"rollout {i} is lost ({why}); it is started anew")
+        self.health[i].to(State.DEAD)
+        self.changed[i].set()
+        self.changed[i], self.loads[i], self.restarts = asyncio.Event(), Load(), self.restarts + 1
+        self.returning[i] = asyncio.create_task(self._revive(i))
+        self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `serving` raises it
 
     async def _revive(self, i: int) -> None:
-        self.all[i] = await asyncio.to_thread(self.respawn, i)
-        limit, what = self.cfg.trainer.start_timeout_s, f"rollout {i} anew"
-        await every(limit, what, [self.all[i]], "start", self.families[i])
-        (self.families[i],) = await every(limit, what, [self.all[i]], "family")
+        limit, what, begin = self.cfg.trainer.start_timeout_s, f"rollout {i} anew", time.monotonic()
+        for left in reversed(range(ATTEMPTS)):
+            try:
+                self.all[i] = self.respawn(i)
+                await every(limit, what, [self.all[i]], "start", self.families[i])
+                (self.families[i],) = await every(limit, what, [self.all[i]], "family")
+                self.health[i].to(State.STALE)
+                if await self.restore(i):
+                    break
+            except Exception as e:  # whatever it is, the others go on
+                self.say(f"{what}: {e}" + ("" if left else "; it is left out from now on"))
+                if not left:
+                    raise
+            self.health[i].to(State.DEAD)
+        del self.returning[i]
+        self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
 
-    async def rejoin(self) -> bool:
-        """Take those back that have started; whether there are any. They hold no weights of the trainer's yet. Raises
-        what their start ended with."""
-        back = sorted(i for i, task in self.returning.items() if task.done())
-        for i in back:
-            self.returning.pop(i).result()
-        self.active = sorted(self.active + back)
-        return bool(back)
+    async def serving(self) -> list[int]:
+        """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""
+        while not (ready := [i for i in self.active if self.health[i].state is State.HEALTHY]):
+            suspects = [i for i in self.active if self.health[i].state is State.SUSPECT]
+            alive = [task for task in self.returning.values() if not task.done()]
+            if not suspects and not alive:
+                raise NoReplica(f"no replica is left, and none could be started anew: {self._failures()}")
+            await asyncio.wait([*alive, asyncio.create_task(asyncio.sleep(1.0))], return_when=asyncio.FIRST_COMPLETED)
+        return ready
+
+    def _failures(self) -> str:
+        return "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"
+
+    async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
+        """Call a method of a replica. Raises Lost: it was given up meanwhile."""
+        name, lost = f"{what}, rollout {i}", asyncio.create_task(self.changed[i].wait())
+        call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
+        try:
+            await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
+            if lost.done():
+                raise Lost(name)
+            if isinstance(error := call.exception(), RoleError) and await self.missing([i]):
+                self.lose(i, str(error))
+                raise Lost(name) from error
+            return call.result()
+        finally:
+            call.cancel()
+            lost.cancel()
 
     async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        """All samples in the order of `prompts`, and the seconds of the slowest replica."""
+        """All samples in the order of `prompts`, and the seconds of the slowest replica. Raises NoReplica, and what a
+        replica raised that is there."""
         async with self.turn:
-            n = len(self.active)
-            if self.static or n == 1:
-                shares = [(i, prompts[k::n]) for k, i in enumerate(self.active)]
-                calls = (self._call(i, share, what, sampling) for i, share in shares if share)
-                work = asyncio.gather(*calls)
-            else:
-                work = self._spread(prompts, what, sampling)
-            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
+            spread = self._fixed if self.static or len(self.all) == 1 else self._spread
+            limit = self.cfg.trainer.step_timeout_s
+            parts = await within(limit, f"{what}, rollout", spread(prompts, what, sampling))
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
 
-    async def _call(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        return await named(f"{what}, rollout {i}", self.all[i].rollout.remote(prompts, sampling))
+    async def _fixed(
+        self, prompts: list[Prompt], what: str, sampling: Sampling, losses: int = 0
+    ) -> list[tuple[list[Sample], float]]:
+        """One part per replica; those of a replica that is lost are shared out again. `losses`: how often they were."""
+
+        async def share(i: int, own: list[Prompt]) -> list[tuple[list[Sample], float]]:
+            try:
+                return [await self._ask(i, what, "rollout", own, sampling)]
+            except Lost as e:
+                return await self._fixed(own, what, sampling, self._again(losses, e))
+
+        ready = await self.serving()
+        shares = [share(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
+        return [part for parts in await asyncio.gather(*shares) for part in parts]
 
     async def _spread(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
         """One part per prompt; the first failure is raised at once."""
@@ -269,39 +358,62 @@ class RolloutGroup:
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in prompts:
-                    while min(self.loads[i].now for i in self.active) >= self.most:
+                    while all(self.loads[i].now >= self.most for i in await self.serving()):
                         asked = {i: task for i, task in asked.items() if not task.done()}
-                        for i in set(self.active) - asked.keys():
-                            asked[i] = group.create_task(self._ask(i, what))
+                        for i in set(await self.serving()) - asked.keys():
+                            asked[i] = group.create_task(self._room(i, what))
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
-                    i = min(self.active, key=lambda i: self.loads[i].now)
-                    self.loads[i].sent += sampling.n + sampling.greedy
+                    i = await self._least(sampling)
                     calls.append(group.create_task(self._one(i, prompt, what, sampling)))
                 for task in asked.values():
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [(samples, time.perf_counter() - begin) for samples, _ in (call.result() for call in calls)]
+        return [(call.result(), time.perf_counter() - begin) for call in calls]
 
-    async def _ask(self, i: int, what: str) -> None:
-        """Wait until replica `i` has room, whatever is at its tools or still to be scored."""
+    def _again(self, losses: int, lost: Lost) -> int:
+        """One loss more of the same prompts: they may be what replicas die of. Raises ProcessDied."""
+        if losses + 1 >= ATTEMPTS:
+            raise ProcessDied(f"{lost}: {ATTEMPTS} replicas in a row were lost with the same prompts") from lost
+        return losses + 1
+
+    async def _least(self, sampling: Sampling) -> int:
+        """The one that has least to do; a prompt more is counted as its own."""
+        i = min(await self.serving(), key=lambda i: self.loads[i].now)
+        self.loads[i].sent += sampling.n + sampling.greedy
+        return i
+
+    async def _room(self, i: int, what: str) -> None:
+        """Wait until replica `i` has room, whatever is at its tools or still to be scored; or is lost."""
         load = self.loads[i]
-        load.away = await named(f"{what}, rollout {i}", self.all[i].vacancy.remote(load.sent, self.most))
+        with suppress(Lost):
+            load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
 
-    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        samples, seconds = await self._call(i, [prompt], what, sampling)
-        self.loads[i].back += len(samples)
-        return samples, seconds
+    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling) -> list[Sample]:
+        losses = 0
+        while True:
+            load = self.loads[i]
+            try:
+                samples, _ = await self._ask(i, what, "rollout", [prompt], sampling)
+            except Lost as e:
+                losses = self._again(losses, e)
+                i = await self._least(sampling)
+                continue
+            load.back += len(samples)
+            return samples
 
-    async def score(self, sequences: list[np.ndarray]) -> list[list[np.ndarray]]:
-        """Each replica's half of the canary."""
-        return await every(self.cfg.trainer.step_timeout_s, "canary, rollout", self.replicas, "score", sequences)
+    async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:
+        """These replicas' half of the canary."""
+        chosen, limit = [self.all[i] for i in numbers], self.cfg.trainer.step_timeout_s
+        return await every(limit, "canary, rollout", chosen, "score", sequences)
 
     async def sleep(self) -> None:
         """Free the devices for another role's turn; the next sync wakes the replicas."""
-        await every(self.cfg.trainer.step_timeout_s, "rollout", self.replicas, "sleep")
+        await every(self.cfg.trainer.step_timeout_s, "rollout", self.all, "sleep")
 
     async def stop(self) -> None:
         """End all engines; what does not answer is left to be killed."""
+        for task in self.returning.values():
+            task.cancel()
         ends = asyncio.gather(*(replica.stop.remote() for replica in self.all), return_exceptions=True)
         await within(15.0, "rollout, stop", ends)

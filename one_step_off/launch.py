@@ -65,6 +65,8 @@ class Prepared:
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
     loops: list[str] = dataclasses.field(default_factory=list)  # the names of the agent loops that the data uses
+    incarnation: int = 0  # which life of the trainer comes next
+    checkpointer: checkpoint.Checkpointer | None = None  # of the last life
 
 
 def prepare(
@@ -106,7 +108,10 @@ def prepare(
     state = checkpoint.read_state(resume_from) if resume_from else None
     if state:
         data.stream.load_state_dict(state["stream"])
-    return Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state, used)
+    incarnation = state.get("incarnation", 0) + 1 if state else 0
+    return Prepared(
+        cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state, used, incarnation
+    )
 
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
@@ -298,8 +303,9 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
 
     cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
     resumed = await resume(prepared, team, tracker)
-    checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
-    pipeline = Pipeline(cfg, roles, prepared.data.stream, prepared.data.val, tracker, checkpointer, resumed)
+    prepared.checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
+    where = prepared.data.stream, prepared.data.val, tracker, prepared.checkpointer
+    pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
     # The actor's figures have the name of the group that they are compared with.
     groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
     groups["rollout"] = roles.rollout.all
@@ -324,7 +330,7 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
     if not prepared.cfg.trainer.val_only:
         tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
-    return Resumed(state["step"], samples, state["generate_s"], state.get("kl_coef"))
+    return Resumed(state["step"], samples, state["generate_s"], state.get("kl_coef"), state.get("incarnation", 0))
 
 
 @contextlib.contextmanager
@@ -357,9 +363,13 @@ def _devices(cfg: Config, role: str) -> int:
     return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
-async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
-    import ray
+class Died(Exception):
+    """A life of the run has ended because a process died or hangs."""
 
+
+async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool) -> None:
+    """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
+    first time (`started`: it has before) would not start the second time."""
     from one_step_off.placement import created_text
 
     team: Spawned | None = None
@@ -368,15 +378,39 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker) -> None:
             team = spawn_roles(prepared)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
             await team.setup()
+        started = True
         await train(prepared, team, tracker)
+    except Exception as e:
+        if team and started and await team.lost(e):
+            raise Died(str(e)) from e
+        raise
     finally:
         if team:
-            # The engines have processes of their own, which end in good order only if asked.
-            with contextlib.suppress(Exception):
-                await team.roles.rollout.stop()
-            for actor in team.actors:
-                with contextlib.suppress(Exception):
-                    ray.kill(actor)
+            await team.end()
+
+
+def _lives(prepared: Prepared, tracker: Tracker) -> None:
+    """The run, in as many lives as it takes: where one dies, the next goes on from the last checkpoint as a new
+    incarnation, up to trainer.max_restarts times in a row without a step that is further than any before."""
+    cfg, stream, furthest, left = prepared.cfg, prepared.data.stream, -1, prepared.cfg.trainer.max_restarts
+    beginning = stream.state_dict()
+    while True:
+        try:
+            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None))
+        except Died as died:
+            reached = len(tracker.steps)
+            left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
+            if left < 0:
+                raise died.__cause__ from None
+            if prepared.checkpointer and (newest := prepared.checkpointer.newest):
+                prepared.resume_from, prepared.state = newest, checkpoint.read_state(newest)
+                beginning = prepared.state["stream"]
+            stream.load_state_dict(beginning)
+            prepared.incarnation += 1
+            from_where = prepared.resume_from or "the beginning"
+            tracker.say(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
+            tracker.close()
+            open_files(prepared, tracker, Wandb(cfg, True) if cfg.logging.wandb else None)
 
 
 def run(cfg: Config) -> int:
@@ -403,8 +437,8 @@ def run(cfg: Config) -> int:
         if not state and (tracker.folder / "metrics.jsonl").exists():
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         write_run_folder(prepared)
-        tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-        observe(prepared, tracker, wandb)
+        open_files(prepared, tracker, wandb)
+        observe(prepared, tracker)
         with swept():
             _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
@@ -429,7 +463,7 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        asyncio.run(_to_the_end(prepared, tracker))
+        _lives(prepared, tracker)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
         how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"
@@ -450,15 +484,22 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def observe(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
-    """Open the loggers, count the model, and say what is about to run. After `tracker.start`."""
+def open_files(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
+    """Begin to write at the step of the checkpoint, or of nothing; open the loggers."""
+    cfg = prepared.cfg
+    state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
+    tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
+    tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, wandb)
+    tracker.repeat_evaluations()
+
+
+def observe(prepared: Prepared, tracker: Tracker) -> None:
+    """Count the model, and say what is about to run. After `open_files`."""
     cfg, data = prepared.cfg, prepared.data
     params, shape = measure_model(cfg)
     tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
-    tracker.loggers = open_loggers(cfg, tracker.first_step, data.find, tracker.say, wandb)
-    tracker.repeat_evaluations()
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
     tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))

@@ -90,19 +90,17 @@ class LiveWeights:
         return self
 
 
+Record = Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights]
+"""`LiveWeights.record` of a model."""
+
+
 class InPlace:
     """All buckets of a sync, in the model's own parameters: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
-    def __init__(
-        self,
-        plan: BucketPlan,
-        room: torch.Tensor,
-        sums: torch.Tensor,
-        record: Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights],
-    ) -> None:
+    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, record: Record) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the model holds. `record`: `LiveWeights.record` of this model. Raises NotInPlace."""
+        checksums of what the model holds. `record`: of this model. Raises NotInPlace."""
         self.plan, self.room = plan, room
         self.flat = torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)
         self.live: list[LiveWeights] = []
@@ -110,8 +108,7 @@ class InPlace:
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
-                found = record(tensors, lambda strips=strips: self._hold(strips, sums))
-                self.live += [found] * len(strips)
+                self.live += [record(tensors, lambda strips=strips: self._hold(strips, sums))] * len(strips)
 
     def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
         """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
@@ -148,8 +145,7 @@ class InPlace:
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers that hold anything, by name."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {name: tensor for name, tensor in named if tensor.numel()}
+    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.numel()}
 
 
 def _home(tensor: torch.Tensor) -> int:

@@ -62,17 +62,10 @@ class Wandb:
         settings = wandb.Settings(silent=True, console="off")
         try:
             wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
-            self.run = wandb.init(
-                project=cfg.logging.wandb_project,
-                name=folder.resolve().name,
-                id=run_id,
-                # Offline there is nothing to ask; runs of one id become one when they are sent.
-                resume=None if offline else "allow",
-                mode=cfg.logging.wandb_mode,
-                dir=str(folder),
-                config=asdict(cfg),
-                settings=settings,
-            )
+            # Offline there is nothing to ask; runs of one id become one when they are sent.
+            how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
+            where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
+            self.run = wandb.init(config=asdict(cfg), settings=settings, **how, **where)
         except Exception as e:  # wandb has many, and each means that the user has to do something
             why = " ".join(str(e).split()) or type(e).__name__
             mend = "run `wandb login`, or set logging.wandb_mode=offline"
@@ -157,8 +150,7 @@ class Loggers:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
-        advantages = batch.advantages or []
-        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, advantages)
+        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, batch.advantages or [])
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
@@ -213,6 +205,5 @@ def open_loggers(
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:
-        text = resolved_yaml(cfg)
-        loggers.add("TensorBoard", lambda: TensorBoard(folder, text, first_step))
+        loggers.add("TensorBoard", lambda: TensorBoard(folder, resolved_yaml(cfg), first_step))
     return loggers

@@ -21,16 +21,10 @@ _PARTS = "lora_A", "lora_B"
 
 
 def settings(own: ModelConfig) -> peft.LoraConfig:
-    """What peft is to be told. No dropout: theta would differ from mu at the same weights."""
-    targets = [name.strip() for name in own.lora_target_modules.split(",")]
-    return peft.LoraConfig(
-        r=own.lora_rank,
-        lora_alpha=own.lora_alpha,
-        target_modules=targets[0] if targets == ["all-linear"] else targets,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=own.path,
-    )
+    """What peft is to be told. It has no dropout, with which theta would differ from mu at the same weights."""
+    names = [name.strip() for name in own.lora_target_modules.split(",")]
+    targets = names[0] if names == ["all-linear"] else names
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=own.lora_rank, lora_alpha=own.lora_alpha, target_modules=targets)
 
 
 def inject(model: PreTrainedModel, own: ModelConfig) -> None:
@@ -99,6 +93,6 @@ def write(state: dict[str, Tensor], own: ModelConfig, folder: str) -> None:
     config = settings(own)
     if config.target_modules == "all-linear":  # as peft writes it; not every reader knows the shorthand
         config.target_modules = {name.split(".")[-3] for name in state}
-    config.inference_mode = True
+    config.inference_mode, config.base_model_name_or_path = True, own.path
     config.save_pretrained(folder)
     save_file(state, os.path.join(folder, "adapter_model.safetensors"), metadata={"format": "pt"})

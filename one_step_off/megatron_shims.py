@@ -6,8 +6,8 @@ for the whole process would mislead other libraries.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Self
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -33,34 +33,15 @@ class _CudaIsCpu(TorchFunctionMode):
         return answer
 
 
-class _Stream:
-    """The one stream of a CPU, and an event on it: everything has already happened."""
+class _Stream(torch.cpu.Stream):
+    """torch's own, where everything has already happened; and so has an event on it."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream)
-
-    def _pass(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    wait_stream = wait_event = synchronize = _pass
-
-    def record_event(self) -> Self:
-        """An event that is over."""
-        return self
+    record_event = torch.cpu.Event
 
 
-class _Splits(list):
-    """Split sizes, which torch takes as a list; Megatron has them as an array that it sometimes asks for the list."""
-
-    tolist = list.copy
-
-
-def _to_lists(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    # Only tensors from a GPU would have become arrays.
-    return _Splits(tensor.tolist()) if isinstance(tensor, torch.Tensor) and as_numpy else tensor
+def _to_arrays(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    # Megatron does so with tensors from a GPU alone.
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
@@ -74,15 +55,15 @@ def _set_without_step(self: DistributedOptimizer, parameter: Any, tensors: dict[
 PATCHES = [
     (DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_without_step),
     (torch.cuda, "current_device", lambda: torch.device("cpu")),
-    (torch.cuda, "current_stream", lambda *_: _Stream()),
+    (torch.cuda, "current_stream", torch.cpu.current_stream),
     (torch.cuda, "Stream", _Stream),
-    (torch.cuda, "stream", lambda _: nullcontext()),
-    (torch.cuda, "synchronize", lambda *_: None),
+    (torch.cuda, "stream", torch.cpu.stream),
+    (torch.cuda, "synchronize", torch.cpu.synchronize),
     (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
     (torch.cuda, "manual_seed", lambda seed: None),
     (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
     (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-    (token_dispatcher, "maybe_move_tensor_to_cpu", _to_lists),
+    (token_dispatcher, "maybe_move_tensor_to_cpu", _to_arrays),
 ]
 
 

@@ -10,6 +10,7 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 import asyncio
 import time
 from collections import deque
+from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +20,7 @@ from one_step_off import advantages
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
+from one_step_off.groups import NoReplica
 from one_step_off.reward_models import mix
 from one_step_off.samples import Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
@@ -44,6 +46,7 @@ class Resumed:
     samples: list[Sample] | None
     generate_s: float
     kl_coef: float | None = None
+    incarnation: int = 0  # which made the samples
 
 
 class Stopped(Exception):
@@ -83,7 +86,9 @@ class Pipeline:
         tracker: Tracker,
         checkpointer: Checkpointer | None = None,
         resumed: Resumed | None = None,
+        incarnation: int = 0,
     ) -> None:
+        """`incarnation`: which life of the trainer this is; after one died, version numbers begin again."""
         self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
         self.checkpointer, self.resumed = checkpointer, resumed
         self.ahead = cfg.pipeline.staleness
@@ -98,8 +103,11 @@ class Pipeline:
         self.kl = KLController(a.kl_coef, a.kl_target, a.kl_horizon)
         if a.kl_target is not None and resumed and resumed.kl_coef is not None:
             self.kl.value = resumed.kl_coef
-        self.incarnation = 0
+        self.incarnation = incarnation
         self.synced = -1
+        self.trained = self.start  # the trainer's version
+        self.lost: NoReplica | None = None  # nothing can be generated any more
+        self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
         self.rollouts_ended = 0.0
@@ -111,12 +119,21 @@ class Pipeline:
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
-        self.roles.sync.on_trace, self.roles.sync.say = self.tracker.trace, self.tracker.say
+        self.roles.sync.on_trace, self.roles.rollout.say = self.tracker.trace, self.tracker.say
         try:
             async with asyncio.TaskGroup() as self.background:
-                await self._loop(self.stream.total_steps)
+                watch = self.background.create_task(self.roles.rollout.watch())
+                try:
+                    await self._loop(self.stream.total_steps)
+                except NoReplica:  # the trainer has ended its step
+                    if self.checkpointer and self.trained > self.start:
+                        await self._save(self.trained, None)
+                    raise
+                watch.cancel()
         except BaseExceptionGroup as group:
             raise first_cause(group) from group
+        if self.lost:
+            raise self.lost
 
     async def _loop(self, total: int) -> None:
         if self.cfg.trainer.val_only:
@@ -127,15 +144,16 @@ class Pipeline:
         for step in range(self.start, total):
             begin, batch = time.perf_counter(), None
             if self.ahead:
-                batch, waited = await self._collect(step, in_flight.popleft())
+                batch, waited = await self._collect(step, in_flight)
             await self._checkpoint(step, batch)
             renewal = self.background.create_task(self._renew(step, total, in_flight))
             if not self.overlap:
                 await renewal
             if not self.ahead:
-                batch, waited = await self._collect(step, in_flight.popleft())
+                batch, waited = await self._collect(step, in_flight)
             metrics = waited | await self._train(batch) | await renewal
-            metrics["time/step_s"] = time.perf_counter() - begin
+            metrics["time/step_s"], self.trained = time.perf_counter() - begin, step + 1
+            metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
             if step + 1 == total:
                 await self._finish(total)
             self.tracker.step(batch, step, metrics)
@@ -145,7 +163,12 @@ class Pipeline:
     async def _renew(self, step: int, total: int, in_flight: deque[asyncio.Future]) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer if `weight_sync.overlap`: take v(step) over,
         then generate with it."""
-        metrics = await self._sync(step)
+        try:
+            metrics = await self._sync(step)
+        except NoReplica as e:  # the trainer is to finish the step: a checkpoint can be written after it
+            self.lost = e
+            await self.roles.sync.release(step)
+            return {}
         self._evaluate_if_due(step)
         if step + self.ahead < total:
             in_flight.append(self._launch(step + self.ahead))
@@ -174,7 +197,8 @@ class Pipeline:
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
         state = {
-            "stream": self.stream.state_dict(),
+            "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
+            "incarnation": self.incarnation,
             "generate_s": self.last_generate_s if batch else 0.0,
             "evaluations": self.tracker.evaluations,
             "unwritten": self.tracker.unwritten,
@@ -189,10 +213,21 @@ class Pipeline:
             await self._sync(version)
             self._start_evaluation(version)
             await self.evaluation
+            if self.lost:
+                raise self.lost
 
     def _launch(self, step: int) -> asyncio.Task:
         """Start generating the samples of `step` with the weights that the replicas hold now."""
-        return self.background.create_task(self._generate(step, self.stream.next_batch()))
+        self.positions = {step: self.stream.state_dict()}
+        return self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))
+
+    async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
+        """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
+        try:
+            return await work
+        except NoReplica as e:
+            self.lost = e
+        return [], 0.0
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
@@ -215,13 +250,17 @@ class Pipeline:
         self.rollouts_ended = time.perf_counter()
         self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
 
-    async def _collect(self, step: int, task: asyncio.Future) -> tuple[Batch, dict[str, float]]:
-        """The batch of `step`, and how long the trainer waited for it."""
+    async def _collect(self, step: int, in_flight: deque[asyncio.Future]) -> tuple[Batch, dict[str, float]]:
+        """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
         begin = time.perf_counter()
-        samples, seconds = await task
+        samples, seconds = await in_flight.popleft() if in_flight else ([], 0.0)
+        if self.lost:
+            raise self.lost
         waited = time.perf_counter() - begin
         self.last_generate_s = seconds
-        batch = Batch(step, samples, expected=(self.incarnation, max(self.oldest, step - self.ahead)))
+        resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
+        made_by = resumed.incarnation if resumed else self.incarnation
+        batch = Batch(step, samples, expected=(made_by, max(self.oldest, step - self.ahead)))
         assert_versions(batch)
         late = sum("reward_timeout" in s.extra for s in samples)
         return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited, "reward/timeouts": float(late)}
@@ -323,11 +362,12 @@ class Pipeline:
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for it."""
         if self.val:
-            self.evaluation = self.background.create_task(self._evaluate(version))
+            self.evaluation = self.background.create_task(self._unless_lost(self._evaluate(version)))
 
-    async def _evaluate(self, version: int) -> None:
+    async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
         self._rollouts_end("evaluate", version, seconds)
         assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)
+        return samples, seconds

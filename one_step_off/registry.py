@@ -1,9 +1,8 @@
 """Functions that a config names: a registered name, or the user's own as `module:function`. Imports no torch."""
 
-import importlib
 import inspect
-import operator
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +14,15 @@ from one_step_off.config import ConfigError
 def load(key: str, spec: str) -> Any:
     """What `module:attribute` names; `key` is the config key that holds it. Raises ConfigError: no such module or
     attribute, or the import failed."""
-    module_name, _, attribute = spec.partition(":")
     if not {"", os.getcwd()} & set(sys.path):
         # `python -m` finds modules beside the user's config, and so must a worker process.
         sys.path.append(os.getcwd())
     try:
-        module = importlib.import_module(module_name)
-    except Exception as e:
-        raised = f"importing {module_name!r} raised {type(e).__name__}: {' '.join(str(e).split())}"
-        mend = "mend it, or start in its folder, or set PYTHONPATH"
-        raise ConfigError(f"{key}={spec!r}: {raised}; {mend}") from e
-    try:
-        return operator.attrgetter(attribute)(module)
-    except AttributeError as e:
-        raise ConfigError(f"{key}={spec!r}: {' '.join(str(e).split())}; check the name") from e
+        return pkgutil.resolve_name(spec)
+    except Exception as e:  # what the module raises
+        why = f"{type(e).__name__}: {' '.join(str(e).split())}"
+        mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
+        raise ConfigError(f"{key}={spec!r}: importing it raised {why}; {mend}") from e
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,19 @@
 """Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
 
 import asyncio
+import contextlib
 import os
 from typing import Any
 
 import numpy as np
 import ray
+from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
+from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import RolloutGroup, TrainGroup
+from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
 from one_step_off.leftovers import RUN
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
@@ -131,6 +134,35 @@ class Spawned:
             loading.append(rollout.setup())
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
+
+    async def lost(self, error: Exception) -> bool:
+        """Whether the run ended because a process is gone or hangs, so that another life may do better."""
+        if isinstance(error, (ProcessDied, PhaseTimeout)):
+            return True
+        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
+        asked = (
+            within(PING_S, f"{role} {i}", named(f"{role} {i}", process.__ray_ready__.remote()))
+            for role, processes in everyone.items()
+            for i, process in enumerate(processes)
+        )
+        try:
+            await asyncio.gather(*asked)
+        except ProcessDied:  # whoever waited for it may have failed first
+            return isinstance(error, (RoleError, SyncError))
+        except PhaseTimeout:  # busy is not gone
+            pass
+        return False
+
+    async def end(self) -> None:
+        """End all processes and give their places back."""
+        # The engines have processes of their own, which end in good order only if asked.
+        with contextlib.suppress(Exception):
+            await self.roles.rollout.stop()
+        for actor in self.actors:
+            with contextlib.suppress(Exception):
+                ray.kill(actor)
+        for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
+            remove_placement_group(group)
 
     async def save_state(self, folder: str) -> None:
         """Write the part of every role that learns into a checkpoint's folder."""

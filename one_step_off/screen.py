@@ -27,7 +27,6 @@ from rich.progress import Task
 from rich.text import Text
 
 _NAMES = 13
-_FIRST_ESTIMATE_S = 5.0
 
 
 class _Bars(progress.Progress):
@@ -54,16 +53,10 @@ class Screen:
         self.console = console or Console(file=out, highlight=False)
         what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
         times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
-        self.bars = _Bars(
-            *(what, bar, progress.TaskProgressColumn(), *times),
-            console=self.console,
-            get_time=clock,
-            speed_estimate_period=math.inf,  # steps may take minutes, and rich would only look at the last half
-            refresh_per_second=4,
-            transient=True,
-            expand=True,
-            disable=not self.live,
-        )
+        look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not self.live}
+        # Steps may take minutes, and by default rich would only look at the last half of one.
+        pace = {"get_time": clock, "speed_estimate_period": math.inf}
+        self.bars = _Bars(what, bar, progress.TaskProgressColumn(), *times, console=self.console, **look, **pace)
 
     def __enter__(self) -> Self:
         # What libraries print meanwhile goes through the console too, and so above the live part.
@@ -94,19 +87,16 @@ class Screen:
         self._end(task)
 
     def progress(self, what: str, done: float) -> None:
-        """Something long of which `done` (0 to 1) is done. Lines: one at once, then estimates, ever more seldom."""
+        """Something long of which `done` (0 to 1) is done. Lines: one at once, one at its end."""
         task = next((t for t in self.bars.tasks if t.description == what), None) or self._begin(what, 1.0)
         self.bars.update(task.id, completed=done)
         if done >= 1:
             self._end(task)
-        elif not self.live and task.elapsed >= task.fields["next_s"] and task.time_remaining is not None:
-            self.say(f"{what}: {done:.0%} after {task.elapsed:.0f} s, about {task.time_remaining:.0f} s left")
-            self.bars.update(task.id, next_s=2 * task.elapsed)
 
     def _begin(self, what: str, total: float | None) -> Task:
         if not self.live:
             self.say(f"{what} ...")
-        self.bars.add_task(what, total=total, next_s=_FIRST_ESTIMATE_S)
+        self.bars.add_task(what, total=total)
         return self.bars.tasks[-1]
 
     def _end(self, task: Task) -> None:

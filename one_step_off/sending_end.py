@@ -36,6 +36,7 @@ class SendingEnd:
         plan, device = BucketPlan.build(held, bucket_bytes), torch.device(self.device)
         self.sender = Sender(plan, senders.index(self.rank), device, own_host(host), timeout_s)
         self.sender.full_every = own.full_every if own.mode == "delta" else 0
+        self.sender.keep = own.keep_sent and own.sender == "sharded"
         return self.sender.address
 
     @ray.method(concurrency_group="sync")
@@ -45,12 +46,13 @@ class SendingEnd:
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `Sender.send`; it refuses (SyncError) if the worker is at another version. With weight_sync.sender=gather
+        """As `Sender.send`; it refuses (SyncError) a version that is neither the worker's nor kept. With weight_sync.sender=gather
         every rank is called, and gives rank 0 its pieces (collective)."""
         unpin()
-        if version != self.version:
+        own = self.cfg.weight_sync.sender == "sharded"
+        if version != self.version and not (own and self.sender.kept == version):
             raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
-        if self.cfg.weight_sync.sender == "sharded":
+        if own:
             report = self.sender.send(self.weight_tensors(), version)
         elif self.rank == 0:
             report = self.sender.send((tensor for _, tensor in self.gathered(self.pieces, self.device)), version)

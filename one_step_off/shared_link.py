@@ -69,13 +69,11 @@ class SharedInlet:
     def __init__(self, store: dist.Store, number: int, device: torch.device, timeout_s: float) -> None:
         self.store, self.number, self.device, self.count = store, number, device, 0
         self.limit = timedelta(seconds=timeout_s)
-        made = [pickle.loads(handle) for handle in pickle.loads(store.get("buffers"))]
-        self.buffers = [rebuild(*args) for rebuild, args in made]
+        self.buffers = [rebuild(*args) for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))]
 
     def fill(self, tensor: torch.Tensor) -> None:
         """The next message, into `tensor`."""
-        data = torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype)
-        tensor.copy_(data.view(tensor.shape))
+        tensor.copy_(torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype).view(tensor.shape))
         self.release()
 
     def bucket(self, size: int) -> torch.Tensor:

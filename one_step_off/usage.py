@@ -78,8 +78,7 @@ class _Gpus:
                 self._look()
 
     def _look(self) -> None:
-        rates = [self.nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in self.handles]
-        self.busy.append(fmean(rates))
+        self.busy.append(fmean(self.nvml.nvmlDeviceGetUtilizationRates(h).gpu / 100 for h in self.handles))
         self.memory = max(self.memory, *(self.nvml.nvmlDeviceGetMemoryInfo(h).used for h in self.handles))
 
     def take(self) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class RolloutReplica(UsageProbe):
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
         self.engine: Any = None
-        self.requests = itertools.count(1)
+        self.requests = self.done = 0
         self.asleep = False
 
     async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
@@ -224,10 +224,13 @@ class RolloutReplica(UsageProbe):
         """The engine's processes: number and time of birth."""
         return [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
 
-    async def ping(self) -> None:
-        """Answer, if the engine still can. Raises RuntimeError: it died."""
+    async def ping(self) -> tuple[int, int]:
+        """Answer, once the engine has, between two of its steps: how many requests it has finished, and how many it works
+        on. Raises RuntimeError: it died."""
         if self.engine.errored:
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
+        await self.engine.is_sleeping()
+        return self.done, self.requests - self.done
 
     async def sleep(self) -> None:
         """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""
@@ -338,8 +341,12 @@ class RolloutReplica(UsageProbe):
         ]
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
-        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(next(self.requests)))
-        return [out async for out in answers][-1]
+        self.requests += 1
+        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(self.requests))
+        try:
+            return [out async for out in answers][-1]
+        finally:
+            self.done += 1
 
     async def stop(self) -> None:
         """End the engine's processes."""

@@ -1,8 +1,8 @@
 """The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops.
 
 A replica whose process dies in a sync is left out: the groups are made anew without it, and those that are left receive
-the whole sync again, from whatever state the broken one left them in. It is started anew in the background and joins at
-the next sync; before that it generates nothing.
+the whole sync again, from whatever state the broken one left them in. A replica that was started anew, whatever it died
+of, gets the weights that were sent last, from what the senders keep of them, and serves when its canary has passed.
 """
 
 import asyncio
@@ -15,10 +15,11 @@ import numpy as np
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named
+from one_step_off.health import State
 from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
-SENDING = "gather", "checksum", "encode", "wire"  # phases of a sender
+SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
 
 
@@ -32,11 +33,14 @@ class WeightSync:
         self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
         self.cfg, self.epoch = actor.cfg.weight_sync, 0
         self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
-        self.say: Callable[[str], None] = lambda line: None
+        self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
+        self.last: tuple[Stamp, list[np.ndarray]] | None = None  # what replicas are to hold, and the trainer's canary
+        self.grouped: list[Any] = []  # the replicas that the groups were made for
+        rollout.restore = self.restore
         self.on_trace: Callable[[str, str, int, float, float], None] = lambda *_: None
 
     async def connect(self) -> None:
-        """Exchange the metadata, once, and form all groups."""
+        """Exchange the metadata, once."""
         limit, size, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
         plans = await every(limit, what, self.actor.ranks, "weight_plan")
         found = await every(limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit)
@@ -54,21 +58,21 @@ class WeightSync:
             "host": self.host,
             "timeout_s": limit,
         }
-        await self._regroup()
 
-    async def _regroup(self) -> None:
-        """New groups, of the senders and the replicas that take part now."""
-        self.epoch += 1
+    async def _regroup(self, numbers: list[int]) -> None:
+        """New groups, of the senders and these replicas."""
+        self.epoch, self.grouped = self.epoch + 1, []
         width = self.rollout.cfg.rollout.tensor_parallel_size
-        place = {number: i for i, number in enumerate(self.rollout.active)}
+        place, chosen = {number: i for i, number in enumerate(numbers)}, [self.rollout.all[i] for i in numbers]
         near = [[place[r] for r in those if r in place] for those in self.near]
         receivers, limit = len(place) * width, 2 * self.cfg.timeout_s
         info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
         shape, firsts = (self.epoch, receivers), [(i * width,) for i in place.values()]
         await asyncio.gather(
             every(limit, "weight sync, trainer rank", self.senders, "connect_sync", *shape, each=[(n,) for n in near]),
-            every(limit, "weight sync, rollout", self.rollout.replicas, "connect_sync", info, each=firsts),
+            every(limit, "weight sync, rollout", chosen, "connect_sync", info, each=firsts),
         )
+        self.grouped = chosen
 
     def expect(self) -> Awaitable[list[np.ndarray]]:
         """Ask the trainer for its half of the canary, by the weights that it has now."""
@@ -77,36 +81,59 @@ class WeightSync:
     async def __call__(self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None) -> dict[str, Any]:
         """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
         sync/gb_per_s, seconds per phase, canary. Raises SyncError or PhaseTimeout, naming who, which phase, bucket and
-        version."""
-        begin = time.perf_counter()
+        version; NoReplica if all are lost."""
+        begin, metrics = time.perf_counter(), None
         trainer = await (expected or self.expect())
-        asked, regroup = time.perf_counter() - begin, await self.rollout.rejoin()
-        while True:
-            try:
-                if regroup:
-                    await self._regroup()
-                start = time.perf_counter()
-                metrics = self._metrics(stamp, start, *await self._transfer(stamp))
-                checked = time.perf_counter()
-                metrics |= await self._check_canary(stamp, trainer)
-                break
-            except (SyncError, RoleError, PhaseTimeout) as error:
-                lost = await self.rollout.missing()
-                # Where ranks gather, some still wait in the attempt that broke. And a shared pool has no room for a start
-                # beside the others' work.
-                if not lost or self.cfg.sender == "gather" or self.rollout.shared:
-                    raise
-                self.say(f"weight sync of version {stamp[1]}: {error}; starting {', '.join(lost.values())} anew")
-                await self.rollout.restart(list(lost))
-                regroup = True
-        await every(self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", stamp[1])
-        end = time.perf_counter()  # the replicas idle until the canary has passed, so it belongs to the sync
-        return metrics | {"time/sync_s": end - begin, "time/canary_s": asked + end - checked}
+        asked, self.last = time.perf_counter() - begin, (stamp, trainer)
+        for i in self.rollout.active:
+            self.rollout.health[i].to(State.STALE)
+        while not metrics:
+            # If none is left, the first that comes back has these weights by then, from `restore`.
+            metrics = await self._bring(self.rollout.active or await self.rollout.serving())
+        await self.release(stamp[1])
+        # The replicas idle until the canary has passed, so it belongs to the sync.
+        metrics["time/canary_s"] += asked
+        return metrics | {"time/sync_s": time.perf_counter() - begin}
 
-    async def _transfer(self, stamp: Stamp) -> tuple[list[Any], list[Any]]:
+    def release(self, version: int) -> Awaitable[Any]:
+        """Tell the trainer that these weights may change: nobody needs them any more."""
+        return every(self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", version)
+
+    async def restore(self, number: int) -> bool:
+        """Bring a replica that was started anew to the weights that were sent last; where nothing was sent yet, or it is
+        not kept, it gets the next. Returns whether it is still there."""
+        kept = self.last and self.cfg.keep_sent and self.cfg.sender == "sharded"
+        return not kept or bool(await self._bring([number]))
+
+    async def _bring(self, numbers: list[int]) -> dict[str, Any]:
+        """`last` into these replicas, which are healthy then. Empty: some died of it, and are being started anew."""
+        stamp, trainer = self.last
+        async with self.lock:
+            try:
+                if self.grouped != [self.rollout.all[i] for i in numbers]:
+                    await self._regroup(numbers)
+                start = time.perf_counter()
+                metrics = self._metrics(numbers, start, *await self._transfer(stamp, numbers))
+                checked = time.perf_counter()
+                metrics |= await self._check_canary(stamp, trainer, numbers)
+                metrics["time/canary_s"] = time.perf_counter() - checked
+            except (SyncError, RoleError, PhaseTimeout) as error:
+                lost, self.grouped = await self.rollout.missing(numbers), []
+                # Where ranks gather, some still wait in the attempt that broke.
+                if not lost or self.cfg.sender == "gather":
+                    raise
+                for i in lost:
+                    self.rollout.lose(i, f"in the weight sync of version {stamp[1]}: {error}")
+                return {}
+        for i in numbers:
+            self.rollout.health[i].to(State.HEALTHY)
+            self.rollout.health[i].begin(time.monotonic())
+        return metrics
+
+    async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:
         """What senders and replicas report. The first failure is raised once all have ended: whoever fails leaves its
         groups, so that the others fail soon after."""
-        what, replicas = f"weight sync of version {stamp[1]}", self.rollout.active
+        what = f"weight sync of version {stamp[1]}"
         calls = [("trainer rank", i, actor.send_weights.remote(stamp[1])) for i, actor in enumerate(self.taking_part)]
         calls += [("rollout", i, self.rollout.all[i].sync.remote(stamp)) for i in replicas]
         tasks = [asyncio.ensure_future(named(f"{what}, {who} {i}", answer)) for who, i, answer in calls]
@@ -126,10 +153,10 @@ class WeightSync:
         reports = [task.result() for task in tasks]
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
-    def _metrics(self, stamp: Stamp, start: float, sent: list, received: list) -> dict[str, Any]:
+    def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
         seconds, width = time.perf_counter() - start, self.rollout.cfg.rollout.tensor_parallel_size
         ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
-        for number, workers in zip(self.rollout.active, received, strict=True):
+        for number, workers in zip(numbers, received, strict=True):
             names = [f"rollout {number}" + (f".{k}" if width > 1 else "") for k in range(width)]
             ranks |= dict(zip(names, workers, strict=True))
         size = sum(report["bytes"] for report in sent)
@@ -152,15 +179,15 @@ class WeightSync:
             metrics["sync/in_place"] = min(held)
         for who, report in ranks.items():
             for lane, phase, begin, end in report.pop("spans"):
-                self.on_trace(f"sync {who}{lane}", phase, stamp[1], begin, end)
+                self.on_trace(f"sync {who}{lane}", phase, self.last[0][1], begin, end)
         plain = ("bytes", *SENDING, *RECEIVING)
         metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
         return metrics
 
-    async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray]) -> dict[str, float]:
-        replicas = await self.rollout.score(self.canary)
+    async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
+        replicas = await self.rollout.score(self.canary, numbers)
         found: dict[str, float] = {}
-        for i, replica in zip(self.rollout.active, replicas, strict=True):
+        for i, replica in zip(numbers, replicas, strict=True):
             diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
             for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):

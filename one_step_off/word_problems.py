@@ -83,17 +83,18 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     return rows
 
 
+def _pairs(sign: str, split: str, size: int, rng: random.Random) -> list[tuple[int, int]]:
+    """Operands of two digits. a, b and b, a are of one split; pairs repeat only in a list longer than the split."""
+    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} {sign} {max(a, b)}") == split]
+    return [pair for _ in range(0, size, len(space)) for pair in rng.sample(space, len(space))][:size]
+
+
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """Sums of two two-digit numbers as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`. For
-    small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one. a + b and
-    b + a are of one split. Sums repeat only in a list longer than the split."""
-    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} + {max(a, b)}") == split]
-    rng, pairs = random.Random(f"addition {split} {seed}"), []
-    while len(pairs) < size:
-        pairs += rng.sample(space, len(space))
+    """Sums as `_pairs` has them, as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`. For
+    small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one."""
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
     rows = []
-    for a, b in pairs[:size]:
+    for a, b in _pairs("+", split, size, random.Random(f"addition {split} {seed}")):
         prompt = [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]]
         rows.append({"prompt": prompt, "reward_model": {"ground_truth": str(a + b)}})
     return rows
@@ -107,17 +108,11 @@ _PRODUCTS = (
 
 
 def make_products(split: str, size: int, seed: int) -> list[Row]:
-    """Products of two two-digit numbers: more than a tiny model can know, so that it needs a calculator.
-
-    a * b and b * a are of one split. Products repeat only in a list longer than the split.
-    """
-    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} * {max(a, b)}") == split]
-    rng, pairs = random.Random(f"products {split} {seed}"), []
-    while len(pairs) < size:
-        pairs += rng.sample(space, len(space))
+    """Products as `_pairs` has them: more than a tiny model can know, so that it needs a calculator."""
+    rng = random.Random(f"products {split} {seed}")
     return [
         {"question": rng.choice(_PRODUCTS).format(a=a, b=b), "answer": f"{a} * {b} = {a * b}\n#### {a * b}"}
-        for a, b in pairs[:size]
+        for a, b in _pairs("*", split, size, rng)
     ]
 
 
@@ -143,18 +138,15 @@ def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     import reasoning_gym
 
     rows: dict[str, Row] = {}
-    at, idle = seed * 1_000_003, 0
-    while len(rows) < size:
-        known = len(rows)
+    first, batches = seed * 1_000_003, 20 + size // 50  # thrice what the smaller split takes where nothing repeats
+    for at in range(first, first + 1024 * batches, 1024):
         for item in reasoning_gym.create_dataset("gsm_symbolic", size=1024, seed=at):
             question, answer = item["question"], item["metadata"]["answer_cot"]
             if _split_of(question) == split and "####" in answer:
                 rows.setdefault(question, {"question": question, "answer": answer})
-        at += 1024
-        idle = 0 if len(rows) > known else idle + 1
-        if idle > 20:
-            raise ValueError(f"gsm_symbolic made only {known} different {split} problems; ask for fewer")
-    return list(rows.values())[:size]
+        if len(rows) >= size:
+            return list(rows.values())[:size]
+    raise ValueError(f"gsm_symbolic made only {len(rows)} different {split} problems; ask for fewer")
 
 
 GENERATORS: dict[str, Callable[[str, int, int], Sequence[Mapping[str, Any]]]] = {

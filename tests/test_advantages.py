@@ -328,8 +328,6 @@ def test_token_rewards_count_in_the_outcome():
 def test_errors():
     with pytest.raises(ValueError, match="sample 1 is not finite"):
         estimate("grpo", outcome([1.0, float("nan")], [0, 0]))
-    with pytest.raises(ValueError, match="2 groups' names"):
-        estimate("grpo", outcome([1.0], [0, 0]))
     with pytest.raises(ConfigError, match="unknown.*gae, grpo"):
         estimate("nothing", outcome([1.0], [0]))
     with pytest.raises(ValueError, match="exists already"):

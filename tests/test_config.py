@@ -278,8 +278,7 @@ BAD_FILES = [
     ("actor:\n  eps: 1\n  lr: -1\n", ["x.yaml:3:", "actor.lr=-1.0", "above 0"]),
     ("algorithm:\n  loss_agg: sum\n", ["x.yaml:2:", "algorithm.loss_agg=sum", "one of"]),
     ("trainer:\n  output_dir: ${nowhere}\n", ["x.yaml:2:", "trainer.output_dir", "nowhere"]),
-    ("trainer:\n  output_dir: 2026-01-01\n", ["x.yaml:2:", "trainer.output_dir", "quote it"]),
-    ("actor:\n  lr: 1\n  lr: 2\n", ["line 3", "'lr'", "twice"]),
+    ("actor:\n  lr: 1\n  lr: 2\n", ["line 3", "duplicate key lr"]),
     ("actor: {1: 2}\n", ["actor.1", "unknown key"]),
     ("actor: {betas.x: 2}\n", ["actor.betas.x", "unknown key"]),
     ("actor: {? [a] : 2}\n", ["x.yaml"]),
@@ -379,11 +378,11 @@ def test_user_reward_is_found_without_import(tmp_path: Path, monkeypatch: pytest
 
 
 def test_values_are_read_as_meant(tmp_path: Path) -> None:
-    text = "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\nrollout: {seed_samples: on}\ntrainer: {total_steps: null}\n"
+    text = "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\nrollout: {seed_samples: on}\ntrainer: {total_steps: null, output_dir: 2026-01-01}\n"
     cfg = load([f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"])
     assert (cfg.actor.lr, cfg.actor.eps, cfg.actor.weight_decay) == (1e-6, 1e-8, 0.01)
     assert isinstance(cfg.actor.grad_clip, float) and cfg.rollout.n == 4 and cfg.rollout.seed_samples == "on"
-    assert cfg.trainer.total_steps is None
+    assert cfg.trainer.total_steps is None and cfg.trainer.output_dir == "2026-01-01"
     assert good("data.instruction=Think: end with #### number").data.instruction == "Think: end with #### number"
     assert good("data.val_files=null").data.val_files == ""
     assert good("data.instruction='  a'").data.instruction == "  a"

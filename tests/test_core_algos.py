@@ -16,8 +16,6 @@ def test_token_weights_by_hand():
     # Dr. GRPO divides by a constant, here 10 tokens, and by the sequences that count
     assert ca.token_weights([2, 0, 6], "seq-sum-norm", 8, 2, 10).tolist() == [1 / 20, 0, 1 / 20]
     assert ca.token_weights([0, 0], "token-mean", 0, 0).tolist() == [0, 0]
-    with pytest.raises(ValueError):
-        ca.token_weights([1], "sum", 1, 1)
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.sampled_from(["token-mean", "sequence-mean"]))
@@ -32,8 +30,6 @@ def test_kl_by_hand():
     assert ca.kl(log_p, log_q, "k1").item() == pytest.approx(-math.log(2))
     assert ca.kl(log_p, log_q, "k2").item() == pytest.approx(math.log(2) ** 2 / 2)
     assert ca.kl(log_p, log_q, "k3").item() == pytest.approx(1 - math.log(2))
-    with pytest.raises(ValueError):
-        ca.kl(log_p, log_q, "k4")
 
 
 @given(st.integers(0, 1000))

@@ -367,7 +367,7 @@ def test_report_names_a_few_and_counts_all() -> None:
 def stream_of(rows: int, batch: int, shuffle: bool = True, seed: int = 0, **length: Any) -> PromptStream:
     """A stream over `rows` prompts whose row numbers are not their positions."""
     prompts = [Prompt((0, 3 * i + 1), np.array([i], np.int32), str(i), str(i)) for i in range(rows)]
-    return PromptStream(prompts, batch, shuffle, seed, **(length or {"total_steps": 10}))
+    return PromptStream(prompts, batch, shuffle, seed, **(length or {"steps": 10}))
 
 
 sizes = st.integers(1, 12)
@@ -419,7 +419,7 @@ def test_resume_is_exact(rows: int, first: int, second: int, before: int, after:
 
 @given(rows=sizes, batch=st.integers(1, 30), epochs=st.integers(1, 5))
 def test_total_epochs_sees_every_prompt(rows: int, batch: int, epochs: int) -> None:
-    stream = stream_of(rows, batch, total_epochs=epochs)
+    stream = stream_of(rows, batch, epochs=epochs)
     ids = [p.id for _ in range(stream.total_steps) for p in stream.next_batch()]
     assert sum(e < epochs for e, _ in ids) == rows * epochs
     assert len(ids) == rows * epochs + stream.surplus and 0 <= stream.surplus < batch

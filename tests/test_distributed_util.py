@@ -89,7 +89,7 @@ def test_layers_come_together_from_senders_that_own_different_parts_of_them():
     [
         (lambda p: p[0].pop(0), "missing or sent twice"),
         (lambda p: p[1].append(p[1][0]), "missing or sent twice"),
-        (lambda p: p[1].pop(0), "has 8 rows, but only 4"),
+        (lambda p: p[1].pop(0), "of the 8 rows of a some are missing or sent twice: 0 to 4 came"),
         (lambda p: p[1].__setitem__(0, WeightPiece("a", "bfloat16", (8, 2), 4, 8)), "disagree about dtype or shape"),
         (lambda p: p[0].append(WeightPiece("b", "float33", (1,), 0, 1)), "no attribute 'float33'"),
         (lambda p: p[1].reverse(), "different orders"),

@@ -132,7 +132,7 @@ def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, train
 
 async def compare(roles, path: str) -> None:
     """Every replica, so each prompt goes to each of them."""
-    n = len(roles.rollout.replicas)
+    n = len(roles.rollout.all)
     repeated = [Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)]
     samples, _ = await roles.rollout.generate(repeated, "test", Sampling(1, 0.0, None))
     expected = hf_answers(path, [p.ids for p in prompts()], 16)
@@ -192,7 +192,7 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
-        replica = roles.rollout.replicas[0]
+        replica = roles.rollout.all[0]
         with pytest.raises(SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"):
             await named("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
@@ -245,7 +245,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
 
     async def check() -> None:
         roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
-        roles.sync.say = said.append
+        roles.rollout.say = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -258,14 +258,15 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         begin = time.monotonic()
         await roles.sync((0, 1))
         assert time.monotonic() - begin < 60, "nobody waits for the dead"
-        assert roles.rollout.active == [0] and roles.rollout.replicas == [survivor]
+        assert roles.rollout.active == [0]
         assert len(said) == 1 and "rollout 1" in said[0]
         saved = str(tmp_path / "after")
         await roles.actor.save_hf(saved)
         await compare(roles, saved)
+        await roles.actor.update(batch_for_update())  # the trainer goes on meanwhile: what was sent is kept
         await roles.rollout.returning[1]
-        await roles.sync((0, 1))
         assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
+        assert await roles.rollout.serving() == [0, 1]
         left = [p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
         assert former and not left, "the engine of the dead one must not live on"
         await compare(roles, saved)

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from one_step_off.config import ConfigError
-from one_step_off.fsdp_model import check_head, check_layout
+from one_step_off.fsdp_model import check_head, check_layout, logits_of
 from tests.test_fsdp_workers import (  # noqa: F401
     MODELS,
     SIZES,
@@ -37,28 +37,31 @@ def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_p
         single(config(str(tmp_path)))
 
 
-def test_logit_quirks_are_known_or_refused():
+def test_logits_are_the_model_s_own_with_what_its_family_does_after_the_head():
     sizes = dict(SIZES, num_key_value_heads=1)
     del sizes["max_position_embeddings"]
     makers = {
         "Cohere": transformers.CohereConfig(**sizes, logit_scale=0.25, pad_token_id=0),
         "Granite": transformers.GraniteConfig(**sizes, logits_scaling=4.0),
         "Gemma2": transformers.Gemma2Config(**sizes, final_logit_softcapping=15.0, head_dim=16),
+        "Qwen3Moe": transformers.Qwen3MoeConfig(
+            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
     }
     for hf_config in makers.values():
-        check_head(transformers.AutoModelForCausalLM.from_config(hf_config), "x")
-    model = transformers.AutoModelForCausalLM.from_config(MODELS["tied"]())
-    check_layout(model, "x")
-    inner = model.forward
-
-    def scaled(*args, **kwargs):
-        output = inner(*args, **kwargs)
-        output.logits = output.logits * 0.5
-        return output
-
-    model.forward = scaled
-    with pytest.raises(ConfigError, match="does not know"):
-        check_head(model, "some/model")
+        model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
+        check_head(model, "x")
+        ids = torch.tensor([[5, 3, 7, 9]])
+        with torch.no_grad():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(logits_of(model, hidden[0]), model(input_ids=ids).logits[0])
+    check_layout(transformers.AutoModelForCausalLM.from_config(MODELS["tied"]()), "x")
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration.*cannot be checked"):
+        t5 = transformers.T5Config(vocab_size=50, d_model=64, d_ff=32, num_layers=1, num_heads=2)
+        check_head(transformers.T5ForConditionalGeneration(t5), "some/model")
+    with pytest.raises(ConfigError, match="OPTForCausalLM.*a way this trainer does not know"):
+        opt = transformers.OPTConfig(vocab_size=50, hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+        check_head(transformers.OPTForCausalLM(opt).eval(), "some/model")
 
 
 def test_fused_experts_are_refused():

@@ -13,7 +13,6 @@ import torch.multiprocessing as mp
 import transformers
 
 from one_step_off import core_algos
-from one_step_off.advantages import to_tokens
 from one_step_off.config import Config
 from one_step_off.fsdp_workers import PolicyWorker
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -109,7 +108,7 @@ def make_batch(path, prompts=4, n=3, seed=0, version=3):
             samples.append(s)
     values = rng.normal(0, 1, len(samples))
     batch = Batch(step=4, samples=samples, expected=(0, version))
-    batch.advantages = to_tokens(values, [s.loss_mask for s in samples])
+    batch.advantages = [np.where(s.loss_mask, v, 0.0).astype(np.float32) for v, s in zip(values, samples, strict=True)]
     batch.ref_log_probs = [s.log_probs + rng.normal(0, 0.2, len(s.log_probs)).astype(np.float32) for s in samples]
     batch.old_log_probs = [s.log_probs + rng.normal(0, 0.3, len(s.log_probs)).astype(np.float32) for s in samples]
     return batch

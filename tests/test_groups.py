@@ -11,6 +11,7 @@ import pytest
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
+from one_step_off.health import State
 from one_step_off.samples import Batch, Prompt, Sample, StalenessError
 from one_step_off.weight_sync import WeightSync
 
@@ -52,6 +53,13 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
     assert time.perf_counter() - begin < 5
 
 
+def healthy(group: RolloutGroup) -> RolloutGroup:
+    """As after a sync."""
+    for health in group.health:
+        health.to(State.HEALTHY)
+    return group
+
+
 def a_sample(prompt: Prompt, index: int) -> Sample:
     one = np.zeros(1)
     return Sample(prompt.id, index, prompt.ids, one.astype(np.int32), one.astype(np.float32), one > -1, one.astype(int))
@@ -64,7 +72,7 @@ class Slow:
     def __init__(self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1) -> None:
         self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
         self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method(slots)
-        self.family = Method([])
+        self.family, self.ping = Method([]), Method((0, 0))
         self.most, self.came, self.away, self.last, self.stopped = 0, 0, 0, 0.0, 0
 
     async def room(self, sent, most):
@@ -103,7 +111,7 @@ def routed(routing: str, replicas: list[Slow], rows: int, n: int, seeded: bool =
 
     async def main():
         await group.setup()
-        return await group.generate(prompts, "step 0", group.train)
+        return await healthy(group).generate(prompts, "step 0", group.train)
 
     return asyncio.run(main())
 
@@ -147,7 +155,7 @@ def test_each_prompt_goes_to_the_replica_with_the_fewest_under_way():
     cfg = Config()
     cfg.rollout.routing, cfg.rollout.n = "least_loaded", 1
     replicas = [Slow(0.3), Slow(0.01)]
-    group = RolloutGroup(replicas, cfg, False)
+    group = healthy(RolloutGroup(replicas, cfg, False))
 
     def rows(*numbers: int) -> list[Prompt]:
         return [Prompt((0, row), np.arange(2), "", "") for row in numbers]
@@ -181,7 +189,7 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
     def rollout(share, sampling):
         return [a_sample(p, i) for p in reversed(share) for i in reversed(range(sampling.n))], 0.1 * len(share)
 
-    group = RolloutGroup([Actor(rollout=rollout), Actor(rollout=rollout), Actor(rollout=rollout)], cfg, seeded=True)
+    group = healthy(RolloutGroup([Actor(rollout=rollout) for _ in range(3)], cfg, seeded=True))
     samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
     assert [(s.prompt_id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(cfg.rollout.n)]
     assert seconds == pytest.approx(0.2)
@@ -198,7 +206,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     )
     replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], ping=None) for e in engines]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
-    sync.senders = sync.taking_part = actor.ranks
+    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, replicas
     sync.total_bytes = 8
     return sync
 
@@ -281,9 +289,8 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
 
     async def main():
         turn = asyncio.Lock()
-        rollout = RolloutGroup(
-            [Actor(rollout=said("generate", ([], 0.1)), sleep=said("sleep", None))], Config(), True, turn
-        )
+        replica = Actor(rollout=said("generate", ([], 0.1)), sleep=said("sleep", None))
+        rollout = healthy(RolloutGroup([replica], Config(), True, turn))
         actor = TrainGroup("actor", [Actor(update=said("update", {}))], Config(), turn)
         actor.colocated = rollout
         prompts = [Prompt((0, 0), "", np.arange(2), "")]
@@ -322,88 +329,3 @@ def test_roles_in_one_pool_take_turns():
         assert asyncio.run(main(shared=False)) == 2
     finally:
         room._put = put
-
-
-class Lossy(WeightSync):
-    """A weight sync whose replicas are stand-ins: `broken[i]` is how often replica i still dies in a sync."""
-
-    def __init__(self, replicas: int, broken: dict[int, int], respawn=None, answers: bool = False) -> None:
-        self.broken, self.regrouped, self.lines = broken, [], []
-        actors = [self.replica(i, answers) for i in range(replicas)]
-        cfg = Config()
-        cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0, 0.1]], "spans": []}
-        trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report), release=None)
-        group = TrainGroup("actor", [trainer], cfg)
-        rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
-        rollout.families = [[(i, 1.0)] for i in range(replicas)]
-        super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
-        self.senders = self.taking_part = group.ranks
-        self.total_bytes, self.say = 8, self.lines.append
-
-    def replica(self, i: int, answers: bool) -> Actor:
-        async def sync(stamp):
-            if self.broken.get(i, 0):
-                self.broken[i] -= 1
-                died.append(1)
-                raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.0}]
-
-        async def ping():
-            if died and not answers:
-                raise RuntimeError("gone")
-
-        async def start(former):
-            assert former == [(i, 1.0)], "what the dead one left is to be ended"
-            await asyncio.sleep(0.05)
-
-        died: list[int] = []
-        return Actor(
-            sync=sync, ping=ping, start=start, family=lambda: [(i, 1.0)], score=lambda seqs: [np.array([-1.0])]
-        )
-
-    async def _regroup(self) -> None:
-        self.regrouped.append(list(self.rollout.active))
-
-
-def test_a_replica_that_dies_in_a_sync_is_left_out_and_joins_the_next():
-    async def main():
-        sync = Lossy(3, {1: 1})
-        await sync((0, 1))
-        assert sync.regrouped == [[0, 2]] and sync.rollout.active == [0, 2]
-        assert len(sync.lines) == 1 and "rollout 1" in sync.lines[0]
-        await sync((0, 2))
-        assert sync.rollout.active == [0, 2], "it has not started yet"
-        await asyncio.sleep(0.2)
-        await sync((0, 3))
-        assert sync.rollout.active == [0, 1, 2] and sync.regrouped == [[0, 2], [0, 1, 2]]
-
-    asyncio.run(main())
-
-
-def test_with_no_replica_left_the_sync_waits_for_the_first_that_starts():
-    async def main():
-        sync = Lossy(2, {0: 1, 1: 1})
-        await sync((0, 1))
-        assert sync.rollout.active and sync.regrouped[-1] == sync.rollout.active
-
-    asyncio.run(main())
-
-
-def test_a_replica_that_answers_but_did_not_get_the_weights_ends_the_run():
-    with pytest.raises(SyncError, match="rollout 1: its process died"):
-        asyncio.run(Lossy(2, {1: 1}, answers=True)((0, 1)))
-
-
-def test_a_replica_that_cannot_be_started_anew_ends_the_run_with_the_reason():
-    def respawn(i):
-        raise OSError("no seat left")
-
-    async def main():
-        sync = Lossy(2, {0: 1}, respawn)
-        await sync((0, 1))
-        await asyncio.sleep(0.05)
-        await sync((0, 2))
-
-    with pytest.raises(OSError, match="no seat left"):
-        asyncio.run(main())

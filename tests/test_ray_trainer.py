@@ -7,6 +7,7 @@ import io
 import json
 import random
 import time
+from collections import deque
 
 import numpy as np
 import pytest
@@ -49,6 +50,10 @@ class World:
 class FakeRollout:
     train = Sampling(2, 1.0, 0)
     val = Sampling(1, 0.0, 0)
+    restarts = 0
+
+    async def watch(self):
+        await asyncio.sleep(3600)
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -126,7 +131,7 @@ def build(tmp_path, world: World, steps: int, staleness: int, rows: int = 7, tes
     cfg.pipeline.staleness = staleness
     cfg.trainer.test_freq = test_freq
     prompts = [Prompt((0, r), np.arange(2, dtype=np.int32), "q", "1") for r in range(rows)]
-    stream = PromptStream(prompts, 3, True, 0, total_steps=steps)
+    stream = PromptStream(prompts, 3, True, 0, steps)
     roles = Roles(FakeActor(world), FakeRollout(world), FakeSync(world))
     return Pipeline(cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=io.StringIO()))
 
@@ -158,7 +163,7 @@ def test_rewards_that_timed_out_are_counted(tmp_path):
     async def collect() -> dict[str, float]:
         done = asyncio.get_running_loop().create_future()
         done.set_result((samples, 0.0))
-        return (await pipeline._collect(0, done))[1]
+        return (await pipeline._collect(0, deque([done])))[1]
 
     assert asyncio.run(collect())["reward/timeouts"] == 1.0
 
