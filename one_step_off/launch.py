@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -25,14 +26,13 @@ import numpy as np
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint
+from one_step_off import checkpoint, leftovers
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError, first_line, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, resolved_device
 from one_step_off.config_io import resolved_yaml
-from one_step_off.leftovers import swept
 from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -289,6 +289,20 @@ def start_ray(cfg: Config) -> str:
     return ray.init(**options, **quiet).address_info["session_dir"]
 
 
+def sweeper() -> subprocess.Popen:
+    """The process of `leftovers.py`, for what is started from now on. At the end of a `with` it has done its work, and
+    it does it too if this process is killed."""
+    folder = tempfile.mkdtemp(prefix="one_step_off_")
+    # A session of its own: Ctrl-C is not for it.
+    command = [sys.executable, "-I", leftovers.__file__, folder]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    os.environ |= {
+        leftovers.RUN: folder,
+        "SPT_NOENV": "1",
+    }  # or a process that sets its title would hide its environment
+    return process
+
+
 def spawn_roles(prepared: Prepared) -> "Spawned":
     """Create every process of the run. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
@@ -439,7 +453,7 @@ def run(cfg: Config) -> int:
         write_run_folder(prepared)
         open_files(prepared, tracker, wandb)
         observe(prepared, tracker)
-        with swept():
+        with sweeper():
             _run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0

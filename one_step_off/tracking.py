@@ -79,15 +79,13 @@ class Tracker:
         kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
         kept["evaluations.jsonl"] = self.evaluations
-        new = self.folder / ".rows"
-        for name, rows in kept.items():
-            new.unlink(missing_ok=True)
-            self._append(new.name, *rows)
-            if rows:  # whole at any moment: this may be killed
-                new.replace(self.folder / name)
-        emptied = (name for name, rows in kept.items() if not rows)
-        for name in (*emptied, "summary.json", "error.log", *(() if step else ("timeline.json",))):
+        gone = [name for name in kept if not kept[name]]
+        for name in (*gone, "summary.json", "error.log", *(() if step else ("timeline.json",))):
             (self.folder / name).unlink(missing_ok=True)
+        for name in kept.keys() - gone:  # in one move: this may be killed at any moment
+            new = self.folder / f"{name}.new"
+            new.write_text("".join(json.dumps(_without_nan(row)) + "\n" for row in kept[name]))
+            new.replace(self.folder / name)
 
     def repeat_evaluations(self) -> None:
         """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
