@@ -4,40 +4,68 @@ That is the trainer at v(N) and, one step off, the finished samples of step N (m
 anywhere) and the data position after them: both are there after these samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
-        state.json        step, version, data position, evaluation not yet in a row; the keys it depends on
+        state.json        format, step, incarnation, data position, evaluation not yet in a row; the keys it depends on,
+                          and the name and shape of every parameter
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the rest of each sample
         actor/ ...        of each role that learns: weights and optimiser, by torch's distributed checkpoint or Megatron's
-        actor_rank_0.pt ... RNG state of each of its ranks
+        actor_rank_0.npz  counters and RNG state of each of its ranks
+        manifest.json     size and checksum (XXH3-128) of every other file
 
-It is written beside its place and renamed, so it is there whole or not at all.
+It is written beside its place and renamed, so it is there whole or not at all: the trainers copy their state and go on,
+and write while they train. Before a run goes on from it every file is compared with the manifest, and no pickle is read
+but with the few classes that belong there (`safe_reading.py`).
 """
 
+import asyncio
+import hashlib
 import json
 import os
 import shutil
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from one_step_off.config import Config, ConfigError, settings_of
-from one_step_off.samples import Sample
+from one_step_off.config import Config, ConfigError, first_line, settings_of
+from one_step_off.samples import Batch, Sample
 
+FORMAT = 2  # of what is described above; 1 had no manifest
+MANIFEST = "manifest.json"
+TRAINED = ("actor", "critic")
 ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
+PER_TOKEN = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
 FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype", "agent.loop")
+FIXED_KEYS += ("model.lora_rank", "model.lora_alpha", "model.lora_target_modules")
+
+
+class BadCheckpoint(ConfigError):
+    """A checkpoint that no setting makes good: torn, of another model, of another format."""
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's."""
-    learning = (role for role in ("actor", "critic") if role in cfg.placement.roles)
-    backends = {f"{role}.backend": settings_of(cfg, role).backend for role in learning}
+    backends = {f"{role}.backend": settings_of(cfg, role).backend for role in TRAINED if role in cfg.placement.roles}
     return {key: attrgetter(key)(cfg) for key in FIXED_KEYS} | backends
+
+
+def shapes(cfg: Config) -> dict[str, list[int]]:
+    """Of every parameter of the roles that learn, by the models' code without weights; {} if that fails."""
+    from one_step_off import fsdp_model  # torch and transformers: slow to import
+
+    try:
+        models = {role: fsdp_model.empty(cfg, role, None, None) for role in TRAINED if role in cfg.placement.roles}
+    except Exception:  # code of others; the trainer says in its own words what does not fit
+        return {}
+    return {f"{role}: {name}": [*p.shape] for role, m in models.items() for name, p in m.named_parameters()}
 
 
 def folder_of(cfg: Config) -> Path:
@@ -51,29 +79,78 @@ def finished(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
-def find(cfg: Config) -> Path | None:
-    """The checkpoint that `trainer.resume` means, or None to start anew. Raises ConfigError: a path that is no
-    checkpoint, or one made with other settings."""
-    wish = cfg.trainer.resume
-    found = {"auto": finished(folder_of(cfg)), "never": []}.get(wish, [Path(wish)])
-    if not found:
-        return None
-    path = found[-1]
-    made_with = read_state(path)["fixed"]
-    for key, value in fixed_keys(cfg).items():
-        if made_with.get(key, value) != value:
-            mend = "resume with that value, or start anew with trainer.resume=never or another trainer.output_dir"
-            raise ConfigError(f"{key}={value}: the checkpoint {path} was made with {made_with[key]}; {mend}")
-    return path
+def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The checkpoint that `trainer.resume` means, or None to start anew; every file of it has been verified. With "auto"
+    the newest good one: `say` is told of those passed over. Raises ConfigError: it is no good, or none is, or it was
+    made with other settings."""
+    wish, anew = cfg.trainer.resume, "start anew with trainer.resume=never or another trainer.output_dir"
+    found = {"auto": finished(folder_of(cfg))[::-1], "never": []}.get(wish, [Path(wish)])
+    model = shapes(cfg) if found else {}
+    for path in found:
+        try:
+            verify(path, model)
+        except BadCheckpoint as e:
+            if path == found[-1]:
+                mend = f"name a good one, as OUTPUT_DIR/checkpoints/step_000050, in trainer.resume, or {anew}"
+                raise ConfigError(f"trainer.resume={wish}: {e}; {mend}") from e
+            say(f"warning: {e}; the one before it is taken")
+            continue
+        made_with = read_state(path)["fixed"]
+        for key, value in fixed_keys(cfg).items():
+            if made_with.get(key, "none") != value:
+                what = f"{key}={value}: the checkpoint {path} was made with {made_with.get(key, 'none')}"
+                raise ConfigError(f"{what}; resume with that value, or {anew}")
+        return path
+    return None
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """`state.json`. Raises ConfigError if it cannot be read."""
+    """`state.json`, of a checkpoint that has been verified."""
+    return json.loads((path / "state.json").read_text())
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def sealed(path: Path, sync: bool = False) -> dict[str, dict[str, Any]]:
+    """Bytes and XXH3-128 of every file but the manifest; with `sync` they are on the disk by then."""
+    files = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and p.name != MANIFEST}
+
+    def checksum(file: Path) -> str:
+        if sync:
+            _sync(file)
+        with open(file, "rb") as f:
+            return hashlib.file_digest(f, xxhash.xxh3_128).hexdigest()
+
+    with ThreadPoolExecutor(8) as pool:
+        checksums = dict(zip(files, pool.map(checksum, files.values()), strict=True))
+    return {"bytes": {name: p.stat().st_size for name, p in files.items()}, "checksum": checksums}
+
+
+def verify(path: Path, model: dict[str, list[int]]) -> None:
+    """Compare every file with the manifest, and the trainers' parameters with `model`, where both are known (see
+    `shapes`). Raises BadCheckpoint: names the file and the difference."""
+    from one_step_off import safe_reading
+
+    at = MANIFEST
     try:
-        return json.loads((path / "state.json").read_text())
-    except (OSError, ValueError) as e:
-        mend = "name a folder as OUTPUT_DIR/checkpoints/step_000050 in trainer.resume, or use auto or never"
-        raise ConfigError(f"checkpoint {path}: state.json cannot be read ({e}); {mend}") from e
+        manifest = json.loads((path / MANIFEST).read_text())
+        if manifest["format"] != FORMAT:
+            raise ValueError(f"it has format {manifest['format']}, and this version of one_step_off reads {FORMAT}")
+        at = "its files"
+        for kind, now in (sealed(path) | {"shape": manifest["shape"] and model}).items():
+            then = manifest[kind] if now else {}
+            for at in sorted(n for n in now.keys() | then.keys() if now.get(n) != then.get(n)):
+                here, was = (f"{x:,}" if isinstance(x, int) else x or "none" for x in (now.get(at), then.get(at)))
+                raise ValueError(f"its {kind}: {here}, but {was} when it was written")
+        for at in (name for name in manifest["bytes"] if name.endswith(".metadata")):
+            safe_reading.check(path / at)
+    except Exception as e:  # broken bytes end in errors of any kind
+        reason = first_line(e) if isinstance(e, ValueError) else f"{type(e).__name__}: {first_line(e)}"
+        raise BadCheckpoint(f"checkpoint {path}: {at}: {reason}") from e
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
@@ -97,12 +174,31 @@ def read_samples(folder: Path) -> list[Sample]:
     return [Sample(**row | {"prompt_id": tuple(row["prompt_id"])}) for row in rows]
 
 
-class Checkpointer:
-    """Writes checkpoints of one run and keeps the last `trainer.keep_checkpoints` of them."""
+def write_batch(batch: Batch, folder: Path) -> None:
+    """What an update takes: the samples, and in `batch.npz` what goes with each of their tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_samples(batch.samples, folder)
+    found = {name: np.concatenate(getattr(batch, name)) for name in PER_TOKEN if getattr(batch, name) is not None}
+    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected), **found)
 
-    def __init__(self, cfg: Config, save_trainer: Any) -> None:
-        """`save_trainer`: async (path) -> None, by which the trainer group writes its part."""
-        self.cfg, self.save_trainer, self.folder = cfg, save_trainer, folder_of(cfg)
+
+def read_batch(folder: Path) -> Batch:
+    """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none."""
+    try:
+        samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"--replay {folder}: no batch ({e}); name a folder as OUTPUT_DIR/skipped/step_000012") from e
+    (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
+    return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
+
+
+class Checkpointer:
+    """Writes checkpoints of one run. The last `trainer.keep_checkpoints` stay, and the best by `trainer.keep_best`."""
+
+    def __init__(self, cfg: Config, save_trainer: Callable[[str], Awaitable[Awaitable]]) -> None:
+        """`save_trainer`: async (path) -> awaitable. When it returns the trainers have copied their part; when the
+        answer has been awaited, it is written."""
+        self.cfg, self.save_trainer, self.folder, self.model = cfg, save_trainer, folder_of(cfg), shapes(cfg)
         self.newest: Path | None = None  # what it wrote last
 
     def is_due(self, step: int) -> bool:
@@ -115,20 +211,42 @@ class Checkpointer:
         """Whether this run writes checkpoints, or has; then its end is one too, or it would be resumed from before."""
         return self.cfg.trainer.save_freq > 0 or bool(finished(self.folder))
 
-    async def save(self, step: int, samples: list[Sample] | None, state: dict[str, Any]) -> Path:
-        """Write the checkpoint of `step`; `samples` None where none are in flight. Returns its folder."""
-        target = self.folder / f"step_{step:06d}"
-        work = self.folder / f".{target.name}.unfinished"
-        shutil.rmtree(work, ignore_errors=True)
+    async def save(self, step: int, samples: list[Sample] | None, state: dict[str, Any]) -> Awaitable[tuple[Path, int]]:
+        """Take the checkpoint of `step`; `samples` None where none are in flight. The run may go on when this returns.
+        The answer, awaited, is its folder and its bytes: then it is whole and on the disk."""
+        work = self.folder / f".step_{step:06d}.unfinished"
+        for left in self.folder.glob(".step_*"):
+            shutil.rmtree(left, ignore_errors=True)
         work.mkdir(parents=True)
-        await self.save_trainer(str(work.resolve()))
-        if samples is not None:
-            write_samples(samples, work)
-        whole = {"step": step, "has_samples": samples is not None, "fixed": fixed_keys(self.cfg)} | state
-        (work / "state.json").write_text(json.dumps(whole, indent=2) + "\n")
+        whole = {"step": step, "has_samples": samples is not None, "fixed": fixed_keys(self.cfg)}
+        (work / "state.json").write_text(json.dumps(whole | state, indent=2) + "\n")
+        # The samples now: the step that is about to begin changes them.
+        own = asyncio.to_thread(write_samples, samples, work) if samples else asyncio.sleep(0)
+        writing, _ = await asyncio.gather(self.save_trainer(str(work.resolve())), own)
+        best = self.cfg.trainer.keep_best
+        scores = {f"step_{e['val/version']:06.0f}": e[best] for e in state.get("evaluations", ()) if best in e}
+
+        async def finish() -> tuple[Path, int]:
+            await writing
+            return await asyncio.to_thread(self._commit, work, scores)
+
+        return finish()
+
+    def _commit(self, work: Path, scores: dict[str, float]) -> tuple[Path, int]:
+        """Everything onto the disk, then the rename; then remove what need not stay. `scores`: by folder."""
+        manifest = {"format": FORMAT, "shape": self.model} | sealed(work, sync=True)
+        (work / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+        for path in {work / MANIFEST, work, *((work / name).parent for name in manifest["bytes"])}:
+            _sync(path)
+        target = self.folder / work.stem[1:]
         shutil.rmtree(target, ignore_errors=True)
-        os.rename(work, target)
+        work.rename(target)
+        _sync(self.folder)
         self.newest = target
-        for old in finished(self.folder)[: -self.cfg.trainer.keep_checkpoints]:
-            shutil.rmtree(old)
-        return target
+        # Later steps are of an earlier run, of which this one went back.
+        there = finished(self.folder)
+        upto = there[: there.index(target) + 1]
+        best = sorted((p for p in upto if p.name in scores), key=lambda p: scores[p.name])[-1:]
+        for old in {*there} - {*upto[-self.cfg.trainer.keep_checkpoints :], *best}:
+            shutil.rmtree(old, ignore_errors=True)
+        return target, sum(manifest["bytes"].values())

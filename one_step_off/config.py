@@ -126,6 +126,7 @@ class TrainedConfig(BackendConfig):
     eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
     weight_decay: float = key(0.01, "AdamW's weight decay", low=0.0)
     grad_clip: float = key(1.0, "largest global gradient norm", above=0.0)
+    max_grad_norm_skip: Optional[float] = key(None, "a larger norm skips the step; null: none does", above=0.0)
     lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
@@ -221,6 +222,7 @@ class RewardConfig:
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
+    on_error: str = key("stop", "scoring or a loop fails: end the run, score 0, drop prompt", choices="stop zero drop")
     overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
     overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)
 
@@ -283,10 +285,12 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
+    keep_best: Optional[str] = key(None, "the checkpoint best by this figure stays too, as val/reward; null: none")
     resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)
+    max_skipped_updates: int = key(10, "so many skipped optimiser steps in a row end the run", low=1)
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
 

@@ -125,6 +125,10 @@ def _run(cfg: Config) -> Iterator[str]:
         yield f"{wanted}: nothing to evaluate on; set data.val_files"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
+    best = re.fullmatch(r"val/(?:(.+)/)?(?:reward|(?:avg|pass)@\d+)", t.keep_best or "val/reward")
+    if not best or best[1] not in (None, *cfg.data.val_sets) or (t.keep_best and t.test_freq < 1):
+        scores = "val/reward, val/pass@K, or val/SET/reward of a set in data.val_sets"
+        yield f"trainer.keep_best={show(t.keep_best)}: trainer.test_freq={t.test_freq} finds no such score; set both: {scores}"
     if (t.total_steps is None) == (t.total_epochs is None):
         both = f"trainer.total_steps={show(t.total_steps)} and trainer.total_epochs={show(t.total_epochs)}"
         yield f"{both}: one must be set, the other null"
@@ -135,9 +139,9 @@ def _placement(cfg: Config) -> Iterator[str]:
     for role, pool in roles.items():
         where = f"placement.roles.{show(role)}={show(pool)}"
         if role not in ROLES:
-            yield f"{where}: unknown role; the roles are {', '.join(ROLES)}"
+            yield f"{where}: unknown role; use {', '.join(ROLES)}"
         if pool not in pools:
-            yield f"{where}: no such pool; placement.pools has {', '.join(pools) or 'none'}"
+            yield f"{where}: no such pool; add it to placement.pools, which has {', '.join(pools) or 'none'}"
     for role in ("rollout", "actor"):
         if role not in roles:
             yield f"placement.roles={show(roles)}: the role {role} has no pool; add {role}: POOL"
@@ -279,7 +283,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
         for name, value in getattr(a, own).items():
             where = f"algorithm.{own}.{show(name)}={show(value)}"
             if name not in known:
-                mend = nearest(str(name), known, f"it has {', '.join(known) or 'none'}")
+                mend = nearest(str(name), known, f"use {', '.join(known)}" if known else "remove it")
                 yield f"{where}: no such setting of {spec}; {mend}"
             elif isinstance(known[name], float) and type(value) not in (int, float):
                 yield f"{where}: must be a number"
@@ -304,7 +308,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
     if a.max_gen_batches > 1 and n == 1:
         yield f"algorithm.max_gen_batches={a.max_gen_batches}: one sample alone scores like itself; raise rollout.n"
     if cfg.reward.overlong_buffer > longest:
-        yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}"
+        yield f"reward.overlong_buffer={cfg.reward.overlong_buffer}: longer than data.max_response_length={longest}; lower it"
 
 
 def _numbers_by_name(value: Any) -> bool:
@@ -437,7 +441,7 @@ def _output(cfg: Config) -> Iterator[str]:
         parent = os.path.dirname(parent)
     if not path.strip():
         yield "trainer.output_dir: not set; name a folder, as outputs/run"
-    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK):
+    if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK) or "\0" in path:
         yield f"trainer.output_dir={show(path)}: {parent} is not a folder that can be written to; name another"
     if resume not in ("auto", "never") and not os.path.isfile(os.path.join(resume, "state.json")):
         mend = nearest(resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050")

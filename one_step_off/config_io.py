@@ -81,12 +81,40 @@ def find_key(dotted: str) -> Key:
         raise ConfigError(f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)")
     # The right name in the wrong section is worth more than a name that looks alike.
     same = [key.dotted for key in KEYS.values() if key.name == (name or section)]
-    hint = nearest(dotted, same or [*SECTIONS, *KEYS], f"the sections are {', '.join(SECTIONS)}", 0.0 if same else 0.5)
+    known, sections = same or [*SECTIONS, *KEYS], f"use one of the sections {', '.join(SECTIONS)}"
+    hint = nearest(dotted.lower(), known, sections, 0.0 if same else 0.5)
     raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
 
 
 _Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
+
+
+_MOST = 100_000  # values of one text; the longest config has a few hundred
+
+
+def _weigh(node: yaml.Node, known: dict[int, int]) -> int:
+    """How many values a node stands for, aliases written out. Raises one of _YAML_FAULTS: too many, or one that could not
+    be written down again."""
+    if id(node) not in known:
+        known[id(node)], value = _MOST, node.value  # as long as it is open: an alias of what it stands in has no end
+        if isinstance(value, str):
+            value.encode()
+        inner = (
+            [] if isinstance(value, str) else [n for part in value for n in (part if type(part) is tuple else [part])]
+        )
+        known[id(node)] = 1 + sum(_weigh(n, known) for n in inner)
+        if known[id(node)] > _MOST or (node.tag.endswith(":int") and len(value) > 3000):
+            problem = "an alias of what it stands in, or more than can be meant"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return known[id(node)]
+
+
+def _parsed(text: str) -> tuple[Any, Any]:
+    """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
+    if root := yaml.compose(text, _Loader):
+        _weigh(root, {})
+    return yaml.load(text, _Loader), root
 
 
 def _yaml_fault(error: Exception) -> str:
@@ -99,8 +127,7 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
     """What a file holds, and the lines of its sections and keys (for messages)."""
     try:
         with open(path, encoding="utf-8") as f:
-            text = f.read()
-        value, root = yaml.load(text, _Loader), yaml.compose(text, _Loader)
+            value, root = _parsed(f.read())
     except OSError as e:
         raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
     except _YAML_FAULTS as e:
@@ -158,7 +185,7 @@ def _from_argument(argument: str) -> tuple[str, Any, str]:
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
         try:
-            value = yaml.load(value, _Loader)
+            value, _ = _parsed(value)
         except _YAML_FAULTS as e:
             raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
     return dotted, value, ""
@@ -169,7 +196,7 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     inner, given = get_args(kind), value
     if isinstance(value, str) and kind not in (str, Any):  # as environment variables are
         with contextlib.suppress(*_YAML_FAULTS):
-            value = yaml.load(value, _Loader)
+            value, _ = _parsed(value)
     if kind is Any:
         return value
     if kind is str and type(value) in (str, int, float):
@@ -225,8 +252,8 @@ def load(argv: list[str]) -> Config:
     What must fit together is checked by `config_checks.validate`.
     """
     for argument in argv:
-        if not argument.partition("=")[1] or argument[0] == "=":
-            forms = "config=FILE, section.key=value, --dry-run or --help"
+        if not argument.partition("=")[1] or argument[0] == "=" or any("\ud7ff" < c < "\ue000" for c in argument):
+            forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
             raise ConfigError(f"argument {show(argument)}: must be {forms}")
     files = [argument.removeprefix("config=") for argument in argv if argument.startswith("config=")]
     if len(files) > 1:
@@ -242,7 +269,7 @@ def load(argv: list[str]) -> Config:
         name = getattr(e, "full_key", None) or "config"
         reason = " ".join(str(e).split("full_key")[0].split())
         line = f"{name}: cannot be resolved: {reason}; quote it, or write the value itself"
-        raise ConfigError(places.get(name, "") + line) from None
+        raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
     cfg = Config()
     for key in KEYS.values():
         with _placed(places.get(key.dotted, "")):
@@ -267,7 +294,8 @@ def resolved_yaml(cfg: Config) -> str:
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
-  all keys:          python -m one_step_off.main_ppo --help"""
+  all keys:          python -m one_step_off.main_ppo --help
+  an update that was skipped, once more:  ... config=FILE --replay OUTPUT_DIR/skipped/step_000012"""
 
 
 def help_text() -> str:
@@ -305,7 +333,7 @@ def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict
     counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
-    one_node = all(len(shape) == 1 for shape in cfg.placement.pools.values())
+    one_node = not os.environ.get("RAY_ADDRESS") and all(len(shape) == 1 for shape in cfg.placement.pools.values())
     if device == "cpu" and cfg.placement.pin_cores and one_node:
         rollout = counts.pop(cfg.placement.roles["rollout"])
         mine = sorted(os.sched_getaffinity(0)) if cores is None else cores

@@ -96,13 +96,13 @@ def _read_file(path: str) -> Iterator[tuple[int, Any]]:
     with open(path, "rb") as f:
         data = f.read().removeprefix(b"\xef\xbb\xbf")
     if path.endswith(".json") and data.lstrip()[:1] == b"[":
-        yield from enumerate(json.loads(data), 1)
+        yield from enumerate(json.loads(data.decode()), 1)
         return
     # Split bytes at newlines only: str.splitlines would also cut at U+2028 inside a string.
     for number, line in enumerate(data.split(b"\n"), 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, json.loads(line.decode())  # bytes might also be taken for UTF-16
             except (ValueError, RecursionError) as e:
                 yield number, BadRow(f"not valid JSON: {e}")
 
@@ -233,7 +233,9 @@ def load_rows(
                 report.skip(where, str(e), cfg)
     if not rows and report.bad:
         where, reason = report.bad[0]
-        raise ConfigError(f"data source {spec}: all {report.rows} rows are malformed; the first, {where}: {reason}")
+        raise ConfigError(
+            f"data source {spec}: all {report.rows} rows are malformed; the first, {where}: {reason}; mend them"
+        )
     return rows
 
 
@@ -253,7 +255,7 @@ def _texts(
         try:
             yield row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)
         except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template refuses it: {first_line(e)}", cfg)
+            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
@@ -297,7 +299,8 @@ def encode(
             report.overlong.append((row.where, len(ids)))
     if not prompts:
         shown = report.lines()
-        raise ConfigError(f"{shown[0]}: no prompt is left; {shown[1].strip() if len(shown) > 1 else 'check the data'}")
+        mend = "mend the rows, or raise data.max_prompt_length"
+        raise ConfigError(f"{shown[0]}: no prompt is left; {''.join(shown[1:2]).strip() or 'none came'}; {mend}")
     return prompts
 
 

@@ -21,6 +21,7 @@ both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send w
 import itertools
 import math
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -519,3 +521,14 @@ def own_host(host: str) -> str:
     from ray.util import get_node_ip_address
 
     return host or get_node_ip_address()
+
+
+def use_interface_towards(host: str) -> None:
+    """Let gloo use the network interface by which this process reaches `host`, unless GLOO_SOCKET_IFNAME names one. Left
+    alone, it listens at the address of the machine's name, which many machines take for their loopback."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as s:
+        s.connect((host, 9))  # sends nothing
+        mine = s.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address.split("%")[0] == mine for address in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

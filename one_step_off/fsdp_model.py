@@ -78,7 +78,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     source = None
     with told_to_all(lambda e: ConfigError(str(e))):
         if dist.get_rank() == 0:
-            source = _read_checkpoint(cfg, role, attention, dtype)
+            source = read_checkpoint(cfg, role, attention, dtype, "cpu")
             if adapted:
                 lora.inject(source, cfg.model)
     model = empty(cfg, role, attention, dtype)
@@ -102,27 +102,35 @@ def _family(role: str) -> tuple[Any, dict[str, int]]:
     return transformers.AutoModelForCausalLM, {}
 
 
-def _read_checkpoint(cfg: Config, role: str, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Rank 0: the whole model on the CPU, with everything checked that can be checked on it."""
+def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.dtype, on: str) -> PreTrainedModel:
+    """The whole model on the device "cpu", with everything checked that can be checked on it; or on "meta", where only
+    the heads of its files are read, and what takes numbers is not checked. Raises ConfigError."""
     path, scalar = path_of(cfg, role), role in SCALAR_ROLES
     key = "model.path" if path == cfg.model.path else f"{role}.path"
     auto, labels = _family(role)
     how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": cfg.model.trust_remote_code}
+    how |= {"device_map": None if on == "cpu" else on, "ignore_mismatched_sizes": True}  # they are refused below
+    mend = "give a whole model, as save_pretrained writes it"
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
     try:
         model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
     except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
         what = "model with a scalar head" if scalar else "causal language model"
-        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}") from e
+        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}; {mend}") from e
     lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
     lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
-        raise ConfigError(f"{key}: the checkpoint {path!r} lacks {len(lacking)} weights, as {min(lacking)}")
+        raise ConfigError(
+            f"{key}: {path!r} lacks {len(lacking)} weights (or their shapes differ), as {min(lacking)}; {mend}"
+        )
     if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
-        raise ConfigError(f"{key}: {path!r} ({type(model).__name__}) has no linear head named {SCALAR_HEAD}")
+        raise ConfigError(
+            f"{key}: {path!r} ({type(model).__name__}) has no linear head named {SCALAR_HEAD}; give another"
+        )
     if not scalar:
         check_layout(model, path)
-        check_head(model, path)
+        if on == "cpu":
+            check_head(model, path)
     return model
 
 

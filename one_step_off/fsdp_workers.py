@@ -16,22 +16,25 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ray.util import get_node_ip_address
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses
+from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, safe_reading
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
+from one_step_off.distributed_util import use_interface_towards
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
 from one_step_off.update_stats import Clock, Stats
@@ -57,7 +60,7 @@ class ModelWorker(UsageProbe):
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
-        host = host or get_node_ip_address()
+        host = host or ray.util.get_node_ip_address()
         with socket.create_server((host, 0)) as s:
             return host, s.getsockname()[1]
 
@@ -70,6 +73,7 @@ class ModelWorker(UsageProbe):
             torch.cuda.set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
+        use_interface_towards(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
 
@@ -146,8 +150,10 @@ class TrainedWorker(ModelWorker):
     `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
     schedule; a skipped step counts too."""
 
+    threads = {"saving": 1}  # what runs beside the worker's own calls
     version = 0
     optimizer_steps = 0
+    skipped_in_a_row = 0
     optimizer: torch.optim.Optimizer | None = None
 
     def before_step(self) -> None:
@@ -181,6 +187,8 @@ class TrainedWorker(ModelWorker):
         groups += [{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
         self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
+        # A group of its own: checkpoints are written while the others are at work.
+        self._writers = dist.new_group(backend="gloo")
 
     def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
@@ -239,23 +247,32 @@ class TrainedWorker(ModelWorker):
         return {name: self._tensor(array) for name, array in of.items()}
 
     def _optimizer_step(self, stats: Stats) -> float:
-        """Clip by the true global norm and step; a norm that is not finite skips the step. Returns the rate."""
+        """Clip by the true global norm and step, or skip the step: all ranks alike, see `_may_step`. Returns the rate."""
         own = self.own
         per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
         waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
         steps = self._total_steps and (self._total_steps - waits) * per_step
         how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
         rate = core_algos.learning_rate(self.optimizer_steps, steps, *how)
-        stats.norms.append(self._clip_and_step(rate))
+        dist.all_reduce(stats.broken)  # a loss exists on some ranks only, and all must do the same
+        stats.norms.append(self._clip_and_step(rate, bool(stats.broken)))
+        stats.broken.zero_()
+        stats.skipped += self.skipped_in_a_row > 0
         self.optimizer_steps += 1
         return rate
 
-    def _clip_and_step(self, rate: float) -> float:
-        """One optimiser step, unless the global norm of the gradients, which it returns, is not finite."""
+    def _may_step(self, norm: float, broken: bool) -> bool:
+        """Not with a loss that is not finite (`broken`), nor with such a norm or one above max_grad_norm_skip."""
+        may = not broken and np.isfinite(norm) and norm <= (self.own.max_grad_norm_skip or np.inf)
+        self.skipped_in_a_row = 0 if may else self.skipped_in_a_row + 1
+        return may
+
+    def _clip_and_step(self, rate: float, broken: bool = False) -> float:
+        """One optimiser step, if `_may_step`. Returns the global norm of the gradients."""
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        if torch.isfinite(norm):
+        if self._may_step(float(norm), broken):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
@@ -291,7 +308,8 @@ class TrainedWorker(ModelWorker):
             "loss": sums["loss"] / minis,
             "grad_norm": float(np.mean(norms)) if norms else float("nan"),
             "lr": rates[-1],
-            "skipped_updates": float(len(stats.norms) - len(norms)),
+            "skipped_updates": float(stats.skipped),
+            "skipped_in_a_row": float(self.skipped_in_a_row),
             "tokens": sums["tokens"],
             "tokens_total": sums["tokens_total"],
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
@@ -304,8 +322,9 @@ class TrainedWorker(ModelWorker):
         model = state_dict.get_model_state_dict(self.model)
         return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
 
-    def _write_state(self, folder: str) -> None:
-        dcp.save(self._state(), checkpoint_id=folder)
+    def _write_state(self, folder: str) -> Future | None:
+        """Copy the state to host memory and write it meanwhile; None: it is written already."""
+        return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._writers)
 
     def _read_state(self, folder: str) -> None:
         state = self._state()
@@ -315,30 +334,48 @@ class TrainedWorker(ModelWorker):
         state_dict.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
 
     def save_state(self, folder: str) -> None:
-        """Write weights, optimiser, counters and this rank's RNG state into `folder` (collective)."""
-        self._write_state(os.path.join(folder, self.role))
+        """Copy weights, optimiser, counters and this rank's RNG state, to be written into `folder` (collective): training
+        may go on while they are. `saved` waits for them, and must be called before the next one."""
+        self._writing = self._write_state(os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
-        torch.save(own, os.path.join(folder, f"{self.role}_rank_{self.rank}.pt"))
+        np.savez(os.path.join(folder, f"{self.role}_rank_{self.rank}.npz"), **own)
+
+    @ray.method(concurrency_group="saving")
+    def saved(self) -> None:
+        """Wait until what `save_state` began is written. Raises RuntimeError: it cannot be."""
+        try:
+            if self._writing:
+                self._writing.result()
+        except (Exception, CheckpointException) as e:  # the latter, torch's own, is no Exception
+            raise RuntimeError(f"it cannot be written: {_reason(e)}") from e
 
     def load_state(self, folder: str) -> None:
-        """Go to the state that `save_state` wrote, on this or another number of ranks (collective). Raises ConfigError:
-        the checkpoint is of another model or cannot be read."""
-        try:
-            self._read_state(os.path.join(folder, self.role))
-        except (Exception, CheckpointException) as e:  # the latter, torch's own, is no Exception
-            cause = next(iter(e.failures.values()))[0] if isinstance(e, CheckpointException) else e
-            part = f"the part of the {self.role} does not fit its model ({first_line(cause)})"
-            raise ConfigError(f"checkpoint {folder}: {part}") from e
-        mine = os.path.join(folder, f"{self.role}_rank_{self.rank}.pt")
+        """Go to the state that `save_state` wrote, on this or another number of ranks (collective); a rank that there
+        was none of begins with random numbers of its own. Raises ConfigError: the checkpoint is of another model or
+        cannot be read."""
+        mine, first = (os.path.join(folder, f"{self.role}_rank_{rank}.npz") for rank in (self.rank, 0))
         same_ranks = os.path.exists(mine)
-        own = torch.load(mine if same_ranks else os.path.join(folder, f"{self.role}_rank_0.pt"), weights_only=True)
-        self.version, self.optimizer_steps = own["version"], own["optimizer_steps"]
+        os.environ[safe_reading.WEIGHTS_ONLY] = "1"
+        try:
+            safe_reading.check(os.path.join(folder, self.role, ".metadata"))
+            self._read_state(os.path.join(folder, self.role))
+            with np.load(mine if same_ranks else first, allow_pickle=False) as file:
+                own = dict(file)
+        except (Exception, CheckpointException) as e:
+            part = f"the part of the {self.role} does not fit its model ({_reason(e)})"
+            raise ConfigError(f"checkpoint {folder}: {part}") from e
+        finally:
+            del os.environ[safe_reading.WEIGHTS_ONLY]
+        self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
         if same_ranks:
-            torch.set_rng_state(own["rng"])
+            torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:
-                torch.cuda.set_rng_state(own["cuda_rng"])
+                torch.cuda.set_rng_state(torch.from_numpy(own["cuda_rng"]))
+        else:
+            name = f"{self.cfg.trainer.seed} {self.role} {self.rank} {self.version}"
+            torch.manual_seed(xxhash.xxh3_64_intdigest(name.encode()))
 
 
 class PolicyWorker(TrainedWorker):
@@ -538,8 +575,15 @@ class RewardModelWorker(ModelWorker):
 class ActorWorker(SendingEnd, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
+    threads = SendingEnd.threads | PolicyWorker.threads
+
 
 WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+
+
+def _reason(error: BaseException) -> str:
+    """An error in one line; of those that torch's checkpoints gather from the ranks the first."""
+    return first_line(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error)
 
 
 def _sequence(sample: Sample) -> np.ndarray:

@@ -75,6 +75,8 @@ async def named(who: str, work: Awaitable[T]) -> T:
         if isinstance(cause, (StalenessError, SyncError)):
             raise type(cause)(f"{who}: {cause}") from e
         if type(e).__name__ in ("ActorDiedError", "ActorUnavailableError"):
+            if "its node has died" in str(cause):
+                who += ": its node is lost, or the network to it"
             pid = next((line.split()[-1] for line in lines if line.startswith("pid:")), "unknown")
             raise ProcessDied(f"{who}: its process died (pid {pid})") from e
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
@@ -145,9 +147,10 @@ class TrainGroup:
 
         return asyncio.ensure_future(whole())
 
-    async def save_state(self, folder: str) -> None:
-        """Write the role's part of a checkpoint."""
+    async def save_state(self, folder: str) -> Awaitable[Any]:
+        """Let all ranks copy their part of a checkpoint; when the answer has been awaited it is written."""
         await every(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
+        return every(self.limit, f"checkpoint, {self.role}", self.ranks, "saved")
 
     async def load_state(self, folder: str) -> None:
         """Go to a checkpoint's state; after `setup`."""

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
@@ -30,9 +31,9 @@ from one_step_off import checkpoint, leftovers
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, first_line, settings_of, tokenizer_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, resolved_device
-from one_step_off.config_io import resolved_yaml
+from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import Wandb, open_loggers
 from one_step_off.performance import Meter, ModelShape, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
@@ -46,6 +47,7 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
     from one_step_off.ray_trainer import Pipeline, Resumed
     from one_step_off.roles import Spawned
 
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
 CANARY_TOKENS = 32
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
@@ -90,6 +92,7 @@ def prepare(
         check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg, "model")
     check_other_models(cfg, tokenizer)
+    check_weights(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # a loop that does not fit is found out before the data is read, and a row's before any engine starts
     data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
@@ -104,7 +107,7 @@ def prepare(
     if not scorable:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
-    resume_from = checkpoint.find(cfg)
+    resume_from = checkpoint.find(cfg, say)
     state = checkpoint.read_state(resume_from) if resume_from else None
     if state:
         data.stream.load_state_dict(state["stream"])
@@ -136,7 +139,7 @@ def check_model(cfg: Config) -> None:
     heads, width = getattr(found.get_text_config(), "num_attention_heads", None), cfg.rollout.tensor_parallel_size
     if heads is not None and heads % width:
         key = f"rollout.tensor_parallel_size={width}"
-        raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}")
+        raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}; use one that does")
 
 
 def check_other_models(cfg: Config, tokenizer: Any) -> None:
@@ -157,6 +160,33 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
                 from one_step_off import megatron_model  # an extra, and slow to import
 
             megatron_model.read_config(cfg, role)
+
+
+def check_weights(cfg: Config) -> None:
+    """The heads of the weights' files that are here, and on CPUs whether this machine can hold what they are to become.
+    Raises ConfigError: broken files, other tensors than the model's, or more than all its memory."""
+    import torch
+
+    from one_step_off import fsdp_model
+
+    dtype, needs = getattr(torch, cfg.model.dtype), {}
+    for role in (role for role in cfg.placement.roles if role != "rollout" and os.path.isdir(path_of(cfg, role))):
+        own = settings_of(cfg, role)
+        if own.backend == "fsdp" and not cfg.model.trust_remote_code:  # the model's own code may need numbers
+            count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
+            trained = isinstance(own, TrainedConfig) and not (role == "actor" and cfg.model.lora_rank)
+            needs[role] = count * (16 if trained else dtype.itemsize)  # fp32: masters, gradients, AdamW's two states
+            if role == "actor":
+                replicas = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
+                needs["rollout"] = replicas * (count * dtype.itemsize + (cfg.rollout.kv_cache_mb << 20))
+    limits, total = [psutil.virtual_memory().total], sum(needs.values())
+    with contextlib.suppress(OSError, ValueError):  # of a container; "max": none
+        limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    if total > min(limits) and resolved_device(cfg) == "cpu" and not os.environ.get("RAY_ADDRESS"):
+        parts = ", ".join(f"{role} {need / 2**30:.3g}" for role, need in needs.items())
+        short = f"weights, optimiser states and KV cache take {total / 2**30:.3g} GiB ({parts}), and this machine has"
+        mend = "use a smaller model, or less of placement.pools and rollout.kv_cache_mb"
+        raise ConfigError(f"model.path={cfg.model.path}: {short} {min(limits) / 2**30:.3g} GiB; {mend}")
 
 
 def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
@@ -262,31 +292,40 @@ def write_run_folder(prepared: Prepared) -> None:
 
 
 def require_cluster(address: str) -> None:
-    """Refuse an address where nobody answers: Ray itself would go on trying for minutes. Raises ConfigError."""
+    """Refuse an address where nobody, or somebody else, answers: Ray itself would go on trying for minutes. Raises
+    ConfigError."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
         return
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
+            s.sendall(HELLO)
+            if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
+                raise ConnectionError("something else does")
     except (OSError, OverflowError) as e:
         mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
         raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); {mend}") from e
 
 
 def start_ray(cfg: Config) -> str:
-    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder."""
+    """Join the cluster that RAY_ADDRESS names, or start one on this machine's loopback. Returns its session folder.
+    Raises ConfigError: nobody answers there, or whoever does lets nobody in."""
     import ray
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
-    if os.environ.get("RAY_ADDRESS"):
-        require_cluster(os.environ["RAY_ADDRESS"])
-        return ray.init(**quiet).address_info["session_dir"]
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
-    return ray.init(**options, **quiet).address_info["session_dir"]
+    try:
+        return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
+    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
+        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * bool(
+            os.environ.get("RAY_ADDRESS")
+        )
+        mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
+        raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
 
 def sweeper() -> subprocess.Popen:
@@ -303,12 +342,12 @@ def sweeper() -> subprocess.Popen:
     return process
 
 
-def spawn_roles(prepared: Prepared) -> "Spawned":
-    """Create every process of the run. Raises ConfigError if a pool does not fit."""
+def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
+    """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
 
     p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops)
+    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops, generates)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -381,19 +420,19 @@ class Died(Exception):
     """A life of the run has ended because a process died or hangs."""
 
 
-async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool) -> None:
+async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone: Any) -> None:
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
-    first time (`started`: it has before) would not start the second time."""
+    first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
     from one_step_off.placement import created_text
 
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
-            team = spawn_roles(prepared)
+            team = spawn_roles(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
-            await team.setup()
+            await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
         started = True
-        await train(prepared, team, tracker)
+        await (alone or train)(prepared, team, tracker)
     except Exception as e:
         if team and started and await team.lost(e):
             raise Died(str(e)) from e
@@ -403,14 +442,14 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool) -> No
             await team.end()
 
 
-def _lives(prepared: Prepared, tracker: Tracker) -> None:
+def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     """The run, in as many lives as it takes: where one dies, the next goes on from the last checkpoint as a new
     incarnation, up to trainer.max_restarts times in a row without a step that is further than any before."""
     cfg, stream, furthest, left = prepared.cfg, prepared.data.stream, -1, prepared.cfg.trainer.max_restarts
     beginning = stream.state_dict()
     while True:
         try:
-            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None))
+            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None, alone))
         except Died as died:
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
@@ -445,6 +484,7 @@ def run(cfg: Config) -> int:
             screen.say(_evaluated(prepared))
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
+        require_cluster(os.environ.get("RAY_ADDRESS", ""))
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
@@ -454,7 +494,7 @@ def run(cfg: Config) -> int:
         open_files(prepared, tracker, wandb)
         observe(prepared, tracker)
         with sweeper():
-            _run_on_ray(prepared, tracker)
+            run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
@@ -468,8 +508,8 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
-def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
-    """From the start of Ray to its end, whatever happens between."""
+def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
+    """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -477,7 +517,7 @@ def _run_on_ray(prepared: Prepared, tracker: Tracker) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        _lives(prepared, tracker)
+        _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
         how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"
@@ -534,7 +574,8 @@ def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
 def report_failure(cfg: Config, error: Exception) -> str:
     """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
     path = Path(cfg.trainer.output_dir) / "error.log"
-    path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
-    path.write_text("".join(traceback.format_exception(error)))
+    with contextlib.suppress(OSError):  # perhaps what ended the run: there is no more room
+        path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
+        path.write_text("".join(traceback.format_exception(error)))
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
     return "\n  ".join(said + getattr(error, "__notes__", []))

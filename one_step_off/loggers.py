@@ -120,7 +120,7 @@ class SampleDump:
             "ground_truth": prompt and prompt.ground_truth,
             "prompt": prompt and prompt.text,
             "response": sample.response,
-        } | {name: sample.extra[name] for name in ("reward_parts", "baseline", "agent") if name in sample.extra}
+        } | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""
@@ -150,7 +150,8 @@ class Loggers:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
         own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
-        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", batch.samples, batch.advantages or [])
+        told = batch.samples + batch.dropped
+        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", told, batch.advantages or [])
 
     def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
         """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""

@@ -1,12 +1,17 @@
-"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]."""
+"""The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
 
+or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py."""
+
+import errno
 import sys
 
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
-FLAGS = ("--dry-run", "--help", "-h")
+# A folder's or a disk's fault, which the user can mend.
+NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
+FLAGS = ("--dry-run", "--help", "-h", "--replay")
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +37,8 @@ def _main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text(), end="", flush=True)
         return 0
-    cfg = load([a for a in argv if a not in FLAGS])
+    folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
+    cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     validate(cfg)
     if "--dry-run" in argv:
         print(resolved_yaml(cfg) + "\n# placement")
@@ -40,12 +46,18 @@ def _main(argv: list[str]) -> int:
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.launch import report_failure, run
+    from one_step_off.replay import replay
 
     try:
-        return run(cfg)
+        return run(cfg) if folder is None else replay(cfg, folder)
     except ConfigError:
         raise
     except Exception as e:
+        if isinstance(e, OSError) and e.errno in NO_ROOM:
+            where = e.filename or f"trainer.output_dir={cfg.trainer.output_dir}"
+            raise ConfigError(
+                f"{where}: {e.strerror}; make room or let it be written to, or name another folder"
+            ) from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1
 

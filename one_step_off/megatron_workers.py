@@ -5,7 +5,6 @@ What a role computes (losses, metrics, columns, schedule of learning rates) is i
 exist on the last pipeline stage, the same on each of its ranks: one of them tells.
 """
 
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -126,11 +125,11 @@ class MegatronWorker(ModelWorker):
         # A stage that is not the last gives its hidden states, and asks for no output.
         return self._chunk(self._tensor(part.input_ids), None, None, output_processor=output)
 
-    def _clip_and_step(self, rate: float) -> float:
+    def _clip_and_step(self, rate: float, broken: bool = False) -> float:
         with cuda_is_cpu(self.device):
             self.optimizer.prepare_grads()
             norm = float(self.optimizer.get_grad_norm())
-            if math.isfinite(norm):
+            if self._may_step(norm, broken):
                 for group in self.optimizer.param_groups:
                     # Megatron's own scheduler would do this; without it vectors would decay like matrices.
                     group["lr"], group["weight_decay"] = rate, self.own.weight_decay * group["wd_mult"]
@@ -153,6 +152,7 @@ class MegatronWorker(ModelWorker):
         return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)}
 
     def _write_state(self, folder: str) -> None:
+        # Whole, before training goes on: Megatron's own way to write beside it is on its way out, and copies on GPUs only.
         os.makedirs(folder, exist_ok=True)
         with cuda_is_cpu(self.device):
             dist_checkpointing.save(self._sharded_state(False), folder, content_metadata=SHARDING)

@@ -87,7 +87,8 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
         # Left alone, Ray would give one thread: the optimiser of offloaded parameters runs on the host's cores.
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "runtime_env": {"env_vars": variables | (env or {})}}
+    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": variables | (env or {})}}
+    options["max_restarts"] = getattr(cls, "restarts", 0)
     if hasattr(cls, "calls_at_once"):
         options["max_concurrency"] = cls.calls_at_once
     if seat:

@@ -17,13 +17,15 @@ from typing import Any
 import numpy as np
 
 from one_step_off import advantages
-from one_step_off.checkpoint import Checkpointer
+from one_step_off.checkpoint import Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
-from one_step_off.groups import NoReplica
+from one_step_off.groups import NoReplica, RoleError
 from one_step_off.reward_models import mix
-from one_step_off.samples import Batch, Prompt, Sample, assert_versions
+from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
+
+KEPT_BATCHES, TRAINED = 5, ("actor", "critic")
 
 
 @dataclass
@@ -61,10 +63,12 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 def _parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
-    """The parts of the rewards, name -> float64 [B], NaN where a sample lacks one; None where no sample has any."""
+    """The parts of the rewards, name -> float64 [B], NaN where a sample lacks one, 0 if for an error; None where no
+    sample has any."""
     found = [s.extra.get("reward_parts", {}) for s in samples]
     names = dict.fromkeys(name for one in found for name in one)
-    return {name: np.array([one.get(name, np.nan) for one in found]) for name in names} or None
+    blank = [0.0 if "error" in s.extra else np.nan for s in samples]
+    return {name: np.array([one.get(name, x) for one, x in zip(found, blank, strict=True)]) for name in names} or None
 
 
 def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
@@ -110,11 +114,13 @@ class Pipeline:
         self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
+        self.writing: list[asyncio.Task] = []  # a checkpoint, or none
         self.rollouts_ended = 0.0
         self.last_generate_s = 0.0
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
                 role.on_span = tracker.span
+        self.empty = 0  # batches in a row of which all groups were dropped
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
     async def fit(self) -> None:
@@ -128,6 +134,7 @@ class Pipeline:
                 except NoReplica:  # the trainer has ended its step
                     if self.checkpointer and self.trained > self.start:
                         await self._save(self.trained, None)
+                        await asyncio.gather(*self.writing)
                     raise
                 watch.cancel()
         except BaseExceptionGroup as group:
@@ -190,12 +197,15 @@ class Pipeline:
         if self.checkpointer and step > self.start and (self.stopping or self.checkpointer.is_due(step)):
             await self._save(step, batch)
         if self.stopping:
+            await asyncio.gather(*self.writing)
             raise Stopped(f"step {step}")
 
     async def _save(self, step: int, batch: Batch | None) -> None:
-        begin = time.perf_counter()
+        """Go on as soon as the trainers have copied their state; it is written meanwhile, one checkpoint at a time."""
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
+        begin = time.perf_counter()
+        await asyncio.gather(*self.writing)
         state = {
             "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
             "incarnation": self.incarnation,
@@ -204,8 +214,17 @@ class Pipeline:
             "unwritten": self.tracker.unwritten,
             "kl_coef": self.kl.value,
         }
-        path = await self.checkpointer.save(step, batch.samples if batch else None, state)
-        self.tracker.say(f"checkpoint of step {step} in {path} ({time.perf_counter() - begin:.2f} s)")
+        written = await self.checkpointer.save(step, batch.samples if batch else None, state)
+        stall = self.tracker.spans["checkpoint/stall_s"] = time.perf_counter() - begin
+        self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
+
+    async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
+        path, size = await written
+        seconds = time.perf_counter() - begin
+        self.tracker.spans |= {"checkpoint/write_s": seconds, "checkpoint/bytes": float(size)}
+        self.tracker.trace("checkpoint", "write", step, begin + self.tracker.epoch, time.time())
+        took = f"{size / 1e6:,.1f} MB in {seconds:.2f} s, of which training waited {stall:.2f} s"
+        self.tracker.say(f"checkpoint of step {step} in {path} ({took})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""
@@ -236,6 +255,8 @@ class Pipeline:
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
             dull = advantages.uninformative([s.reward for s in sampled], [s.prompt_id for s in sampled])
+            wrong = {s.prompt_id for s in samples if "error" in s.extra}
+            dull = [prompt for prompt in dull if prompt not in wrong]  # those stay, to be counted and seen
             if not dull:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
@@ -262,8 +283,7 @@ class Pipeline:
         made_by = resumed.incarnation if resumed else self.incarnation
         batch = Batch(step, samples, expected=(made_by, max(self.oldest, step - self.ahead)))
         assert_versions(batch)
-        late = sum("reward_timeout" in s.extra for s in samples)
-        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited, "reward/timeouts": float(late)}
+        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited}
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
@@ -282,20 +302,40 @@ class Pipeline:
     async def _train(self, batch: Batch) -> dict[str, float]:
         """What the update needs, side by side; then advantages; then actor and critic side by side. Roles in different
         pools work at once, and those in one pool in turns: that is for the groups to see to."""
-        begin = time.perf_counter()
+        begin, samples = time.perf_counter(), batch.samples
         await self._consult(batch)
-        metrics = self._advantages(batch)
+        metrics = {name: float(sum(s.extra.get("fault") == name for s in samples)) for name in FAULTS}
+        if self.cfg.reward.on_error == "drop":
+            batch.drop({s.prompt_id for s in samples if "error" in s.extra})
+        metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
+        some = bool(batch.samples)  # without any the step counts, and nothing is learnt
+        metrics |= self._advantages(batch) if some else {}
         prepared = time.perf_counter() - begin
-        updates = [self.roles.actor.update(batch, batch.step >= self.cfg.trainer.critic_warmup)]
+        updates = [self.roles.actor.update(batch, some and batch.step >= self.cfg.trainer.critic_warmup)]
         if self.roles.critic is not None:
-            updates.append(self.roles.critic.update(batch))
+            updates.append(self.roles.critic.update(batch, some))
         for found in await asyncio.gather(*updates):
             metrics |= found
+        self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()
         waited = metrics.get("actor/sync_wait_s", 0.0)  # for the weights to be sent: that is no training
         times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin - waited}
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
+
+    def _note_skipped(self, batch: Batch, metrics: dict[str, float]) -> None:
+        """Keep the first batches of which an optimiser step was skipped, for --replay. Raises RoleError: too many in a
+        row, or as many batches of which nothing was left."""
+        folder = self.tracker.folder / f"skipped/step_{batch.step:06d}"
+        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
+        if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
+            write_batch(batch, folder)
+            self.tracker.say(f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}")
+        self.empty = 0 if batch.samples else self.empty + 1
+        row = max(self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED))
+        if row >= self.cfg.trainer.max_skipped_updates:
+            why = "all groups were dropped" if self.empty else "a loss or gradient is not finite, or too large"
+            raise RoleError(f"step {batch.step}: trainer.max_skipped_updates={row:.0f} were skipped in a row: {why}")
 
     async def _consult(self, batch: Batch) -> None:
         """Ask every role for its view of the samples, all at once. Greedy responses are scored and become baselines."""

@@ -19,7 +19,7 @@ def load(key: str, spec: str) -> Any:
         sys.path.append(os.getcwd())
     try:
         return pkgutil.resolve_name(spec)
-    except Exception as e:  # what the module raises
+    except (Exception, SystemExit) as e:  # what the module raises
         why = f"{type(e).__name__}: {' '.join(str(e).split())}"
         mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
         raise ConfigError(f"{key}={spec!r}: importing it raised {why}; {mend}") from e

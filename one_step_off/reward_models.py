@@ -15,6 +15,7 @@ import numpy as np
 
 from one_step_off.config import Config
 from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
+from one_step_off.rewards import RewardError
 from one_step_off.samples import Batch, Find, Sample
 
 
@@ -60,8 +61,8 @@ class RemoteRewardModel:
         self.on_span: OnSpan = lambda *_: None
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. Raises
-        RoleError: a request failed `retries` + 1 times, or the server answered something else than scores."""
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. NaN, with
+        `extra["error"]`, where a request failed `retries` + 1 times, be it for an answer that is no scores."""
         import aiohttp
 
         begin, size = time.perf_counter(), self.own.request_size
@@ -97,14 +98,21 @@ class RemoteRewardModel:
             except Exception as e:  # the network's, the server's and the parser's: all are tried again
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
         failed = f"{self.own.retries + 1} requests failed; the last: {problem}"
-        raise RoleError(f"step {step}, reward_model.url={self.own.url}: {failed}")
+        error = str(RewardError(f"step {step}, reward_model.url={self.own.url}: {failed}"))
+        for sample in samples:
+            sample.extra.setdefault("error", error)
+        return [math.nan] * len(samples)
 
 
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
-    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own."""
+    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own.
+    Raises RoleError: a score is not finite and `reward.on_error=stop`; otherwise it counts as 0, and is an error."""
     for sample, score in zip(samples, scores, strict=True):
         if not math.isfinite(score):
-            raise RoleError(f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}")
+            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}"
+            if cfg.reward.on_error == "stop":
+                raise RoleError(sample.extra.get("error", what))
+            sample.extra, score = {"error": what, "fault": "reward/errors"} | sample.extra, 0.0
         parts = sample.extra.get("reward_parts", {"function": sample.reward})
         if "model" in parts:
             raise RoleError("reward_model: reward.function has a part named model too; give it another name")

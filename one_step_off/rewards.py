@@ -4,6 +4,7 @@ The limit is SIGALRM of this process. It interrupts Python code that never retur
 thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
 """
 
+import faulthandler
 import importlib
 import inspect
 import logging
@@ -21,16 +22,19 @@ from one_step_off import registry
 from one_step_off.config import ConfigError, RewardConfig
 from one_step_off.samples import PromptId
 
-logger = logging.getLogger(__name__)
-
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
 RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
+GRACE_S = 1.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
 
 
 class RewardError(Exception):
-    """A reward could not be had. The message names the function, the prompt, the sample and the cause."""
+    """A reward could not be had. One line: the function, the prompt, the sample and the cause. `kind`: of FAULTS."""
+
+    def __init__(self, why: str, kind: str = "reward/errors") -> None:
+        super().__init__(" ".join(why[:1000].split()))
+        self.kind = kind
 
 
 class _TimeUp(BaseException):
@@ -173,10 +177,10 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _to_score(result: Any) -> Score:
+def to_score(result: Any) -> Score:
     """The finite number that a function gave (bare, or a dict's "reward"), or its parts as floats; None: neither."""
     if isinstance(result, dict) and "reward" not in result:
-        parts = {name: _to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
+        parts = {name: to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
         good = all(isinstance(name, str) and part is not None for name, part in parts.items())
         return parts if good and parts and "score" not in parts else None
     value = result["reward"] if isinstance(result, dict) else result
@@ -193,8 +197,10 @@ def _on_alarm(signum: int, frame: Any) -> None:
 
 class Scorer:
     """Scores responses one after the other, each within `reward.timeout_s` seconds; in the main thread only. The limit
-    interrupts any Python code and blocking system calls. A call that stays inside C code is interrupted when it returns
-    to Python; a function that sets SIGALRM itself replaces the limit for its own sample."""
+    interrupts any Python code and blocking system calls. A call that stays inside C code for `GRACE_S` longer ends this
+    process, and Ray starts it anew. A function that sets SIGALRM itself replaces the first limit for its own sample."""
+
+    restarts = -1  # any number
 
     def __init__(self, cfg: RewardConfig) -> None:
         """Resolve the function. Raises ConfigError, see `resolve`."""
@@ -207,12 +213,12 @@ class Scorer:
             for module in ("math_verify.parser", "math_verify.grader"):
                 logging.getLogger(module).setLevel(logging.CRITICAL)
 
-    def score_batch(self, items: list[RewardItem]) -> list[Score]:
+    def score_batch(self, items: list[RewardItem]) -> list[Score | RewardError]:
         """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
 
-        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. Raises RewardError: your
-        function took too long, raised, or returned something else than a finite number, a dict with one under "reward",
-        or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
+        That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. A RewardError, not raised,
+        where your function took too long, raised, or returned something else than a finite number, a dict with one under
+        "reward", or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
         previous = signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]
@@ -220,35 +226,34 @@ class Scorer:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, previous)
 
-    def _score(self, item: RewardItem) -> Score:
+    def _score(self, item: RewardItem) -> Score | RewardError:
         limit = self.cfg.timeout_s
         who = f"reward.function={self.cfg.function!r}, prompt {item.prompt_id}, sample {item.index}"
         start = time.monotonic()
         try:
-            result = self._call_within_limit(item)
+            score = self._call_within_limit(item)
         except _TimeUp:
-            late = True
+            score = None
         except Exception as e:
-            raise RewardError(f"{who}: raised {type(e).__name__}: {_one_line(e)}") from e
-        else:
-            # A function that swallowed the alarm (a bare `except:`) was late all the same.
-            late = time.monotonic() - start > limit
-        if late and self.built_in:
-            logger.warning("%s: not judged within %g s (reward.timeout_s); scored 0.0", who, limit)
-            return None
-        if late:
-            raise RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s")
-        score = _to_score(result)
-        if score is None:
-            wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
-            wanted += ' (what others call "score" is "reward" here)' * (isinstance(result, dict) and "score" in result)
-            raise RewardError(f"{who}: returned {result!r:.200}, {wanted}")
+            score = RewardError(f"{who}: {e if type(e) is RewardError else f'raised {type(e).__name__}: {e}'}")
+        # A function that swallowed the alarm (a bare `except:`) was late all the same.
+        if score is None or time.monotonic() - start > limit:
+            late = RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s", "reward/timeouts")
+            return None if self.built_in else late
         return score
 
-    def _call_within_limit(self, item: RewardItem) -> Any:
+    def _call_within_limit(self, item: RewardItem) -> Score:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
         signal.setitimer(signal.ITIMER_REAL, self.cfg.timeout_s, 0.25)
+        faulthandler.dump_traceback_later(self.cfg.timeout_s + GRACE_S, exit=True, file=2)  # a thread without the GIL
         try:
-            return self.function(**{name: getattr(item, name) for name in GIVEN}, **self.cfg.kwargs)
+            result = self.function(**{name: getattr(item, name) for name in GIVEN}, **self.cfg.kwargs)
+            score = to_score(result)
+            if score is None:
+                wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
+                others = ' (what others call "score" is "reward" here)' * (type(result) is dict and "score" in result)
+                raise RewardError(f"returned {result!r:.200}, {wanted}{others}")
+            return score
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()

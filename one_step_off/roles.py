@@ -62,9 +62,10 @@ class Spawned:
         tokenizer: Any,
         find: Find,
         loops: list[str],
+        generates: bool = True,
     ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Raises
-        ConfigError: the cluster has too little for a pool."""
+        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Not
+        `generates`: only the roles that learn. Raises ConfigError: the cluster has too little for a pool."""
         self.cfg, self.device, self.total_steps = cfg, device, total_steps
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
@@ -73,7 +74,7 @@ class Spawned:
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
-        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers)]
+        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         def replica(i: int) -> Any:
@@ -86,9 +87,10 @@ class Spawned:
             self.actors.append(replica(i))
             return self.actors[-1]
 
-        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]))]
+        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.reading = {"find": find, "ours": tokenizer}
-        self.groups = {role: self._group(role, self.pools[where[role]]) for role in WORKERS if role in where}
+        used = [role for role in (WORKERS if generates else TRAINED) if role in where]
+        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used}
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
@@ -164,9 +166,10 @@ class Spawned:
         for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
             remove_placement_group(group)
 
-    async def save_state(self, folder: str) -> None:
-        """Write the part of every role that learns into a checkpoint's folder."""
-        await asyncio.gather(*(self.groups[role].save_state(folder) for role in TRAINED if role in self.groups))
+    async def save_state(self, folder: str) -> asyncio.Future:
+        """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
+        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""

@@ -1,7 +1,8 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ class Prompt:
     agent_loop: str = ""
 
 
+FAULTS = "reward/errors", "reward/timeouts", "agent/errors"
+"""What may be wrong with a sample; each is the metric that counts it."""
+
 Find = Callable[[PromptId], Prompt | None]
 """The prompt of an id, where it is known."""
 
@@ -53,7 +57,8 @@ class Sample:
         finish_reason: "stop" or "length", as vLLM says it; else a limit of the conversation: agent_loop.base.Trajectory.
         response: the decoded response, of all turns, without special tokens.
         extra: what only some have: reward_parts (name -> float), baseline (reward of the prompt's greedy response),
-            greedy (this is that response: scored, never trained on), reward_timeout, replaces,
+            greedy (this is that response: scored, never trained on), replaces, error (one line: why its reward is 0) and
+            fault (which of FAULTS that is), dropped (taken out of its batch: there was an error in its group),
             agent (name -> float: turns, tool_calls and the like of a conversation).
     """
 
@@ -88,7 +93,7 @@ class Batch:
     `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
     where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
     learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` sums its squared probabilities.
-    `expected` is the one stamp that every token must carry.
+    `expected` is the one stamp that every token must carry; `dropped` are samples that `drop` took out.
     """
 
     step: int
@@ -100,10 +105,19 @@ class Batch:
     values: list[np.ndarray] | None = None
     returns: list[np.ndarray] | None = None
     prob_squares: list[np.ndarray] | None = None
+    dropped: list[Sample] = field(default_factory=list)
 
     def prompt_order(self) -> list[PromptId]:
-        """The prompts of this step, each once, in order."""
-        return list(dict.fromkeys(s.prompt_id for s in self.samples))
+        """The prompts of this step, each once, in order; those that were dropped come last."""
+        return list(dict.fromkeys(s.prompt_id for s in self.samples + self.dropped))
+
+    def drop(self, prompts: Collection[PromptId]) -> None:
+        """Take all samples of these prompts out, and what goes with each."""
+        stays, all_of_it = [s.prompt_id not in prompts for s in self.samples], self.samples
+        for name, values in vars(self).items():
+            if isinstance(values, list) and name != "dropped":
+                setattr(self, name, list(itertools.compress(values, stays)))
+        self.dropped = [replace(s, extra=s.extra | {"dropped": True}) for s in all_of_it if s.prompt_id in prompts]
 
 
 class StalenessError(AssertionError):

@@ -13,7 +13,7 @@ import numpy as np
 from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
-from one_step_off.samples import OTHERS, Batch, Sample
+from one_step_off.samples import FAULTS, OTHERS, Batch, Sample
 from one_step_off.screen import Screen
 
 Row = dict[str, Any]
@@ -21,14 +21,14 @@ Row = dict[str, Any]
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
     """Reward and length over samples; of conversations also what their loops counted, 0 where one did not."""
-    rewards = np.array([s.reward for s in samples])
-    lengths = np.array([len(s.response_ids) for s in samples])
+    rewards = np.array([s.reward for s in samples] or [np.nan])
+    lengths = np.array([len(s.response_ids) for s in samples] or [np.nan])
     return {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
-        "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples])),
+        "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples] or [np.nan])),
         "tokens/response": float(sum(s.generated for s in samples)),
         "samples": float(len(samples)),
     } | agent_stats(samples)
@@ -44,7 +44,8 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 def staleness(batch: Batch, version: int) -> dict[str, float]:
     """Trainer's version minus the version of each trained token: smallest and largest."""
-    made = np.concatenate([s.versions[s.versions != OTHERS] for s in batch.samples])
+    made = np.concatenate([np.zeros(0), *(s.versions[s.versions != OTHERS] for s in batch.samples)])
+    made = made if len(made) else np.array([np.nan])
     return {"staleness/min": float(version - made.max()), "staleness/max": float(version - made.min())}
 
 
@@ -124,9 +125,9 @@ class Tracker:
         row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans
         row |= self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
-        if metrics.get("reward/timeouts") and not any(r.get("reward/timeouts") for r in self.steps):
-            judged = "responses take longer to judge than reward.timeout_s and score 0"
-            self.say(f"warning: {judged}; reward/timeouts counts them")
+        for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
+            whose = (s.extra["error"] for s in batch.samples + batch.dropped if s.extra.get("fault") == name)
+            self.say(f"warning: {name} counts samples that were not scored; the first: {next(whose, 'a greedy one')}")
         if self.meter:
             update = row.get("time/actor_update_s", 0.0) - row.get("actor/sync_wait_s", 0.0)
             row |= self.meter.step(batch, row["time/generate_s"], update, row["time/step_s"])
@@ -135,6 +136,7 @@ class Tracker:
         self.steps.append(row)
         self._append("metrics.jsonl", row)
         consumed = {"step": batch.step, "prompts": batch.prompt_order()}
+        consumed |= {"dropped": list(dict.fromkeys(s.prompt_id for s in batch.dropped))} if batch.dropped else {}
         replaced = [prompt for s in batch.samples for prompt in s.extra.get("replaces", ())]
         self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
@@ -168,7 +170,9 @@ class Tracker:
         found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
             # The rewards of the first and of the last steps: as many as do not overlap, five at most.
-            k, rewards = max(1, min(5, len(self.steps) // 2)), [r["reward/mean"] for r in self.steps]
+            known = [r["reward/mean"] for r in self.steps if r["reward/mean"] is not None]
+            rewards = [x for x in known if not math.isnan(x)] or [math.nan]
+            k = max(1, min(5, len(rewards) // 2))
             first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
             found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
             found |= _speed(self.steps[1:] or self.steps)
@@ -179,7 +183,7 @@ class Tracker:
             found["val/versions"] = [e["val/version"] for e in self.evaluations]
         # The last look was after the last row.
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
-        found["reward/timeouts"] = sum(r.get("reward/timeouts", 0.0) for r in self.steps)
+        found |= {name: sum(r.get(name, 0.0) for r in self.steps) for name in (*FAULTS, "samples/dropped_groups")}
         if self.meter:
             found["device"] = self.meter.device_name or "cpu"
         found = _without_nan(found)

@@ -17,10 +17,14 @@ class Stats:
         self._device = device
         self._sums: dict[str, torch.Tensor] = {}
         self._maxima: dict[str, torch.Tensor] = {}
-        self.norms: list[float] = []  # of each optimiser step; where it is not finite the step was skipped
+        self.norms: list[float] = []  # of each optimiser step, made or not
+        self.skipped = 0
+        self.broken = torch.zeros((), device=device)  # losses of the mini-batch at hand that are not finite
 
     def add(self, **values: torch.Tensor | float) -> None:
         """Add to sums."""
+        if "loss" in values:
+            self.broken += ~torch.isfinite(values["loss"])
         self._fold(self._sums, torch.add, values)
 
     def peak(self, **values: torch.Tensor | float) -> None:

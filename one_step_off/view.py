@@ -17,7 +17,7 @@ DEFAULT = {"best": 3, "worst": 3, "longest": 1}
 # Ties go to other prompts first, so that one easy prompt does not fill the list. What was not scored comes last.
 _ORDERS = {
     "best": lambda r: (math.isnan(r["reward"]), -r["reward"], r.get("index", 0)),
-    "worst": lambda r: (math.isnan(r["reward"]), r["reward"], r.get("index", 0)),
+    "worst": lambda r: (math.isnan(r["reward"]), r["reward"], "error" not in r, r.get("index", 0)),
     "longest": lambda r: (-r["length"], r.get("index", 0)),
 }
 _ENDS = {"length": "cut at the limit", "stop": "ended by itself", "turn_length": "cut at agent.max_turn_tokens"}
@@ -63,7 +63,8 @@ def head(row: dict[str, Any]) -> str:
     made = "+".join(f"v{v}" for v in row.get("versions", ())) or "v?"
     text = f"reward {row['reward']:.3g}  {row['length']} tokens  {end}  made by {made}  "
     text += f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
-    return text if truth is None else f"{text}  ground truth {truth}"
+    text += "" if truth is None else f"  ground truth {truth}"
+    return text + "  dropped" * ("dropped" in row) + (f"  error: {row['error']}" if "error" in row else "")
 
 
 def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None:

@@ -12,7 +12,7 @@ import hashlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,9 +22,9 @@ import psutil
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
-from one_step_off.config import Config, tokenizer_of
+from one_step_off.config import Config, ConfigError, tokenizer_of
 from one_step_off.distributed_util import own_host
-from one_step_off.rewards import RewardItem, Score
+from one_step_off.rewards import RewardError, RewardItem, Score, to_score
 from one_step_off.samples import Prompt, Sample, Stamp
 from one_step_off.usage import UsageProbe
 
@@ -74,8 +74,8 @@ class RewardQueue:
         self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
         self.calls: set[asyncio.Task] = set()
 
-    async def score(self, item: RewardItem) -> Score:
-        """What `Scorer.score_batch` says of one trajectory; raises what the reward function raised."""
+    async def score(self, item: RewardItem) -> Score | RewardError:
+        """What `Scorer.score_batch` says of one trajectory."""
         future = asyncio.get_running_loop().create_future()
         self.waiting.append((item, future))
         self._send()
@@ -92,15 +92,63 @@ class RewardQueue:
     async def _call(self, number: int, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
         scores, error = [None] * len(batch), None
         try:
-            scores = await scorer.score_batch.remote([item for item, _ in batch])
+            scores = await self._scored(scorer, [item for item, _ in batch])
         except Exception as e:
             died = type(e).__name__ == "ActorDiedError"
-            error = RuntimeError(f"reward worker {number}: its process died") if died else e
+            error = RuntimeError(f"reward worker {number}: its process died and did not come back") if died else e
         for score, (_, future) in zip(scores, batch, strict=True):
             if not future.done():  # its trajectory was cancelled
                 future.set_exception(error) if error else future.set_result(score)
         self.idle.append((number, scorer))
         self._send()
+
+    async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
+        """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
+        twice: once may have been another replica's sample."""
+        try:
+            return await scorer.score_batch.remote(items)
+        except Exception as e:
+            if type(e).__name__ != "ActorUnavailableError":
+                raise
+        if deaths == 2 - len(items) == 1:
+            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
+            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
+        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+
+
+class Others:
+    """What an agent loop waits for: that time is not its own, nor is what `failed` its fault."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: how long the loop's own code may take in one go."""
+        self.limit, self.begin, self.since = limit_s, time.monotonic(), time.monotonic()
+        self.busy, self.begun, self.failed = 0, [0, 0], []
+
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
+        """They are, until its end."""
+        self.begun[time.monotonic() > self.begin + self.limit] += 1
+        self.busy += 1
+        try:
+            yield
+        except Exception as e:
+            self.failed.append(e)
+            raise
+        finally:
+            self.busy, self.since = self.busy - 1, time.monotonic()
+
+    async def watch(self, loop: Coroutine[Any, Any, Any]) -> Any:
+        """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
+        over and it asks for as much again. Then it is cancelled, and not waited for."""
+        task = asyncio.create_task(loop)
+        try:
+            while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
+                if (await asyncio.wait([task], timeout=self.limit))[0]:
+                    break
+        finally:
+            task.cancel()
+        late = TimeoutError(f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s")
+        return (await asyncio.gather(task, return_exceptions=True) if task.done() else [late])[0]
 
 
 class Room(asyncio.Semaphore):
@@ -267,44 +315,69 @@ class RolloutReplica(UsageProbe):
         return Loops(self.cfg, self.tokenizer)
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        greedy, turns, place = index == sampling.n, itertools.count(), Place(self.room)
-        how = replace(sampling, temperature=0.0) if greedy else sampling
+        greedy, turns, place, wrong = index == sampling.n, itertools.count(), Place(self.room), {}
+        how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
+        others = Others(2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
-            await place.take()
-            try:
-                return await self._generate(ids, max_tokens, seed, how)
-            finally:
-                place.ask(nothing=True)
+            with others.at_work():
+                await place.take()
+                try:
+                    return await self._generate(ids, max_tokens, seed, how)
+                finally:
+                    place.ask(nothing=True)
 
         async def score(response: str) -> Score:
             place.leave()  # another trajectory generates meanwhile
             item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
-            return await self.rewards.score(item)
+            with others.at_work():
+                found = await self.rewards.score(item)
+                wrong.clear()
+                wrong.update(self._fault(found))
+            return None if wrong else found
+
+        async def whole() -> Sample:
+            limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
+            talk = await self.loops.get(prompt.agent_loop).run(prompt, generate, score, limits)
+            sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
+            text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+            sample.response = text(sample.response_ids)
+            reward = talk.reward
+            if reward is None:
+                reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
+            elif to_score(reward) is None:
+                raise ValueError(f"its reward is {reward!r:.200}")
+            if isinstance(reward, dict):
+                sample.extra["reward_parts"], reward = reward, sum(reward.values())
+            sample.reward = reward or 0.0
+            sample.extra |= extra | (wrong or self._fault(None if talk.late else 0.0))
+            return sample
 
         await place.take()
         try:
-            loop = self.loops.get(prompt.agent_loop)
-            limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
-            talk = await loop.run(prompt, generate, score, limits)
+            made = await others.watch(whole())
         finally:
             place.leave(over=True)
-        sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
-        if greedy:
-            sample.extra["greedy"] = True
-        text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
-        sample.response = text(sample.response_ids)
-        reward = talk.reward
-        if reward is None:
-            reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
-        if isinstance(reward, dict):
-            sample.extra["reward_parts"], reward = reward, sum(reward.values())
-        sample.reward = reward or 0.0
-        if reward is None or talk.late:
-            sample.extra["reward_timeout"] = True
-        return sample
+        if others.failed or isinstance(made, ConfigError):  # whatever the loop made of it
+            raise [*others.failed, made][0]
+        return made if isinstance(made, Sample) else self._unmade(prompt, index, made, extra)
+
+    def _fault(self, found: Score | RewardError) -> dict[str, str]:
+        """For a sample's `extra`: what is wrong with its reward, if anything. Raises it, with `reward.on_error=stop`."""
+        if isinstance(found, RewardError) and self.cfg.reward.on_error == "stop":
+            raise found
+        if isinstance(found, RewardError):
+            return {"fault": found.kind, "error": str(found)}
+        return {} if found is not None else {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+
+    def _unmade(self, prompt: Prompt, index: int, error: BaseException, extra: dict[str, Any]) -> Sample:
+        """A sample without tokens, in place of what a loop did not end well. Raises RewardError, as `_fault`."""
+        what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, prompt {prompt.id}, sample {index}"
+        extra |= self._fault(RewardError(f"{what}: raised {type(error).__name__}: {error}", "agent/errors"))
+        given = prompt.id, index, prompt.ids, *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4"))
+        return Sample(*given, incarnation=self.stamp[0], reward=0.0, finish_reason="error", extra=extra)
 
     async def _generate(self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling) -> Generated:
         from vllm import SamplingParams

@@ -145,8 +145,11 @@ class WeightSync:
             _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
             for task in late:
                 task.cancel()
-        if failed := first or [task for task in tasks if task not in late and task.exception()]:
-            raise failed[0].exception()
+        failed = [
+            task for task in tasks if task not in late and task.exception()
+        ]  # all: asyncio reports what none asks for
+        if failed:
+            raise (first or failed)[0].exception()
         if late:
             who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)
             raise SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")

@@ -60,6 +60,9 @@ args=("config=${CONFIG:-config/qwen_gsm8k_fsdp.yaml}" "placement.pools=${POOLS:-
 head="${nodes[0]}"
 read -r ip _ < <(srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address)
 export RAY_ADDRESS="$ip:${RAY_PORT:-6379}"
+# A cluster of this job alone. Left unset, Ray's head asks for a token wherever its user has one, and nobody else gives it.
+export RAY_AUTH_MODE="${RAY_AUTH_MODE:-token}"
+export RAY_AUTH_TOKEN="${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}"
 
 # A wrong config is answered here, before any cluster is started.
 .venv-gpu/bin/python -m one_step_off.main_ppo "${args[@]}" "$@" --dry-run >/dev/null

@@ -46,13 +46,23 @@ def config(tmp_path: Path, **trainer: object) -> Config:
     return cfg
 
 
-def save(cfg: Config, step: int, fail: bool = False) -> Path:
-    async def trainer(folder: str) -> None:
-        (Path(folder) / "rank_0.pt").write_text("x")
-        if fail:
-            raise OSError("disk full")
+def save(cfg: Config, step: int, fail: bool = False, samples: list[Sample] | None = None, **state: object) -> Path:
+    async def trainer(folder: str) -> asyncio.Future:
+        (Path(folder) / "actor").mkdir()
+        (Path(folder) / "actor" / "__0_0.distcp").write_bytes(bytes(4096))
 
-    return asyncio.run(checkpoint.Checkpointer(cfg, trainer).save(step, None, {"stream": {}}))
+        async def written() -> None:
+            if fail:
+                raise OSError("disk full")
+
+        return asyncio.ensure_future(written())
+
+    async def whole() -> Path:
+        path, size = await (await checkpoint.Checkpointer(cfg, trainer).save(step, samples, {"stream": {}} | state))
+        assert size == sum(p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != "manifest.json")
+        return path
+
+    return asyncio.run(whole())
 
 
 def test_the_last_k_stay_and_auto_takes_the_newest(tmp_path):
@@ -91,7 +101,7 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
         ),
         (
             lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
-            "state.json cannot be read .*name a folder as",
+            "step_000001: manifest.json: FileNotFoundError: .*name a good one, as",
         ),
     ],
 )
@@ -106,7 +116,7 @@ def test_what_does_not_fit_is_named(tmp_path, change, words):
 def test_a_broken_state_file_is_named(tmp_path):
     cfg = config(tmp_path)
     (save(cfg, 5) / "state.json").write_text("{")
-    with pytest.raises(ConfigError, match=r"step_000005: state.json cannot be read"):
+    with pytest.raises(ConfigError, match=r"step_000005: state.json: its bytes: 1, but"):
         checkpoint.find(cfg)
 
 

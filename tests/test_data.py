@@ -337,7 +337,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     chat = make_tokenizer(TEMPLATE)
     (prompt,) = prompts_of(tmp_path, [bad, chat_row()], chat, report)
     assert prompt.id == (0, 1) and report.used == 1 and "no tools" in report.bad[0][1]
-    with pytest.raises(ConfigError, match=":1: the chat template refuses it"):
+    with pytest.raises(ConfigError, match=":1: the chat template of model.path refuses it"):
         prompts_of(tmp_path, [bad, chat_row()], chat, bad_rows="fail")
     with pytest.raises(ConfigError, match="no prompt is left"):
         prompts_of(tmp_path, [bad], chat)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import socket
 import threading
 import time
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, checksum, weighted_sums
-from one_step_off.distributed_util import Receiver, Sender
+from one_step_off.distributed_util import Receiver, Sender, use_interface_towards
 from one_step_off.shared_link import SharedOutlet
 from one_step_off.workers import WeightPiece
 
@@ -492,3 +494,23 @@ def test_the_memory_of_a_sender_grows_by_two_buckets_and_a_piece():
     process.join(30)
     assert receiver.plan.largest <= 16 << 20
     assert grown < 2 * (16 << 20) + (24 << 20), "buffers, and what torch and gloo themselves take"
+
+
+def test_gloo_listens_where_rank_0_is_reached(monkeypatch):
+    """Not at the address of the machine's name, which may be a loopback; what the environment says goes before."""
+    import psutil
+
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
+    use_interface_towards("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "x"
+    reached = [
+        (name, address.address)
+        for name, addresses in psutil.net_if_addrs().items()
+        for address in addresses
+        if address.family == socket.AF_INET and psutil.net_if_stats()[name].isup
+    ]
+    assert ("lo", "127.0.0.1") in reached
+    for name, address in reached:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+        use_interface_towards(address)
+        assert os.environ["GLOO_SOCKET_IFNAME"] == name

@@ -16,8 +16,8 @@ from tests.test_e2e_pipeline import IN_PARTS, VARIED, assert_all_gone, family_of
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TIMES = (
-    "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s", "actor/sync_wait_s", "restarts/",
-    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/",
+    "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s",
+    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/", "checkpoint/", "actor/sync_wait_s", "restarts/",
 )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 
 import numpy as np
@@ -211,6 +212,21 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     return sync
 
 
+def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_our_back(caplog):
+    """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
+    sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
+    late, first = Method(SyncError("sender 0: late"), delay=0.05), Method(SyncError("sender 1: first"))
+    sync.senders = sync.taking_part = sync.actor.ranks = [Actor(send_weights=late), Actor(send_weights=first)]
+
+    async def main():
+        with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
+            await sync._transfer((0, 3))
+        gc.collect()
+
+    asyncio.run(main())
+    assert "never retrieved" not in caplog.text
+
+
 def test_the_canary_reports_the_largest_difference():
     scores = [np.full(50, -1.0), np.array([-2.0])]
     metrics = asyncio.run(sync_of(scores, [scores, [np.full(50, -1.0), np.array([-2.0005])]])((0, 3)))
@@ -272,6 +288,25 @@ class RayLike(Exception):
 def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
     with pytest.raises(kind, match=words):
         asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("Worker exits unexpectedly.", r"^sync, rollout 1: its process died \(pid 41\)$"),
+        (
+            "The actor died because its node has died. Node Id: 5b",
+            r"rollout 1: its node is lost, or the network to it: ",
+        ),
+    ],
+)
+def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
+    class ActorDiedError(Exception):
+        pass
+
+    died = ActorDiedError(f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}")
+    with pytest.raises(RoleError, match=words):
+        asyncio.run(named("sync, rollout 1", Method(died).remote()))
 
 
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):

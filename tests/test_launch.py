@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -200,15 +201,34 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         address = f"127.0.0.1:{s.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
             launch.require_cluster(address)
-        s.listen()
-        launch.require_cluster(address)
+    with socket.create_server(("127.0.0.1", 0)) as s:
+
+        def answer() -> None:
+            connection, _ = s.accept()
+            connection.sendall(b"\0\0\6\4\0\0\0\0\0\0\5\0\0\x40\0")  # a gRPC server's settings
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        launch.require_cluster(f"127.0.0.1:{s.getsockname()[1]}")
     for found_by_ray in ("auto", "ray://somewhere:10001"):
         launch.require_cluster(found_by_ray)
 
 
+def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's head asks for a token, of which `ray.init` with an address knows nothing."""
+
+    def refuse(**_: object) -> None:
+        raise ConnectionError("Failed to connect to Ray cluster at x")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(ConfigError, match="Ray does not start: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"):
+        launch.start_ray(Config())
+
+
 def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_path):
     """Critic and reference must read the policy's tokens; a reward model may have tokens of its own."""
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     other = Path(changed(models(), tmp_path))
     tokenizer = AutoTokenizer.from_pretrained(other)
@@ -221,6 +241,7 @@ def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_pa
             with pytest.raises(ConfigError, match=f"{role}.path={path}: {said}"):
                 launch.prepare(cfg, lambda line: None)
     roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", "reward_model": "actor"}}
+    AutoModelForSequenceClassification.from_pretrained(other, num_labels=1).save_pretrained(other)
     launch.prepare(
         tiny_config(models(), str(tmp_path), **roles, **{"reward_model.path": str(other)}), lambda line: None
     )

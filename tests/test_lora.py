@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import peft
 import pytest
@@ -77,7 +79,9 @@ def run_rank(rank, world, port, path, fsdp_size, out):
     found = {"first": streamed(worker), "log_probs": worker.log_prob(batch)}
     worker.update(batch)
     found |= {"second": streamed(worker), "state": copied(worker), "trained": worker.log_prob(batch)}
+    os.makedirs(f"{out}/state", exist_ok=True)
     worker.save_state(f"{out}/state")
+    worker.saved()
     worker.save_hf(f"{out}/hf")
     metrics = worker.update(batch)
     found |= {"gradients": worker.gradients, "third": streamed(worker), "norm": metrics["actor/grad_norm"]}

@@ -516,6 +516,7 @@ def run_checkpoint(rank, cases, folder):
                 worker.update(batch)
             (folder / name).mkdir(exist_ok=True)
             worker.save_state(f"{folder}/{name}")
+            worker.saved()
         result = {"before": held_by(worker), "at": (worker.version, worker.optimizer_steps)}
         groups = (group for inner in worker.optimizer.chained_optimizers for group in inner.optimizer.param_groups)
         result["masters"] = [p.detach().clone() for group in groups for p in group["params"]]

@@ -7,7 +7,6 @@ import io
 import json
 import random
 import time
-from collections import deque
 
 import numpy as np
 import pytest
@@ -153,19 +152,6 @@ def test_any_mix_of_slow_and_fast_phases(tmp_path_factory, steps, staleness, see
     synced = [e[2] for e in world.events if e[:2] == ("end", "sync")]
     assert synced == list(range(steps + 1)), "each version once, the final one for the final evaluation"
     assert pipeline.tracker.evaluations[-1]["val/version"] == steps
-
-
-def test_rewards_that_timed_out_are_counted(tmp_path):
-    pipeline = build(tmp_path, World(random.Random(0)), 2, 1)
-    samples = [sample(pipeline.val[0], i, 0) for i in range(3)]
-    samples[1].extra["reward_timeout"] = True
-
-    async def collect() -> dict[str, float]:
-        done = asyncio.get_running_loop().create_future()
-        done.set_result((samples, 0.0))
-        return (await pipeline._collect(0, deque([done])))[1]
-
-    assert asyncio.run(collect())["reward/timeouts"] == 1.0
 
 
 @pytest.mark.parametrize("staleness", [0, 1])

@@ -110,18 +110,33 @@ def test_what_fails_once_is_asked_again(monkeypatch, bad):
 def test_after_the_last_try_it_says_which_step_and_server(monkeypatch):
     server = Server()
     server.answers = [503] * 3
+    samples = [sample(0)]
+    (score,) = ask(server, samples, monkeypatch, retries=2)
     with pytest.raises(RoleError, match=r"step 3, reward_model.url=http://127.0.0.1:\d+/score: 3 requests failed.*503"):
-        ask(server, [sample(0)], monkeypatch, retries=2)
+        mix(samples, [score], Config())
     assert server.calls == 3
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_one_request_that_fails_for_good_costs_only_its_own_samples(monkeypatch, on_error):
+    server, cfg = Server(), Config()
+    server.answers, cfg.reward.on_error = [500, 500], on_error
+    samples = [sample(row, reward=1.0) for row in range(8)]
+    samples[0].extra = {"fault": "reward/timeouts", "error": "the function's"}
+    mix(samples, ask(server, samples, monkeypatch, retries=0), cfg)
+    bad = [s for s in samples if "error" in s.extra]
+    assert len(bad) in (8, 4, 5) and all(s.reward == (1.0 if s in bad[1:] else s.reward) for s in samples)
+    assert samples[0].extra["error"] == "the function's", "the first cause stays"
+    assert all("500" in s.extra["error"] and s.extra["fault"] == "reward/errors" for s in bad[1:])
+    assert all(math.isfinite(s.reward) for s in samples)
 
 
 def test_a_server_that_hangs_is_not_waited_for(monkeypatch):
     server = Server()
     server.answers = [12.0]
-    begin = time.perf_counter()
-    with pytest.raises(RoleError, match="no answer in time|Timeout"):
-        ask(server, [sample(0)], monkeypatch, timeout_s=0.3, retries=0)
-    assert time.perf_counter() - begin < 10
+    begin, samples = time.perf_counter(), [sample(0)]
+    assert math.isnan(*ask(server, samples, monkeypatch, timeout_s=0.3, retries=0))
+    assert "Timeout" in samples[0].extra["error"] and time.perf_counter() - begin < 10
 
 
 def test_the_same_tokenizer_reads_the_policys_own_tokens():

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -135,6 +139,7 @@ def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
 # --- your own functions ---
 
 MODULE = """
+import itertools
 import time
 import numpy as np
 
@@ -171,6 +176,30 @@ def swallow(**kwargs):
         except Exception:
             pass
 
+def deep_in_c(**kwargs):
+    return sum(itertools.repeat(0))
+
+def swallow_for_ever(**kwargs):
+    while True:
+        try:
+            time.sleep(5)
+        except BaseException:
+            pass
+
+class Evil:
+    def __init__(self, what):
+        self.what = what
+
+    def __repr__(self):
+        if self.what == "__repr__":
+            raise KeyError("no words")
+        return self.what
+
+    def __float__(self):
+        if self.what == "__float__":
+            raise KeyError("no number")
+        raise TypeError("no number")
+
 def swallow_all(**kwargs):
     try:
         time.sleep(5)
@@ -201,6 +230,14 @@ def test_own_function(own: str, function: str, kwargs: dict[str, Any], reward: f
     assert scorer.score_batch([item("#### 1")]) == [reward]
 
 
+def refused(match: str, own: str, what: RewardItem) -> str:
+    """What the function `value` is refused with, as text."""
+    (error,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([what])
+    assert isinstance(error, RewardError) and error.kind == "reward/errors"
+    assert re.search(match, str(error)), str(error)
+    return str(error)
+
+
 @pytest.mark.parametrize("result", ["1", "True", "0.5", "np.float32(0.5)", "np.array(2)", "{'reward': np.int64(1)}"])
 def test_results_taken(own: str, result: str) -> None:
     (reward,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
@@ -220,28 +257,57 @@ def test_parts_taken(own: str, result: str) -> None:
      "{'right': 1.0, 'form': None}", "{'right': float('nan')}", "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}"],
 )  # fmt: skip
 def test_results_refused(own: str, result: str) -> None:
-    with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ") as e:
-        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result, n=4)])
-    assert "\n" not in str(e.value)
+    assert "\n" not in refused(r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ", own, item(result, n=4))
 
 
 def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
     """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
-    with pytest.raises(RewardError, match='what others call "score" is "reward" here'):
-        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("{'score': 1.0, 'acc': 1.0}")])
+    refused('what others call "score" is "reward" here', own, item("{'score': 1.0, 'acc': 1.0}"))
 
 
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
-    with pytest.raises(RewardError, match=r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError"):
-        Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("1 / 0")])
+    refused(r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError", own, item("1 / 0"))
+
+
+@pytest.mark.parametrize("result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"])
+def test_a_result_that_misbehaves_itself_is_one_line(own: str, result: str) -> None:
+    said = refused("own_rewards:value", own, item(result))
+    assert "\n" not in said and len(said) <= 1000
+
+
+def test_one_bad_item_leaves_the_others_their_rewards(own: str) -> None:
+    found = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("1.0"), item("1 / 0"), item("2.0")])
+    assert (found[0], found[2]) == (1.0, 2.0) and isinstance(found[1], RewardError)
 
 
 @pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])
 def test_the_limit_stops_any_python_code(own: str, function: str) -> None:
     start = time.monotonic()
-    with pytest.raises(RewardError, match=rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s"):
-        Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch([item()])
-    assert time.monotonic() - start < 2
+    (error,) = Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch([item()])
+    assert isinstance(error, RewardError) and error.kind == "reward/timeouts"
+    assert re.search(rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s", str(error))
+    assert time.monotonic() - start < 1
+
+
+@pytest.mark.parametrize("function", ["deep_in_c", "swallow_for_ever"])
+def test_what_no_alarm_ends_ends_with_its_process(own: str, tmp_path: Path, function: str) -> None:
+    """A sum of C code with the interpreter's lock, and a loop that swallows every alarm."""
+    code = f"""if True:
+        from one_step_off.config import RewardConfig
+        from one_step_off.rewards import RewardItem, Scorer
+        scorer = Scorer(RewardConfig(function="own_rewards:{function}", timeout_s=0.2))
+        scorer.score_batch([RewardItem((0, 0), 0, "", "", "")])
+        """
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], env=dict(os.environ, PYTHONPATH=f"{tmp_path}:{os.getcwd()}"),
+                          capture_output=True, text=True, timeout=60)  # fmt: skip
+    assert done.returncode == 1 and "Timeout" in done.stderr and function in done.stderr
+    assert time.monotonic() - start < 30
+
+
+def test_an_error_keeps_its_kind_over_a_process_boundary() -> None:
+    error = pickle.loads(pickle.dumps(RewardError("why\n so", "reward/timeouts")))
+    assert (str(error), error.kind) == ("why so", "reward/timeouts")
 
 
 def test_no_alarm_is_left_behind(own: str) -> None:

@@ -44,7 +44,8 @@ def checkout(tmp_path: Path) -> Path:
         tmp_path / ".venv-gpu/bin/python",
         f"{log}; [[ $1 != - ]] || {{ cat >/dev/null; {sleep} 1; }}; exit $((${{FAIL:-0}}))",
     )
-    tool(tmp_path / ".venv-gpu/bin/ray", f"{log}; exec {sleep} 60")
+    secret = f'echo "${{RAY_AUTH_MODE:-}} ${{RAY_AUTH_TOKEN:-}}" >>{tmp_path}/tokens'
+    tool(tmp_path / ".venv-gpu/bin/ray", f"{log}; {secret}; exec {sleep} 60")
     tool(tmp_path / "shell/setup.sh", "true")
     return tmp_path
 
@@ -94,6 +95,8 @@ def test_slurm_starts_ray_everywhere_and_trains(checkout: Path) -> None:
         f"ray start --address=10.0.0.1:6379 {common}",
         f"ray start --head --node-ip-address=10.0.0.1 --port=6379 {common}",
     ]
+    first, second = (checkout / "tokens").read_text().splitlines()
+    assert first == second and re.fullmatch("token [0-9a-f]{64}", first), "the job's own, the same everywhere"
     assert [call for call in calls if "--nodelist=node2 --gpus-per-node=8" in call]
     waited = [call for call in calls if call.startswith("python - 16 180")]
     assert len(waited) == 1

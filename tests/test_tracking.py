@@ -70,8 +70,10 @@ def test_unjudged_responses_are_counted_and_told_once(tmp_path):
     out = io.StringIO()
     tracker = Tracker(str(tmp_path), 3, out=out)
     for step, count in enumerate((0.0, 2.0, 1.0)):
-        tracker.step(Batch(step, [sample(0, 2)], (0, 0)), 0, times() | {"reward/timeouts": count})
-    assert out.getvalue().count("warning") == 1 and "reward.timeout_s" in out.getvalue()
+        samples = [sample(0, 2), sample(0, 2)]
+        samples[1].extra = {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
+    assert out.getvalue().count("warning") == 1 and "not judged within reward.timeout_s" in out.getvalue()
     assert tracker.summary()["reward/timeouts"] == 3
 
 

@@ -17,7 +17,7 @@ from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
 from one_step_off import tiny_qwen
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RolloutGroup
-from one_step_off.rewards import RewardItem
+from one_step_off.rewards import RewardError, RewardItem
 from one_step_off.samples import Prompt
 from one_step_off.vllm_rollout import (
     Place,
@@ -69,7 +69,7 @@ class FakeScorer:
         self.calls.append(len(items))
         await asyncio.sleep(self.delay)
         if any(i.response == self.fail_on for i in items):
-            raise ValueError("bad reward")
+            return [RewardError("bad reward") if i.response == self.fail_on else float(i.index) for i in items]
         special = {"late": None, "parts": {"right": 1.0, "form": 0.5}}
         return [special.get(i.response, float(i.index)) for i in items]
 
@@ -93,11 +93,11 @@ def test_rewards_come_back_to_their_own_samples_in_few_calls():
 def test_a_failing_reward_reaches_its_callers_and_later_ones_still_work():
     async def main():
         queue = RewardQueue([FakeScorer(fail_on="boom")])
-        with pytest.raises(ValueError, match="bad reward"):
-            await queue.score(item(0, "boom"))
-        return await queue.score(item(3))
+        found = await asyncio.gather(queue.score(item(0, "boom")), queue.score(item(1)))
+        return [*found, await queue.score(item(3))]
 
-    assert asyncio.run(main()) == 3.0
+    error, *others = asyncio.run(main())
+    assert str(error) == "bad reward" and others == [1.0, 3.0]
 
 
 async def generated(ids, max_tokens, seed, sampling):
@@ -107,7 +107,7 @@ async def generated(ids, max_tokens, seed, sampling):
 @pytest.mark.parametrize(
     ("response", "reward", "extra"),
     [
-        ("late", 0.0, {"reward_timeout": True}),
+        ("late", 0.0, {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}),
         ("x", 3.0, {}),
         ("parts", 1.5, {"reward_parts": {"right": 1.0, "form": 0.5}}),
     ],
@@ -135,7 +135,7 @@ def test_a_last_try_of_which_the_reward_is_late_is_marked_as_such(tries, reward,
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = tokenizer, said
     sample = asyncio.run(replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None)))
-    assert (sample.reward, sample.extra.get("reward_timeout", False)) == (reward, late)
+    assert (sample.reward, "error" in sample.extra) == (reward, late)
     assert sample.extra["agent"]["tries"] == 2
 
 
@@ -321,7 +321,7 @@ class Stubborn(AgentLoop):
         talk = Trajectory(prompt.ids, limits, reward=0.0)
         while said := await talk.say(generate):
             text = "boom" if talk.turns % 2 else "x"
-            with contextlib.suppress(ValueError, TimeoutError):  # the second turn's takes too long for this loop
+            with contextlib.suppress(TimeoutError):  # the second turn's takes too long for this loop
                 talk.reward = await asyncio.wait_for(score(text), 0.03 if talk.turns == 2 else None)
             talk.hear("user", said.ids)
         await asyncio.gather(score("x"), score("x"))
@@ -332,6 +332,7 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
     """Rewards that fail, take too long for the loop, or are asked for twice at once: never more than three generate."""
     cfg, most, under_way = Config(), 0, 0
     cfg.agent.loop, cfg.agent.max_concurrency, cfg.agent.max_turns = f"{__name__}:Stubborn", 3, 4
+    cfg.reward.on_error = "zero"
 
     async def engine(*request):
         nonlocal most, under_way

@@ -1,0 +1,98 @@
+"""What every bad input must come to: exit code 2, one line that names the thing and the mend, and nothing started or lost."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+from one_step_off import launch
+from one_step_off.main_ppo import main
+
+# One of these words tells the user what to do.
+MENDS = re.compile(
+    r"\b(add|ask|change|check|choose|did you mean|do without|free|give|install|lower|make|mend|must|name|needs|pass|put|"
+    r"quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)\b"
+)
+EARLIER = {"metrics.jsonl": '{"step": 0}\n', "summary.json": "{}\n", "config.yaml": "{}\n", "error.log": "an error\n"}
+EARLIER |= {"samples/step_000000.jsonl": "{}\n", "tensorboard/events": "x", "hf_model/config.json": "{}"}
+
+
+def base(folder: Path, model: str) -> list[str]:
+    """The arguments of a small valid run, whose folder holds an earlier one."""
+    for name, text in EARLIER.items():
+        (folder / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "run" / name).write_text(text)
+    keys = f"""model.path={model} model.dtype=float32 data.train_files=generator:word_problems data.generator_size=16
+        data.max_prompt_length=128 data.max_response_length=16 data.train_batch_size=4 actor.ppo_mini_batch_size=4
+        rollout.n=2 placement.device=cpu trainer.total_steps=2 trainer.output_dir={folder}/run"""
+    return keys.split()
+
+
+def write(folder: Path, files: dict[str, str | bytes]) -> None:
+    """Files by name; a name that ends with / is a folder."""
+    for name, content in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith("/"):
+            path.mkdir(exist_ok=True)
+        else:
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def no_engines() -> Iterator[None]:
+    """Ray must not even be asked for."""
+
+    def started(cfg: object) -> str:
+        raise AssertionError("bad input went as far as Ray")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "start_ray", started)
+        yield
+
+
+def refused(argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pytest.CaptureFixture) -> str:
+    """Run the program with these arguments, and check that they are refused as they must be; returns the line."""
+    children = {child.pid for child in psutil.Process().children(recursive=True)}
+    capsys.readouterr()
+    with no_engines():
+        code = main(list(argv))
+    out, err = capsys.readouterr()
+    assert code == 2, f"exit code {code}: {err}"
+    line = err.removesuffix("\n")
+    assert line.startswith("error: ") and "\n" not in line and len(line) < 600, err
+    assert "Traceback" not in out + err
+    for part in parts:
+        assert part.replace("TMP", str(folder)) in line, f"{part!r} is not in: {line}"
+    assert MENDS.search(line), f"no mend: {line}"
+    left = {child.pid for child in psutil.Process().children(recursive=True)} - children
+    assert not left, f"left running: {left}"
+    run = folder / "run"
+    if run.is_dir():
+        found = {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file()}
+        assert found == EARLIER, "an earlier run's folder was changed"
+    return line
+
+
+@contextlib.contextmanager
+def without_privileges() -> Iterator[None]:
+    """Root, too, is refused what a file's mode refuses: without the capabilities to read, write and search everything."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    header, saved = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
+    assert libc.capget(header, saved) == 0
+    low_effective, *rest = struct.unpack("6I", saved.raw)
+    fewer = struct.pack("6I", low_effective & ~0b1110, *rest)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+    assert libc.capset(header, fewer) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, saved) == 0
+        assert os.access("/", os.R_OK)
