@@ -328,18 +328,17 @@ def start_ray(cfg: Config) -> str:
         raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
 
-def sweeper() -> subprocess.Popen:
-    """The process of `leftovers.py`, for what is started from now on. At the end of a `with` it has done its work, and
-    it does it too if this process is killed."""
+@contextlib.contextmanager
+def swept() -> Iterator[None]:
+    """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
     folder = tempfile.mkdtemp(prefix="one_step_off_")
-    # A session of its own: Ctrl-C is not for it.
     command = [sys.executable, "-I", leftovers.__file__, folder]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    os.environ |= {
-        leftovers.RUN: folder,
-        "SPT_NOENV": "1",
-    }  # or a process that sets its title would hide its environment
-    return process
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
+        os.environ |= {
+            leftovers.RUN: folder,
+            "SPT_NOENV": "1",
+        }  # or setproctitle would write over what others see of it
+        yield
 
 
 def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
@@ -493,8 +492,7 @@ def run(cfg: Config) -> int:
         write_run_folder(prepared)
         open_files(prepared, tracker, wandb)
         observe(prepared, tracker)
-        with sweeper():
-            run_on_ray(prepared, tracker)
+        run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
@@ -508,6 +506,7 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
+@swept()
 def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped

@@ -68,8 +68,8 @@ def test_an_armed_point_kills_the_process_that_passes_it_and_no_other(tmp_path):
 CHILD = """
     import multiprocessing, os, subprocess, sys, tempfile, time
     from multiprocessing import resource_tracker, shared_memory
-    from one_step_off.launch import sweeper
-    with sweeper():
+    from one_step_off.launch import swept
+    with swept():
         memory = shared_memory.SharedMemory(create=True, size=64)
         resource_tracker.unregister(memory._name, "shared_memory")  # nobody else cleans up
         code = "import time, multiprocessing.shared_memory as s; m = s.SharedMemory({!r}); print(flush=True); time.sleep(600)"
@@ -132,7 +132,8 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
     try:
         port = int(process.stdout.readline())
-        assert list(watch.marked(mark)) == [process.pid] == list(watch.marked(f"{mark}3."))
+        assert process.pid in watch.marked(mark)  # with Python's tracker of shared memory, a child of it
+        assert watch.marked(mark) == watch.marked(f"{mark}3.")
         assert not watch.marked(f"{mark}2.")
         holds = watch.Belongings()
         holds.look([process.pid])
