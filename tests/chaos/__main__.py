@@ -1,7 +1,7 @@
 """Kill what a run consists of, at random, and see that it goes on and ends as if nothing had happened.
 
     python -m tests.chaos --seed 1 --kills 20                   every kind of process, at every named point
-    python -m tests.chaos --kinds driver,engine --points "between buckets,checkpoint: trainer written,anywhere"
+    python -m tests.chaos --kinds driver,engine --points "between buckets,checkpoint: before its seal,anywhere"
     python -m tests.chaos --exact --kills 20                    SIGTERM, Ctrl-C, kill -9: the same bits as a whole run
 
 The run is the real command on a tiny model on CPUs. The end is checked: the ledger holds the prompts of an undisturbed
