@@ -127,6 +127,7 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
     memory = shared_memory.SharedMemory(create=True, size=64)
     mark = f"test-{os.getpid()}."
     code = f"import socket, time, multiprocessing.shared_memory as s; m = s.SharedMemory({memory.name!r})\n"
+    code += "s.resource_tracker.unregister(m._name, 'shared_memory')\n"  # or its tracker would remove ours
     code += "p = socket.create_server(('127.0.0.1', 0)); print(p.getsockname()[1], flush=True); time.sleep(60)"
     env = os.environ | {watch.MARK: f"{mark}3."}
     process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
