@@ -58,7 +58,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def disturb(args: argparse.Namespace) -> dict[str, Any]:
+def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
     """Kill until there are enough; then end the run in order, go on once more, and look at everything."""
     arguments = real.settings(args.out / "run", 1_000_000, args.ranks, args.critic, args.keys)
     command = Command(args.out, arguments)
@@ -76,11 +76,13 @@ def disturb(args: argparse.Namespace) -> dict[str, Any]:
         if code != 130:
             wrong.append(f"SIGTERM at the end: exit code {code}, not 130")
         wrong += [f"after SIGTERM: still there: {line[:80]}" for line in command.wait_until_gone()[1].values()]
-        steps = max(command.steps(), last) + 1 + STEPS_LEFT
-        command.arguments = [*arguments, f"trainer.total_steps={steps}"]
-        command.start()
-        code = command.process.wait(300)
-        wrong += [f"the last start ended with exit code {code}"] * (code != 0)
+        steps = max(command.steps(), last) + 1
+        if go_on:
+            steps += STEPS_LEFT
+            command.arguments = [*arguments, f"trainer.total_steps={steps}"]
+            command.start()
+            code = command.process.wait(300)
+            wrong += [f"the last start ended with exit code {code}"] * (code != 0)
         wrong += real.complaints(command, steps, real.expected_prompts(arguments, steps))
         wrong += real.left_behind(command)
     finally:

@@ -33,6 +33,9 @@ TINY = {
     "trainer.save_freq": 5,
     "trainer.keep_checkpoints": 2,
     "reward.workers": 2,
+    "rollout.heartbeat_s": 1,  # the limits of what hangs: short, for nothing here takes seconds
+    "rollout.heartbeat_timeout_s": 15,
+    "rollout.progress_timeout_s": 30,
 }
 
 
