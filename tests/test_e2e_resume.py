@@ -26,7 +26,9 @@ def learnt(folder: Path) -> list[dict]:
     next: what was found in them follows at the end."""
     names = ("metrics.jsonl", "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else ("metrics.jsonl",)
     left_out = {"metrics.jsonl": (*TIMES, "val/"), "evaluations.jsonl": TIMES}
-    return [{k: v for k, v in r.items() if not k.startswith(left_out[name])} for name in names for r in rows(folder, name)]
+    return [
+        {k: v for k, v in r.items() if not k.startswith(left_out[name])} for name in names for r in rows(folder, name)
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
