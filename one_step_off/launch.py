@@ -332,7 +332,7 @@ def start_ray(cfg: Config) -> str:
 def swept() -> Iterator[None]:
     """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
     folder = tempfile.mkdtemp(prefix="one_step_off_")
-    command = [sys.executable, "-I", leftovers.__file__, folder]
+    command = [sys.executable, "-P", leftovers.__file__, folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
         os.environ |= {
             leftovers.RUN: folder,

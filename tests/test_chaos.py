@@ -115,7 +115,7 @@ def test_another_run_is_left_alone(tmp_path):
     process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN: str(other)})
     try:
         subprocess.run(
-            [sys.executable, "-I", leftovers.__file__, str(mine)], stdin=subprocess.DEVNULL, check=True, timeout=30
+            [sys.executable, "-P", leftovers.__file__, str(mine)], stdin=subprocess.DEVNULL, check=True, timeout=30
         )
         assert process.poll() is None and other.exists() and not mine.exists()
     finally:
