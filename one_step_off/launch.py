@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -26,7 +27,7 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint
+from one_step_off import checkpoint, leftovers
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
@@ -334,6 +335,19 @@ def start_ray(cfg: Config) -> str:
         raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
 
+@contextlib.contextmanager
+def swept() -> Iterator[None]:
+    """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
+    folder = tempfile.mkdtemp(prefix="one_step_off_")
+    command = [sys.executable, "-P", leftovers.__file__, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
+        os.environ |= {
+            leftovers.RUN: folder,
+            "SPT_NOENV": "1",
+        }  # or setproctitle would write over what others see of it
+        yield
+
+
 def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
     """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
     from one_step_off.roles import Spawned
@@ -499,6 +513,7 @@ def _evaluated(prepared: Prepared) -> str:
     return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
+@swept()
 def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped

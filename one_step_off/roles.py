@@ -15,6 +15,7 @@ from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
+from one_step_off.leftovers import RUN
 from one_step_off.placement import Seat, create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
@@ -69,6 +70,7 @@ class Spawned:
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
+        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
         where = cfg.placement.roles
         shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}

@@ -80,10 +80,13 @@ class Tracker:
         kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
         kept["evaluations.jsonl"] = self.evaluations
-        for name in (*kept, "summary.json", "error.log", *(() if step else ("timeline.json",))):
+        gone = [name for name in kept if not kept[name]]
+        for name in (*gone, "summary.json", "error.log", *(() if step else ("timeline.json",))):
             (self.folder / name).unlink(missing_ok=True)
-        for name, rows in kept.items():
-            self._append(name, *rows)
+        for name in kept.keys() - gone:  # in one move: this may be killed at any moment
+            new = self.folder / f"{name}.new"
+            new.write_text("".join(json.dumps(_without_nan(row)) + "\n" for row in kept[name]))
+            new.replace(self.folder / name)
 
     def repeat_evaluations(self) -> None:
         """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
@@ -189,7 +192,8 @@ class Tracker:
 
     def _read(self, name: str) -> list[Row]:
         path = self.folder / name
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
 
     def _append(self, name: str, *rows: Row) -> None:
         if rows:

@@ -17,13 +17,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 TIMES = (
     "time/", "sync/", "val/seconds", "actor/forward_s", "actor/backward_s", "actor/optimizer_s",
-    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/", "checkpoint/", "actor/sync_wait_s",
+    "tokens_per_s/", "flops_per_s/", "mfu/", "memory/", "checkpoint/", "actor/sync_wait_s", "restarts/",
 )  # fmt: skip
 
 
 def learnt(folder: Path) -> list[dict]:
-    """The rows without what a clock says."""
-    return [{k: v for k, v in r.items() if not k.startswith(TIMES)} for r in rows(folder, "metrics.jsonl")]
+    """The rows without what a clock says. It also says which row repeats an evaluation, that of the step that ended
+    next: what was found in them follows at the end."""
+    names = ("metrics.jsonl", "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else ("metrics.jsonl",)
+    left_out = {"metrics.jsonl": (*TIMES, "val/"), "evaluations.jsonl": TIMES}
+    return [
+        {k: v for k, v in r.items() if not k.startswith(left_out[name])} for name in names for r in rows(folder, name)
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

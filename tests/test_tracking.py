@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from one_step_off.config import Config
 from one_step_off.performance import Meter, ModelShape
@@ -97,6 +99,47 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     summary = second.summary()
     assert summary["steps"] == 3 and summary["val/first"] == 0.25
     assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def rows_of(folder, name):
+    return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+def three_steps(folder) -> None:
+    tracker = Tracker(str(folder), 3, io.StringIO())
+    tracker.start(0)
+    for step in range(3):
+        tracker.step(Batch(step, [sample(1.0, 2, row=step)], expected=(0, 0)), step, times())
+
+
+def test_a_row_that_a_kill_cut_off_does_not_keep_the_run_from_going_on(tmp_path):
+    three_steps(tmp_path)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text[:-9])
+    tracker = Tracker(str(tmp_path), 3, io.StringIO())
+    tracker.start(2)
+    assert tracker.steps_before == 2
+    assert rows_of(tmp_path, "metrics.jsonl") == rows_of(tmp_path, "ledger.jsonl") == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(tmp_path, monkeypatch, name):
+    three_steps(tmp_path)
+    real = Path.write_text
+
+    def cut(self, text, *args):
+        if name in self.name:
+            real(self, text[: len(text) // 2])
+            raise KeyboardInterrupt
+        return real(self, text, *args)
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        Tracker(str(tmp_path), 3, io.StringIO()).start(2)
+    monkeypatch.undo()
+    Tracker(str(tmp_path), 3, io.StringIO()).start(2)
+    assert rows_of(tmp_path, "metrics.jsonl") == rows_of(tmp_path, "ledger.jsonl") == [0, 1]
 
 
 def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
