@@ -217,12 +217,12 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     right = [np.array([-1.0])]
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
     rollout, sync.info = sync.rollout, {}
+    report = {"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.05}
     for ranks in (sync.actor.ranks, rollout.all):
         for one in ranks:
             one.connect_sync = Method(None)
     for i, replica in enumerate(rollout.all):
-        report = [{"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.05}]
-        replica.sync = Method(lambda stamp, i=i: had[i].append(stamp) or [dict(report[0])], delay=0.02)
+        replica.sync = Method(lambda stamp, i=i: had[i].append(stamp) or [dict(report)], delay=0.02)
 
     async def come_back():
         assert await sync.restore(1)
