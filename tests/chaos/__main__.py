@@ -112,7 +112,7 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
         out = args.out / f"stopped_{runs}"
         command = Command(out, real.settings(out / "run", EXACT_STEPS, args.ranks, args.critic, args.keys))
         try:
-            wrong += _stopped_run(command, chance, args.kills, stops)
+            wrong += _stopped_run(command, chance, args.kills, stops, begin + 60 * args.minutes)
         finally:
             command.clear()
         same = {
@@ -132,8 +132,10 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
     return done | {"wrong": wrong, "seconds": time.monotonic() - begin}
 
 
-def _stopped_run(command: Command, chance: random.Random, most: int, stops: list[dict[str, Any]]) -> list[str]:
-    """One run to its end, with stops; what is wrong with it but for its bits."""
+def _stopped_run(
+    command: Command, chance: random.Random, most: int, stops: list[dict[str, Any]], until: float
+) -> list[str]:
+    """One run to its end, with stops until a time; what is wrong with it but for its bits."""
     wrong: list[str] = []
     while True:
         command.start()
@@ -141,7 +143,7 @@ def _stopped_run(command: Command, chance: random.Random, most: int, stops: list
         while command.process.poll() is None and command.steps() < target:
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 0.5))
-        if command.process.poll() is not None or len(stops) >= most:
+        if command.process.poll() is not None or len(stops) >= most or time.monotonic() > until:
             code = command.process.wait(300)
             if code != 0:
                 return [*wrong, f"exit code {code} after step {first}; see {command.log}"]
