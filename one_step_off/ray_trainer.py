@@ -161,9 +161,11 @@ class Pipeline:
             metrics = waited | await self._train(batch) | await renewal
             metrics["time/step_s"], self.trained = time.perf_counter() - begin, step + 1
             metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
-            if step + 1 == total:
-                await self._finish(total)
-            self.tracker.step(batch, step, metrics)
+            try:
+                if step + 1 == total:
+                    await self._finish(total)
+            finally:
+                self.tracker.step(batch, step, metrics)
         if self.checkpointer and self.checkpointer.in_use:
             await self._save(total, None)
 
