@@ -336,7 +336,8 @@ def start_ray(cfg: Config) -> str:
 @contextlib.contextmanager
 def swept() -> Iterator[None]:
     """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
-    folder = tempfile.mkdtemp(prefix="one_step_off_")
+    short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"  # the path of a socket has 107 letters
+    folder = tempfile.mkdtemp(prefix="one_step_off_", dir=short)
     command = [sys.executable, "-P", leftovers.__file__, folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
         os.environ |= {
