@@ -35,7 +35,7 @@ from one_step_off.config import Config, ConfigError, first_line, path_of, settin
 from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import Wandb, open_loggers
-from one_step_off.performance import Meter, ModelShape, shape_of
+from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.samples import Prompt
@@ -64,11 +64,16 @@ class Prepared:
     canary: list[np.ndarray]
     tokenizer: Any
     asked_for: dict[str, str]  # the model of each role, as the user named it; "" where it has none of its own
+    loops: list[str]  # the names of the agent loops that the data uses
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
-    loops: list[str] = dataclasses.field(default_factory=list)  # the names of the agent loops that the data uses
     incarnation: int = 0  # which life of the trainer comes next
     checkpointer: checkpoint.Checkpointer | None = None  # of the last life
+
+    def go_on_from(self, path: Path) -> None:
+        """Have the next life begin with this checkpoint."""
+        self.resume_from, self.state = path, checkpoint.read_state(path)
+        self.data.stream.load_state_dict(self.state["stream"])
 
 
 def prepare(
@@ -86,10 +91,8 @@ def prepare(
 
             getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
     for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
-        plain = type(getattr(cfg, role))()
-        if idle := [
-            f"{role}.{name}" for name, value in vars(getattr(cfg, role)).items() if value != getattr(plain, name)
-        ]:
+        own, plain = getattr(cfg, role), type(getattr(cfg, role))()
+        if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:
             say(f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles")
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
@@ -113,14 +116,11 @@ def prepare(
     if not scorable:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
-    resume_from = checkpoint.find(cfg, say)
-    state = checkpoint.read_state(resume_from) if resume_from else None
-    if state:
-        data.stream.load_state_dict(state["stream"])
-    incarnation = state.get("incarnation", 0) + 1 if state else 0
-    return Prepared(
-        cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state, used, incarnation
-    )
+    prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
+    if resume_from := checkpoint.find(cfg, say):
+        prepared.go_on_from(resume_from)
+        prepared.incarnation = prepared.state.get("incarnation", 0) + 1
+    return prepared
 
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
@@ -226,12 +226,11 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the first cause that the hub's client names."""
     from huggingface_hub import errors
 
-    offline, login = "check the network and HF_HUB_OFFLINE, or give a model directory", "run `hf auth login`"
+    login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     mends = {
         errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
         errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
-        errors.LocalEntryNotFoundError: offline,
-        errors.OfflineModeIsEnabled: offline,
+        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
     }
     chain: list[BaseException] = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
@@ -319,18 +318,17 @@ def start_ray(cfg: Config) -> str:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    joins = bool(os.environ.get("RAY_ADDRESS"))
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
-    ray._private.ray_constants.ENABLE_RAY_CLUSTER = bool(os.environ.get("RAY_ADDRESS"))
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = joins
     try:
-        return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
+        return ray.init(**({} if joins else options), **quiet).address_info["session_dir"]
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * bool(
-            os.environ.get("RAY_ADDRESS")
-        )
+        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
         mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
         raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
@@ -341,19 +339,9 @@ def swept() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="one_step_off_")
     command = [sys.executable, "-P", leftovers.__file__, folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
-        os.environ |= {
-            leftovers.RUN: folder,
-            "SPT_NOENV": "1",
-        }  # or setproctitle would write over what others see of it
+        # The second, or setproctitle would write over what others see of the environment.
+        os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
         yield
-
-
-def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
-    """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
-    from one_step_off.roles import Spawned
-
-    p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops, generates)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -430,11 +418,12 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
     first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
     from one_step_off.placement import created_text
+    from one_step_off.roles import Spawned
 
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
-            team = spawn_roles(prepared, not alone)
+            team = Spawned(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
             await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
         started = True
@@ -461,10 +450,10 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
             if left < 0:
                 raise died.__cause__ from None
-            if prepared.checkpointer and (newest := prepared.checkpointer.newest):
-                prepared.resume_from, prepared.state = newest, checkpoint.read_state(newest)
-                beginning = prepared.state["stream"]
-            stream.load_state_dict(beginning)
+            if newest := (prepared.checkpointer and prepared.checkpointer.newest) or prepared.resume_from:
+                prepared.go_on_from(newest)
+            else:
+                stream.load_state_dict(beginning)
             prepared.incarnation += 1
             from_where = prepared.resume_from or "the beginning"
             tracker.say(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
@@ -556,25 +545,15 @@ def open_files(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> Non
 def observe(prepared: Prepared, tracker: Tracker) -> None:
     """Count the model, and say what is about to run. After `open_files`."""
     cfg, data = prepared.cfg, prepared.data
-    params, shape = measure_model(cfg)
+    model = checkpoint.empty_models(cfg).get("actor")
+    params = model and sum(p.numel() for p in model.parameters())  # tied ones once
+    shape = model and shape_of(model.config, params)
     tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
     tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
-
-
-def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
-    """Parameters (tied ones once) and the shape for counting FLOPs, from the model's code without weights."""
-    from one_step_off import fsdp_model
-
-    try:
-        model = fsdp_model.empty(cfg, "actor", None, None)
-    except Exception:  # code of others; the trainer says in its own words what does not fit
-        return None, None
-    params = sum(p.numel() for p in model.parameters())
-    return params, shape_of(model.config, params)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
