@@ -76,9 +76,7 @@ class Prepared:
         self.data.stream.load_state_dict(self.state["stream"])
 
 
-def prepare(
-    cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] = lambda what, done: None
-) -> Prepared:
+def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., None] = lambda *_: None) -> Prepared:
     """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
     how much of it is done, 0 to 1. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
@@ -227,18 +225,18 @@ def _mend(error: BaseException) -> str:
     from huggingface_hub import errors
 
     login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    mends = {
-        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
-        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
-        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
-    }
     chain: list[BaseException] = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
     newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
     own = f"{newer}, a model with code of its own model.trust_remote_code=true"
-    otherwise = f"give a model directory saved by save_pretrained or a hub id; {own}"
-    return next((mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain)), otherwise)
+    mends = {
+        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
+        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
+        BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
+    }
+    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
 
 
 def _require_causal(name: str, found: Any) -> None:

@@ -28,10 +28,8 @@ COMMON_ENV = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "THP_MEM_ALLO
 COMMON_ENV["TOKENIZERS_PARALLELISM"] = "false"
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
-ENGINE_ENV = {
-    "cpu": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    "cuda": {},
-}
+_ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 
 
 def worker_class(cfg: Config, role: str) -> type:
@@ -113,9 +111,8 @@ class Spawned:
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
             return TrainGroup(*of_group)
-        return LocalRewardModel(
-            *of_group, find=data.find, ours=self.prepared.tokenizer, theirs=tokenizer_of(self.cfg, role)
-        )
+        reading = {"find": data.find, "ours": self.prepared.tokenizer, "theirs": tokenizer_of(self.cfg, role)}
+        return LocalRewardModel(*of_group, **reading)
 
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds
@@ -134,13 +131,9 @@ class Spawned:
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
-        asked = (
-            within(PING_S, f"{role} {i}", named(f"{role} {i}", process.__ray_ready__.remote()))
-            for role, processes in everyone.items()
-            for i, process in enumerate(processes)
-        )
+        who = [(f"{role} {i}", rank) for role, ranks in everyone.items() for i, rank in enumerate(ranks)]
         try:
-            await asyncio.gather(*asked)
+            await asyncio.gather(*(within(PING_S, name, named(name, r.__ray_ready__.remote())) for name, r in who))
         except (ProcessDied, PhaseTimeout) as e:  # busy is not gone; whoever waited for what is may have failed first
             return isinstance(e, ProcessDied) and isinstance(error, (RoleError, SyncError))
         return False
