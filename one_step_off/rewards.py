@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from one_step_off import registry
-from one_step_off.config import ConfigError, RewardConfig
+from one_step_off.config import ConfigError, RewardConfig, first_line
 from one_step_off.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
@@ -164,17 +164,13 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
     try:
         signature.bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
     except TypeError as e:
-        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {_one_line(e)}"
+        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {first_line(e)}"
         mend = "add **kwargs to take what you do not need, rename a key that is taken"
         raise ConfigError(f"reward.function={spec!r}: {called}; {mend}") from e
     return function
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def to_score(result: Any) -> Score:

@@ -21,17 +21,12 @@ Row = dict[str, Any]
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
     """Reward and length over samples; of conversations also what their loops counted, 0 where one did not."""
-    rewards = np.array([s.reward for s in samples] or [np.nan])
-    lengths = np.array([len(s.response_ids) for s in samples] or [np.nan])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples] or [np.nan])),
-        "tokens/response": float(sum(s.generated for s in samples)),
-        "samples": float(len(samples)),
-    } | agent_stats(samples)
+    of_each = [(s.reward, len(s.response_ids), s.finish_reason == "length") for s in samples]
+    rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
+    found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
+    found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean()}
+    found |= {"tokens/response": sum(s.generated for s in samples), "samples": len(samples)}
+    return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
@@ -195,10 +190,9 @@ class Tracker:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
 
-    def _append(self, name: str, *rows: Row) -> None:
-        if rows:
-            with open(self.folder / name, "a") as f:
-                f.writelines(json.dumps(_without_nan(row)) + "\n" for row in rows)
+    def _append(self, name: str, row: Row) -> None:
+        with open(self.folder / name, "a") as f:
+            f.write(json.dumps(_without_nan(row)) + "\n")
 
 
 def _without_nan(row: Row) -> Row:
