@@ -63,9 +63,7 @@ ENGINE_BREAKS = {
         kv_offloading_size""",
 }
 # A seeded request whose prompt is split kills vLLM's CPU engine.
-ENGINE_BREAKS_ON_CPU = {
-    "a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"
-}
+BREAKS_ON_CPU = {"a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"}
 
 
 def show(value: Any) -> str:
@@ -129,8 +127,7 @@ def _run(cfg: Config) -> Iterator[str]:
     if not cfg.data.train_files.strip(" ,"):
         yield "data.train_files: not set; give files, a hub id, or generator:word_problems"
     if not (cfg.data.val_files.strip() or cfg.data.val_sets) and (t.test_freq > 0 or t.val_only):
-        wanted = f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}"
-        yield f"{wanted}: nothing to evaluate on; set data.val_files"
+        yield f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}: lack data.val_files; set those"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
     score = rf"val/(({'|'.join(map(re.escape, cfg.data.val_sets))})/)?(reward|(avg|pass)@\d+)"
@@ -150,9 +147,8 @@ def _placement(cfg: Config) -> Iterator[str]:
             yield f"{where}: unknown role; use {', '.join(ROLES)}"
         if pool not in pools:
             yield f"{where}: no such pool; add it to placement.pools, which has {', '.join(pools) or 'none'}"
-    for role in ("rollout", "actor"):
-        if role not in roles:
-            yield f"placement.roles={show(roles)}: the role {role} has no pool; add {role}: POOL"
+    for role in (role for role in ("rollout", "actor") if role not in roles):
+        yield f"placement.roles={show(roles)}: the role {role} has no pool; add {role}: POOL"
     for pool, shape in pools.items():
         where = f"placement.pools.{show(pool)}={show(shape)}"
         if not shape or not all(1 <= n <= 1024 for n in shape):
@@ -175,9 +171,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         tp, pp, _, ep = sizes.values()
         if own.sequence_parallel and tp == 1:
             yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
-        if own.virtual_pipeline_parallel_size and pp == 1:
-            where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
-            yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
+        if (parts := own.virtual_pipeline_parallel_size) and pp == 1:
+            yield f"{role}.virtual_pipeline_parallel_size={parts}: needs stages; raise {role}.pipeline_parallel_size"
         if own.backend == "fsdp":
             if ranks % abs(own.fsdp_size):
                 use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
@@ -252,9 +247,8 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"
     if a.max_gen_batches > 1 and (rm.path or rm.url):
         yield f"algorithm.max_gen_batches={a.max_gen_batches}: judges before a reward model has scored; set it to 1"
-    for role in ("critic", "ref", "reward_model"):
-        if role in roles and getattr(cfg, role).path:
-            yield from _model_path(f"{role}.path", getattr(cfg, role).path)
+    for role in (role for role in ("critic", "ref", "reward_model") if role in roles and getattr(cfg, role).path):
+        yield from _model_path(f"{role}.path", getattr(cfg, role).path)
 
 
 def _algorithm(cfg: Config) -> Iterator[str]:
@@ -262,8 +256,7 @@ def _algorithm(cfg: Config) -> Iterator[str]:
     if a.kl_coef > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
         yield "algorithm.kl_estimator=k1: as a loss its gradient has mean zero and only adds noise; use k2 or k3"
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
-        mend = "set algorithm.old_log_probs=recompute, or rollout_correction=none"
-        yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
+        yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice; set old_log_probs=recompute"
     one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
     lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
     chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
@@ -331,7 +324,7 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 def _engine(cfg: Config, device: str) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    breaks = ENGINE_BREAKS | (ENGINE_BREAKS_ON_CPU if device == "cpu" else {})
+    breaks = ENGINE_BREAKS | (BREAKS_ON_CPU if device == "cpu" else {})
     for name, value in cfg.rollout.engine_kwargs.items():
         where = f"rollout.engine_kwargs.{show(name)}={show(value)}"
         if _owner(cfg, name):
@@ -387,7 +380,8 @@ def _data(cfg: Config) -> Iterator[str]:
     """Data, and the reward that is scored by it."""
     for name, files in cfg.data.val_sets.items():
         if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not files.strip(" ,"):
-            yield f"data.val_sets.{show(name)}={show(files)}: needs a name of letters, digits, _.- (not val), and files"
+            needs = "a name of letters, digits, _ . - that is not val, and its files"
+            yield f"data.val_sets.{show(name)}={show(files)}: must have {needs}"
     named = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
     named |= {f"val_sets.{name}": files for name, files in cfg.data.val_sets.items()}
     for name, source in ((name, source.strip()) for name, files in named.items() for source in files.split(",")):
@@ -441,9 +435,8 @@ def _output(cfg: Config) -> Iterator[str]:
     if resume not in ("auto", "never") and not os.path.isfile(os.path.join(resume, "state.json")):
         mend = nearest(resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050")
         yield f"trainer.resume={show(resume)}: no checkpoint there (state.json is missing); {mend}"
-    for name in ("tensorboard", "wandb"):
-        if getattr(log, name) and not _installed(name):
-            yield f"logging.{name}=true: the package {name} is missing; pip install {name}, or set it to false"
+    for name in (name for name in ("tensorboard", "wandb") if getattr(log, name) and not _installed(name)):
+        yield f"logging.{name}=true: the package {name} is missing; pip install {name}, or set it to false"
     if log.wandb and not log.wandb_project.strip():
         yield "logging.wandb_project: empty; name a project"
 
@@ -470,11 +463,11 @@ def _sync(cfg: Config, device: str) -> Iterator[str]:
 def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:
     if os.environ.get("RAY_ADDRESS"):
         return  # what the other nodes of a cluster have is unknown here; placement checks it
-    pools, cluster = cfg.placement.pools, "or set RAY_ADDRESS to a cluster"
+    pools, cluster = cfg.placement.pools, "smaller pools, or set RAY_ADDRESS to a cluster"
     for name, shape in pools.items():
         if len(shape) > 1:
-            one = f"{len(shape)} nodes, but this machine is one; use [{sum(shape)}]"
-            yield f"placement.pools.{show(name)}={show(shape)}: {one}, {cluster}"
+            where = f"placement.pools.{show(name)}={show(shape)}"
+            yield f"{where}: {len(shape)} nodes, but this machine is one; use [{sum(shape)}], {cluster}"
     if device == "cuda" and (wanted := sum(map(sum, pools.values()))) > num_gpus:
-        few = f"{wanted} GPUs, but this machine has {num_gpus}; make the pools smaller, use placement.device=cpu"
+        few = f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu"
         yield f"placement.pools={show(pools)}: {few}, {cluster}"

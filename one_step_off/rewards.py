@@ -151,8 +151,8 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
             raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
     if not all(spec.partition(":")):
-        known = ", ".join(BUILT_IN)
-        raise ConfigError(f"reward.function={spec!r}: unknown; use one of {known}, or your own as module:function")
+        named = f"one of {', '.join(BUILT_IN)}, or your own as module:function"
+        raise ConfigError(f"reward.function={spec!r}: unknown; use {named}")
     function = registry.load("reward.function", spec)
     if not callable(function) or inspect.iscoroutinefunction(function):
         what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
