@@ -5,6 +5,7 @@ What a role computes (losses, metrics, columns, schedule of learning rates) is i
 exist on the last pipeline stage, the same on each of its ranks: one of them tells.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -168,9 +169,11 @@ class MegatronWorker(ModelWorker):
                 if isinstance(of.get("step"), Tensor):  # torch's AdamW: one tensor for all would count every parameter
                     of["step"] = of["step"].clone()
 
-    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
-        # Only now: the optimiser has moved the parameters into its buffers.
-        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config), dtype)
+    @functools.cached_property
+    def _weights(self) -> list[tuple[WeightPiece, Tensor]]:
+        # Not before setup's end: the optimiser moves the parameters into its buffers.
+        parts = megatron_weights.parts(self.models, self.hf_config)
+        return megatron_weights.share_of(parts, getattr(torch, self.cfg.model.dtype))
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
         self.hf_config.dtype = getattr(torch, self.cfg.model.dtype)
