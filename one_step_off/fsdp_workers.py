@@ -12,7 +12,6 @@ the same arguments; each call runs the same collectives in the same order on eve
 """
 
 import datetime
-import functools
 import os
 import shutil
 import socket
@@ -376,10 +375,15 @@ class TrainedWorker(ModelWorker):
 class PolicyWorker(TrainedWorker):
     """The roles "actor" (trained) and "ref" (frozen, `log_prob` only)."""
 
-    @functools.cached_property
-    def _weights(self) -> list[tuple[WeightPiece, Tensor]]:
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
+        super().setup(master_addr, master_port)
+        # Not later: while a pass runs the modules hold gathered parameters.
+        self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
+
+    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
-        return fsdp_model.sharded_weights(self.model, getattr(torch, self.cfg.model.dtype))
+        return fsdp_model.sharded_weights(self.model, dtype)
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""

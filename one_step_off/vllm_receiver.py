@@ -69,8 +69,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
             self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
         self.receiver.index, self.receiver.who = index, f"receiver {index}"
-        addresses = [(host, port) for host, port in init_info.addresses]
-        self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
+        self.receiver.connect(init_info.epoch, init_info.addresses, init_info.receivers, init_info.near)
         self.tried = False  # whether it can do without a mirror
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
         self.expected = {name for name, _ in self.model.named_parameters()}
