@@ -316,6 +316,8 @@ def start_ray(cfg: Config) -> str:
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = bool(os.environ.get("RAY_ADDRESS"))
     try:
         return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
     except (OSError, ValueError, RuntimeError) as e:
