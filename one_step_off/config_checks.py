@@ -63,7 +63,9 @@ ENGINE_BREAKS = {
         kv_offloading_size""",
 }
 # A seeded request whose prompt is split kills vLLM's CPU engine.
-BREAKS_ON_CPU = {"a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"}
+BREAKS_ON_CPU = {
+    "a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"
+}
 
 
 def show(value: Any) -> str:

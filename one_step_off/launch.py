@@ -66,7 +66,7 @@ class Prepared:
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
     incarnation: int = 0  # which life of the trainer comes next
-    checkpointer: checkpoint.Checkpointer | None = None  # of the last life
+    pipeline: Any = None  # of the last life
 
     def go_on_from(self, path: Path) -> None:
         """Have the next life begin with this checkpoint."""
@@ -347,9 +347,8 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
 
     cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
     resumed = await resume(prepared, team, tracker)
-    prepared.checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
-    where = prepared.data.stream, prepared.data.val, tracker, prepared.checkpointer
-    pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
+    where = prepared.data.stream, prepared.data.val, tracker, checkpoint.Checkpointer(cfg, team.save_state)
+    pipeline = prepared.pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
     # The actor's figures have the name of the group that they are compared with.
     groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
     groups["rollout"] = roles.rollout.all
@@ -436,13 +435,13 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     beginning = stream.state_dict()
     while True:
         try:
-            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None, alone))
+            return asyncio.run(_to_the_end(prepared, tracker, prepared.pipeline is not None, alone))
         except Died as died:
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
-            if left < 0:
+            if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
                 raise died.__cause__ from None
-            if newest := (prepared.checkpointer and prepared.checkpointer.newest) or prepared.resume_from:
+            if newest := (prepared.pipeline and prepared.pipeline.checkpointer.newest) or prepared.resume_from:
                 prepared.go_on_from(newest)
             else:
                 stream.load_state_dict(beginning)
