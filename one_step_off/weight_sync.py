@@ -88,8 +88,9 @@ class WeightSync:
         for i in self.rollout.active:
             self.rollout.health[i].to(State.STALE)
         while not metrics:
-            # If none is left, the first that comes back has these weights by then, from `restore`.
-            metrics = await self._bring(self.rollout.active or await self.rollout.serving())
+            if not self.rollout.active:
+                await self.rollout.serving()  # the first that comes back has these weights by then, from `restore`
+            metrics = await self._bring([])
         await self.release(stamp[1])
         # The replicas idle until the canary has passed, so it belongs to the sync.
         metrics["time/canary_s"] += asked
@@ -106,9 +107,13 @@ class WeightSync:
         return not kept or bool(await self._bring([number]))
 
     async def _bring(self, numbers: list[int]) -> dict[str, Any]:
-        """`last` into these replicas, which are healthy then. Empty: some died of it, and are being started anew."""
-        stamp, trainer = self.last
+        """`last` into these replicas, none: all that take part, which are healthy then. Empty: some died of it, and are
+        being started anew."""
         async with self.lock:
+            # Only now: while this waited, one may have come back, with what was the last before.
+            (stamp, trainer), numbers = self.last, numbers or self.rollout.active
+            if not numbers:
+                return {}
             try:
                 if self.grouped != [self.rollout.all[i] for i in numbers]:
                     await self._regroup(numbers)

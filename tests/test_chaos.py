@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from multiprocessing import resource_tracker, shared_memory
@@ -97,6 +98,20 @@ def test_whatever_a_run_started_is_gone_soon_after_its_driver(how):
     assert not _alive(child)
     assert not Path(f"/dev/shm{memory}").exists()
     assert not Path(folder).exists()
+
+
+def test_the_folder_of_a_run_leaves_room_for_the_names_of_sockets(tmp_path, monkeypatch):
+    """vLLM's are 37 letters longer than it, those of Python's multiprocessing 32, and the kernel takes 107."""
+    from one_step_off import launch
+
+    deep = tmp_path / ("d" * 60)
+    deep.mkdir()
+    for there in (deep, Path("/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", str(there))
+        with launch.swept():
+            folder = os.environ[leftovers.RUN]
+            assert len(folder) + 38 <= 107 and Path(folder).is_dir()
+        assert not Path(folder).exists()
 
 
 def _alive(pid: str) -> bool:

@@ -212,6 +212,34 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     return sync
 
 
+def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_too():
+    """It was given the version before when the sync of all began to wait for its turn, and took no part then."""
+    right = [np.array([-1.0])]
+    sync, had = sync_of(right, [right, right]), {0: [], 1: []}
+    rollout, sync.info = sync.rollout, {}
+    report = {"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.05}
+    for ranks in (sync.actor.ranks, rollout.all):
+        for one in ranks:
+            one.connect_sync = Method(None)
+    for i, replica in enumerate(rollout.all):
+        replica.sync = Method(lambda stamp, i=i: had[i].append(stamp) or [dict(report)], delay=0.02)
+
+    async def come_back():
+        assert await sync.restore(1)
+        del rollout.returning[1]
+
+    async def main():
+        sync.last, sync.grouped = ((0, 3), right), []
+        rollout.returning[1] = asyncio.create_task(come_back())
+        await asyncio.sleep(0.01)
+        assert had == {0: [], 1: []} and sync.lock.locked(), "the one is under way"
+        await sync((0, 4))
+        assert had == {0: [(0, 4)], 1: [(0, 3), (0, 4)]}
+        assert await rollout.serving() == [0, 1]
+
+    asyncio.run(main())
+
+
 def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_our_back(caplog):
     """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])

@@ -2,6 +2,7 @@
 
     python -m tests.chaos --seed 1 --kills 20                   every kind of process, at every named point
     python -m tests.chaos --kinds driver,engine --points "between buckets,checkpoint: before its seal,anywhere"
+    python -m tests.chaos --compare --kills 5                   and the same bits as of a run without kills
     python -m tests.chaos --exact --kills 20                    SIGTERM, Ctrl-C, kill -9: the same bits as a whole run
 
 The run is the real command on a tiny model on CPUs. The end is checked: the ledger holds the prompts of an undisturbed
@@ -46,6 +47,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one recovery")
     parser.add_argument("--reach", type=float, default=20.0, help="seconds for a point to be reached")
     parser.add_argument("--exact", action="store_true", help="only the driver; compare bits with a run never stopped")
+    parser.add_argument("--compare", action="store_true", help="in the end with a run that nothing was killed of, too")
     parser.add_argument("keys", nargs="*", help="section.key=value, for the run")
     args = parser.parse_args(argv)
     args.kinds = [kind for kind in args.kinds.split(",") if kind] or [k for k in KINDS if args.critic or k != "critic"]
@@ -85,6 +87,9 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
             wrong += [f"the last start ended with exit code {code}"] * (code != 0)
         wrong += real.complaints(command, steps, real.expected_prompts(arguments, steps))
         wrong += real.left_behind(command)
+        if args.compare:
+            whole, bad = undisturbed(args, steps)
+            wrong += bad or [f"{name} differs from the whole run's" for name in differing(whole, command.folder)]
     finally:
         command.clear()
     wrong += [describe(kill) for kill in chaos.kills if kill.wrong or kill.left]
@@ -94,36 +99,22 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Runs of EXACT_STEPS steps, stopped again and again, against one that was not."""
-    from tests.test_e2e_resume import learnt, weights
-
     chance, begin = random.Random(args.seed), time.monotonic()
-    whole = Command(
-        args.out / "whole", real.settings(args.out / "whole/run", EXACT_STEPS, args.ranks, args.critic, args.keys)
-    )
-    wrong, stops, runs = [], [], 0
-    try:
-        whole.start()
-        if whole.process.wait(300):
-            return {"wrong": [f"the whole run failed; see {whole.log}"], "kills": []}
-    finally:
-        whole.clear()
+    whole, wrong = undisturbed(args, EXACT_STEPS)
+    if wrong:
+        return {"wrong": wrong, "kills": []}
+    stops, runs = [], 0
     while len(stops) < args.kills and time.monotonic() - begin < 60 * args.minutes:
         runs += 1
         out = args.out / f"stopped_{runs}"
         command = Command(out, real.settings(out / "run", EXACT_STEPS, args.ranks, args.critic, args.keys))
         try:
-            wrong += _stopped_run(command, chance, args.kills, stops)
+            wrong += _stopped_run(command, chance, args.kills, stops, begin + 60 * args.minutes)
         finally:
             command.clear()
-        same = {
-            "ledger.jsonl": real.rows(whole.folder, "ledger.jsonl") == real.rows(command.folder, "ledger.jsonl"),
-            "metrics.jsonl, without what a clock says": learnt(whole.folder) == learnt(command.folder),
-            "hf_model": _equal(weights(whole.folder), weights(command.folder)),
-        }
-        wrong += [f"run {runs}: {name} differs from the whole run's" for name, equal in same.items() if not equal]
-        print(
-            f"run {runs}, {len(stops)} stops so far: " + ("same bits" if all(same.values()) else f"{same}"), flush=True
-        )
+        other = differing(whole, command.folder)
+        wrong += [f"run {runs}: {name} differs from the whole run's" for name in other]
+        print(f"run {runs}, {len(stops)} stops so far: " + (f"other {other}" if other else "same bits"), flush=True)
     lines = ["| Signal | Stops | Between these steps |", "| --- | --- | --- |"]
     for name in dict.fromkeys(stop["signal"] for stop in stops):
         own = [stop["step"] for stop in stops if stop["signal"] == name]
@@ -132,8 +123,10 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
     return done | {"wrong": wrong, "seconds": time.monotonic() - begin}
 
 
-def _stopped_run(command: Command, chance: random.Random, most: int, stops: list[dict[str, Any]]) -> list[str]:
-    """One run to its end, with stops; what is wrong with it but for its bits."""
+def _stopped_run(
+    command: Command, chance: random.Random, most: int, stops: list[dict[str, Any]], until: float
+) -> list[str]:
+    """One run to its end, with stops until a time; what is wrong with it but for its bits."""
     wrong: list[str] = []
     while True:
         command.start()
@@ -141,7 +134,7 @@ def _stopped_run(command: Command, chance: random.Random, most: int, stops: list
         while command.process.poll() is None and command.steps() < target:
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 0.5))
-        if command.process.poll() is not None or len(stops) >= most:
+        if command.process.poll() is not None or len(stops) >= most or time.monotonic() > until:
             code = command.process.wait(300)
             if code != 0:
                 return [*wrong, f"exit code {code} after step {first}; see {command.log}"]
@@ -160,10 +153,31 @@ def _stopped_run(command: Command, chance: random.Random, most: int, stops: list
             wrong.append(f"{number.name} after step {step}: exit code {code}")
 
 
-def _equal(one: dict[str, Any], two: dict[str, Any]) -> bool:
+def differing(one: Path, two: Path) -> list[str]:
+    """What is not the same, bit for bit, in the folders of two runs of as many steps."""
     import torch
 
-    return set(one) == set(two) and all(torch.equal(one[name], two[name]) for name in one)
+    from tests.test_e2e_resume import learnt, weights
+
+    mine, theirs = weights(one), weights(two)
+    same = {
+        "ledger.jsonl": real.rows(one, "ledger.jsonl") == real.rows(two, "ledger.jsonl"),
+        "metrics.jsonl (without what a clock says)": learnt(one) == learnt(two),
+        "hf_model": set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine),
+    }
+    return [name for name, equal in same.items() if not equal]
+
+
+def undisturbed(args: argparse.Namespace, steps: int) -> tuple[Path, list[str]]:
+    """The same run without kills: its folder, and what is wrong with it."""
+    out = args.out / "whole"
+    whole = Command(out, real.settings(out / "run", steps, args.ranks, args.critic, args.keys), inject=False)
+    try:
+        whole.start()
+        code = whole.process.wait(300 + 5 * steps)
+    finally:
+        whole.clear()
+    return whole.folder, [f"the whole run ended with exit code {code}; see {whole.log}"] * (code != 0)
 
 
 def main(argv: list[str]) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,9 +72,8 @@ class Command:
         self.mark, self.starts = f"{os.getpid()}-{time.time_ns()}", 0
         self.process: subprocess.Popen | None = None
         self.belongings = Belongings()
-        self.temporary = out / "tmp"
-        for folder in (self.out, self.temporary):
-            folder.mkdir(parents=True, exist_ok=True)
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos_", dir="/tmp"))  # short, as sockets need it
+        self.out.mkdir(parents=True, exist_ok=True)
 
     @property
     def log(self) -> Path:
@@ -135,6 +136,7 @@ class Command:
             self.process.kill()
             self.process.wait()
         end_all(self.mark)
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
 
 def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:

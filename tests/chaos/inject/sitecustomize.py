@@ -58,7 +58,7 @@ def _wrap(module, point):
     real = holder.__dict__[names[-1]]
 
     def looks(args, kwargs, when):
-        if when in (point.when, {"after": "idle"}.get(when)) and os.path.exists(ARMED):
+        if when == {"idle": "after"}.get(point.when, point.when) and os.path.exists(ARMED):
             _maybe(point, args, kwargs)
 
     if inspect.iscoroutinefunction(real):
