@@ -63,7 +63,7 @@ ENGINE_BREAKS = {
         kv_offloading_size""",
 }
 # A seeded request whose prompt is split kills vLLM's CPU engine.
-BREAKS_ON_CPU = {
+ENGINE_BREAKS_ON_CPU = {
     "a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"
 }
 
@@ -129,7 +129,7 @@ def _run(cfg: Config) -> Iterator[str]:
     if not cfg.data.train_files.strip(" ,"):
         yield "data.train_files: not set; give files, a hub id, or generator:word_problems"
     if not (cfg.data.val_files.strip() or cfg.data.val_sets) and (t.test_freq > 0 or t.val_only):
-        yield f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}: lack data.val_files; set those"
+        yield f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}: has no data; set data.val_files"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
     score = rf"val/(({'|'.join(map(re.escape, cfg.data.val_sets))})/)?(reward|(avg|pass)@\d+)"
@@ -326,7 +326,7 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 def _engine(cfg: Config, device: str) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    breaks = ENGINE_BREAKS | (BREAKS_ON_CPU if device == "cpu" else {})
+    breaks = ENGINE_BREAKS | (ENGINE_BREAKS_ON_CPU if device == "cpu" else {})
     for name, value in cfg.rollout.engine_kwargs.items():
         where = f"rollout.engine_kwargs.{show(name)}={show(value)}"
         if _owner(cfg, name):

@@ -122,10 +122,8 @@ def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1
     """
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    if entropy == "none":
-        return chosen, None
-    if entropy == "squares":
-        return chosen, log_p.exp().square().sum(-1)
+    if entropy in ("none", "squares"):
+        return chosen, log_p.exp().square().sum(-1) if entropy == "squares" else None
     # entr(p) = -p log p with entr(0) = 0, so a vocabulary entry masked by -inf logits gives no NaN.
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
         return chosen, torch.special.entr(log_p.exp()).sum(-1)

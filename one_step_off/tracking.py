@@ -115,10 +115,8 @@ class Tracker:
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        row = {"step": batch.step, "weight_version": version}
-        row |= (
-            group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans | self.unwritten | self.usage
-        )
+        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | staleness(batch, version)
+        row |= metrics | self.spans | self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
         for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
             whose = (s.extra["error"] for s in batch.samples + batch.dropped if s.extra.get("fault") == name)
