@@ -17,6 +17,8 @@ ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
 _LANES = 1024  # int64 words per checksum row
 
 
+Parts = dict[int, torch.Tensor]
+"""Each sender's part of a bucket: uint8 [n]."""
 Rows = tuple[int, WeightPiece, int, int]
 """The rows [first, last) of a sender's piece: (sender, piece, first, last)."""
 
@@ -75,9 +77,7 @@ class Bucket:
             self.joined[strip[0][1].name] = join
         self.ends = ends
 
-    def whole(
-        self, parts: dict[int, torch.Tensor], room: torch.Tensor
-    ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
+    def whole(self, parts: Parts, room: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""
         for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
@@ -89,7 +89,7 @@ class Bucket:
             else:
                 yield name, slots[0].view(parts[slots[0].sender]), []
 
-    def join(self, parts: dict[int, torch.Tensor], room: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    def join(self, parts: Parts, room: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         """Name and tensor as `whole` has them, joined from the senders' parts."""
         tensors = []
         for name, tensor, joined in self.whole(parts, room):
@@ -98,7 +98,7 @@ class Bucket:
             tensors.append((name, tensor))
         return tensors
 
-    def split(self, parts: dict[int, torch.Tensor], room: torch.Tensor) -> None:
+    def split(self, parts: Parts, room: torch.Tensor) -> None:
         """The way back: make each sender's part what it would send, of tensors that lie where `whole` says."""
         for slot in self.slots:
             slot.seal(parts[slot.sender])

@@ -392,10 +392,6 @@ class Receiver(_End):
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
             self.raw = self._rehearse() if any(self.far) else 0.0
 
-    def keep(self, live: Any) -> None:
-        """Use `live` from the next sync on, and no mirror."""
-        self.live, self.mirror = live, None
-
     def _far_bytes(self, bucket: Bucket) -> list[int]:
         return [n if far else 0 for n, far in zip(bucket.nbytes, self.far, strict=True)]
 

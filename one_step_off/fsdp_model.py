@@ -45,11 +45,10 @@ def attention_for(cfg: Config, device: torch.device) -> str:
 
 
 def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """1-D ("fsdp"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
+    """1-D ("shard"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
     ranks = dist.get_world_size()
-    if fsdp_size in (-1, ranks):
-        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
-    return init_device_mesh(device.type, (ranks // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
+    shape = (ranks,) if fsdp_size in (-1, ranks) else (ranks // fsdp_size, fsdp_size)
+    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 @contextmanager

@@ -134,7 +134,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("an engine that sleeps gives its weights away")
             record = functools.partial(LiveWeights.record, self.model)
-            receiver.keep(InPlace(receiver.plan, receiver.room, receiver.sums, record))
+            receiver.live, receiver.mirror = InPlace(receiver.plan, receiver.room, receiver.sums, record), None
         except NotInPlace as e:
             logger.info("weight sync: a mirror of the model stays in host memory, because %s", e)
             receiver.mirror.pin()

@@ -61,7 +61,7 @@ def go_in_place(net: Net, models: list[Model]) -> None:
     for receiver, model in zip(net.receivers, models, strict=True):
         model.qk.copy_(model.reorder(model.qk))
         record = functools.partial(LiveWeights.record, model)
-        receiver.keep(InPlace(receiver.plan, receiver.room, receiver.sums, record))
+        receiver.live, receiver.mirror = InPlace(receiver.plan, receiver.room, receiver.sums, record), None
 
 
 def perturb(tensors: dict[str, torch.Tensor], share: float = 0.02) -> None:
