@@ -249,7 +249,7 @@ def test_with_one_replica_its_prompts_wait_for_its_next_life(routing):
 
 def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
     async def main():
-        group, lives = group_of([Dying(), Dying(at=4)], "static", respawn=lambda i: lives.append(i) or Dying()), []
+        group, lives = group_of([Dying(), Dying(at=5)], "static", respawn=lambda i: lives.append(i) or Dying()), []
 
         async def restore(i: int) -> bool:
             return False
