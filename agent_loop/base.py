@@ -147,10 +147,8 @@ class Trajectory:
         if self.length + n >= self.limits.tokens:
             self.finish_reason = self.finish_reason if self.cut else "room"
             return False
-        versions = np.full(n, OTHERS, np.int32)
-        self.segments.append(
-            Segment(role, np.asarray(ids, np.int32), np.zeros(n, np.float32), versions, np.zeros(n, bool))
-        )
+        own = np.asarray(ids, np.int32), np.zeros(n, np.float32), np.full(n, OTHERS, np.int32), np.zeros(n, bool)
+        self.segments.append(Segment(role, *own))
         return True
 
     def count(self, name: str, number: float = 1) -> None:

@@ -51,8 +51,7 @@ def llama_calls(text: str) -> list[Call]:
         try:
             found, at = decoder.raw_decode(text, at)
         except (ValueError, RecursionError) as e:
-            calls.append(("", f"the call is not valid JSON: {e}"))
-            break
+            return [*calls, ("", f"the call is not valid JSON: {e}")]
         calls.append(_call(found))
     return calls
 

@@ -27,6 +27,7 @@ from benchmarks.processes import forget_peak, memory
 from benchmarks.weight_sync import SHAPE_05B
 from one_step_off import launch, tiny_qwen
 from one_step_off.config import Config
+from one_step_off.roles import Spawned
 from one_step_off.samples import Batch, Sample
 
 MEGATRON = {"backend": "megatron"}
@@ -91,7 +92,7 @@ async def no_canary(*_: Any) -> dict[str, float]:
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     """One arm; the first update and the first sync warm up, and the first sync's memory is what counts."""
-    roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+    roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()
     before = [memory(p.pid, "VmRSS") for p in processes]

@@ -24,6 +24,7 @@ from benchmarks.weight_sync import make_config
 from one_step_off import launch, roles, vllm_rollout
 from one_step_off.config import Config
 from one_step_off.fsdp_workers import ActorWorker
+from one_step_off.roles import Spawned
 from one_step_off.samples import Prompt
 from one_step_off.vllm_receiver import SyncWorkerExtension
 from one_step_off.vllm_rollout import RolloutReplica, Sampling
@@ -93,7 +94,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
     ids = np.random.default_rng(1).integers(0, 300, (prompts, 64)).astype(np.int32)
     teams, found = {}, {name: {figure: [] for figure in FIGURES} for name in WAYS}
     for name, (roles.WORKERS["actor"], roles.RolloutReplica) in WAYS.items():
-        teams[name] = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+        teams[name] = Spawned(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(teams[name].actor.setup(), teams[name].rollout.setup())
         await teams[name].sync.connect()
         await teams[name].sync((0, 0))  # an update waits until the weights before it have been sent

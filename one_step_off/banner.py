@@ -15,16 +15,13 @@ Facts = list[tuple[str, str]]
 
 # Of `summary.json`, but memory in GiB and arithmetic in GFLOP/s. A line whose figures are not all there is left out; of
 # two with one name the first stands.
+_PARTS = ", ".join(f"{part} {{median/time/{part}_s:.2f}} s" for part in ("generate", "train"))
 _END = (
     ("reward", "{reward/first:.3f} -> {reward/last:.3f} ({averaged})"),
     ("reward", "{reward/last:.3f}"),
     ("held out", "{val/first:.3f} -> {val/last:.3f}"),
     ("held out", "{val/last:.3f}"),
-    (
-        "median step",
-        "{median/time/step_s:.2f} s: generate {median/time/generate_s:.2f} s, train {median/time/train_s:.2f} s, "
-        "sync {median/time/sync_s:.3f} s",
-    ),
+    ("median step", f"{{median/time/step_s:.2f}} s: {_PARTS}, sync {{median/time/sync_s:.3f}} s"),
     ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
     ("samples/s", "{samples_per_s:.0f}"),
     ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work"),

@@ -135,12 +135,10 @@ class BucketPlan:
         for parts in owners(pieces):
             strips, size = _strips(parts, bucket_bytes), sum(_padded(p, (0, _rows(p))) for _, p in parts)
             alone = len(strips) > 1
-            if alone or filled + size > bucket_bytes:
-                buckets.append(Bucket([], [0] * len(pieces)))
-                filled = joined = 0
             for i, strip in enumerate(strips):
-                if i:
+                if alone or filled + size > bucket_bytes:
                     buckets.append(Bucket([], [0] * len(pieces)))
+                    filled = joined = 0
                 buckets[-1].take(strip, joined if alone or len(parts) > 1 else None, ends=i == len(strips) - 1)
             if alone or len(parts) > 1:
                 joined += size
@@ -222,12 +220,9 @@ def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
     for sent in pieces:
         networkx.add_path(graph, dict.fromkeys(piece.name for piece in sent))
 
-    def layer(name: str) -> int:
-        found = re.search(r"\.(\d+)\.", name)
-        return int(found[1]) if found else -1
-
     try:
-        return list(networkx.lexicographical_topological_sort(graph, layer))
+        layer = {name: int((re.search(r"\.(\d+)\.", name) or (0, -1))[1]) for name in graph}
+        return list(networkx.lexicographical_topological_sort(graph, layer.get))
     except networkx.NetworkXUnfeasible as e:
         raise SyncError("weight plan: the senders have their pieces in different orders") from e
 

@@ -52,14 +52,19 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
     return {key: attrgetter(key)(cfg) for key in FIXED_KEYS} | backends
 
 
-def shapes(cfg: Config) -> dict[str, list[int]]:
-    """Of every parameter of the roles that learn, by the models' code without weights; {} if that fails."""
+def empty_models(cfg: Config) -> dict[str, Any]:
+    """Of the roles that learn, by the models' code without weights; {} if that fails."""
     from one_step_off import fsdp_model  # torch and transformers: slow to import
 
     try:
-        models = {role: fsdp_model.empty(cfg, role, None, None) for role in TRAINED if role in cfg.placement.roles}
+        return {role: fsdp_model.empty(cfg, role, None, None) for role in TRAINED if role in cfg.placement.roles}
     except Exception:  # code of others; the trainer says in its own words what does not fit
         return {}
+
+
+def shapes(cfg: Config) -> dict[str, list[int]]:
+    """Of every parameter of the roles that learn; {} if they are not known."""
+    models = empty_models(cfg)
     return {f"{role}: {name}": [*p.shape] for role, m in models.items() for name, p in m.named_parameters()}
 
 

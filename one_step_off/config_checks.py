@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
-from one_step_off.config import Config, ConfigError, TrainedConfig, settings_of, shares_of
+from one_step_off.config import Config, ConfigError, settings_of, shares_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
@@ -35,12 +35,9 @@ MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")
 # else might change the distribution that is sampled from, which the trainer does not know of, so nothing else passes.
 _FLAG = "true or false", lambda value: isinstance(value, bool)
 _IDS = "a list of whole numbers", lambda value: isinstance(value, list) and all(type(v) is int for v in value)
-_TEXTS = (
-    "a text or a list of texts",
-    lambda value: all(v and isinstance(v, str) for v in (value if isinstance(value, list) else [value])),
-)
+_TEXT = "a text or a list of texts", lambda v: all(t and type(t) is str for t in (v if isinstance(v, list) else [v]))
 _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens".split()
-SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXTS, "stop_token_ids": _IDS}
+SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXT, "stop_token_ids": _IDS}
 SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
 OWNED = {
@@ -66,17 +63,16 @@ ENGINE_BREAKS = {
         kv_offloading_size""",
 }
 # A seeded request whose prompt is split kills vLLM's CPU engine.
-ENGINE_BREAKS_ON_CPU = {
+BREAKS_ON_CPU = {
     "a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"
 }
 
 
 def show(value: Any) -> str:
     """A value on one line, as the user would write it, and never long."""
+    text = str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)
     if isinstance(value, bool) or value is None:
         text = {True: "true", False: "false", None: "null"}[value]
-    else:
-        text = repr(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)
     text = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return text if len(text) <= 120 else text[:117] + "..."
 
@@ -133,8 +129,7 @@ def _run(cfg: Config) -> Iterator[str]:
     if not cfg.data.train_files.strip(" ,"):
         yield "data.train_files: not set; give files, a hub id, or generator:word_problems"
     if not (cfg.data.val_files.strip() or cfg.data.val_sets) and (t.test_freq > 0 or t.val_only):
-        wanted = f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}"
-        yield f"{wanted}: nothing to evaluate on; set data.val_files"
+        yield f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}: lack data.val_files; set those"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
     score = rf"val/(({'|'.join(map(re.escape, cfg.data.val_sets))})/)?(reward|(avg|pass)@\d+)"
@@ -142,8 +137,8 @@ def _run(cfg: Config) -> Iterator[str]:
         mend = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
         yield f"trainer.keep_best={t.keep_best}: no score of trainer.test_freq={t.test_freq}; {mend}"
     if (t.total_steps is None) == (t.total_epochs is None):
-        both = f"trainer.total_steps={show(t.total_steps)} and trainer.total_epochs={show(t.total_epochs)}"
-        yield f"{both}: one must be set, the other null"
+        steps, epochs = show(t.total_steps), show(t.total_epochs)
+        yield f"trainer.total_steps={steps} and trainer.total_epochs={epochs}: one must be set, the other null"
 
 
 def _placement(cfg: Config) -> Iterator[str]:
@@ -154,9 +149,8 @@ def _placement(cfg: Config) -> Iterator[str]:
             yield f"{where}: unknown role; use {', '.join(ROLES)}"
         if pool not in pools:
             yield f"{where}: no such pool; add it to placement.pools, which has {', '.join(pools) or 'none'}"
-    for role in ("rollout", "actor"):
-        if role not in roles:
-            yield f"placement.roles={show(roles)}: the role {role} has no pool; add {role}: POOL"
+    for role in (role for role in ("rollout", "actor") if role not in roles):
+        yield f"placement.roles={show(roles)}: the role {role} has no pool; add {role}: POOL"
     for pool, shape in pools.items():
         where = f"placement.pools.{show(pool)}={show(shape)}"
         if not shape or not all(1 <= n <= 1024 for n in shape):
@@ -179,25 +173,28 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         tp, pp, _, ep = sizes.values()
         if own.sequence_parallel and tp == 1:
             yield f"{role}.sequence_parallel=true: there is nothing to split with tensor_parallel_size=1; set it to false"
-        if own.virtual_pipeline_parallel_size and pp == 1:
-            where = f"{role}.virtual_pipeline_parallel_size={own.virtual_pipeline_parallel_size}"
-            yield f"{where}: needs stages; set {role}.pipeline_parallel_size above 1, or it to null"
+        if (parts := own.virtual_pipeline_parallel_size) and pp == 1:
+            yield f"{role}.virtual_pipeline_parallel_size={parts}: needs stages; raise {role}.pipeline_parallel_size"
         if own.backend == "fsdp":
+            if ranks % abs(own.fsdp_size):
+                use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
+                yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
             for name, size in ((name, size) for name, size in sizes.items() if size > 1):
                 yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
             continue
+        where = f"{role}.backend=megatron: the package"
         if not _installed("megatron.core"):
-            yield f"{role}.backend=megatron: the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+            yield f"{where} megatron-core is missing; run MEGATRON=1 shell/setup.sh"
         if device == "cuda" and not _installed("transformer_engine"):
-            lacks = "the package transformer-engine, for GPUs, is missing"
-            yield f"{role}.backend=megatron: {lacks}; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+            yield f"{where} transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         if ranks % (whole := math.prod(sizes.values()) // ep):
             of = ", ".join(f"{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
-            mend = "use smaller sizes, or change placement.pools"
-            yield f"{role}: {of} would share {whole} ranks, but that does not divide its {ranks}; {mend}"
+            yield f"{role}: {of} would share {whole} ranks, no divisor of its {ranks}; mend them or placement.pools"
         if (ranks // pp) % ep:
-            where = f"{role}.expert_parallel_size={ep}"
-            yield f"{where}: does not divide the {ranks // pp} ranks of each stage; use one that does"
+            yield f"{role}.expert_parallel_size={ep}: does not divide the {ranks // pp} ranks of each stage; change it"
+        if (attention := cfg.model.attn_implementation) != "auto":
+            own_choice = f"{role}.backend=megatron chooses its own, and packs no sequences"
+            yield f"model.attn_implementation={attention}: {own_choice}; use auto"
         for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
             if getattr(own, name, off) != off:
                 yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
@@ -206,26 +203,19 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
 def _batch(cfg: Config) -> Iterator[str]:
     batch, n = cfg.data.train_batch_size, cfg.rollout.n
     pools, roles, width = cfg.placement.pools, cfg.placement.roles, cfg.rollout.tensor_parallel_size
-    for role in (role for role in roles if role != "rollout"):
-        own, ranks = settings_of(cfg, role), sum(pools[roles[role]])
-        if own.fsdp_size > 0 and ranks % own.fsdp_size:
-            use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
-            yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
-        if not isinstance(own, TrainedConfig):
-            continue
+    for role in (role for role in ("actor", "critic") if role in roles):
+        own = settings_of(cfg, role)
         mini, where = own.ppo_mini_batch_size, f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}"
         if batch % mini:
             yield f"{where}: does not divide data.train_batch_size={batch}; use {_divisor(batch, mini)}"
         if mini * n < (shares := shares_of(cfg, role)):
-            few = f"with rollout.n={n} a mini-batch has {mini * n} samples for {shares} {role} ranks"
-            yield f"{where}: {few}; use at least {-(-shares // n)} prompts"
+            yield f"{where}: times rollout.n={n} is too few for {shares} {role} ranks; use at least {-(-shares // n)}"
         if len(own.betas) != 2 or not all(0 <= b < 1 for b in own.betas):
             yield f"{role}.betas={show(own.betas)}: must be two numbers, each at least 0 and below 1, as [0.9, 0.999]"
     for node, gpus in enumerate(pools[roles["rollout"]]):
         if gpus % width:
-            has = f"the {gpus} GPUs of node {node} in placement.pools.{roles['rollout']}"
-            use = f"use {_divisor(gpus, width)}, or change the pool"
-            yield f"rollout.tensor_parallel_size={width}: does not divide {has}; {use}"
+            where = f"rollout.tensor_parallel_size={width}: does not divide placement.pools.{roles['rollout']}"
+            yield f"{where}, {gpus} GPUs on node {node}; use {_divisor(gpus, width)}, or change the pool"
 
 
 def _divisor(whole: int, near: int) -> int:
@@ -258,21 +248,17 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         alone = "weighs reward.function against a reward model, and there is none"
         yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"
     if a.max_gen_batches > 1 and (rm.path or rm.url):
-        late = "looks at the rewards before a reward model has scored; set it to 1, or do without the reward model"
-        yield f"algorithm.max_gen_batches={a.max_gen_batches}: {late}"
-    for role in ("critic", "ref", "reward_model"):
-        if role in roles and getattr(cfg, role).path:
-            yield from _model_path(f"{role}.path", getattr(cfg, role).path)
+        yield f"algorithm.max_gen_batches={a.max_gen_batches}: judges before a reward model has scored; set it to 1"
+    for role in (role for role in ("critic", "ref", "reward_model") if role in roles and getattr(cfg, role).path):
+        yield from _model_path(f"{role}.path", getattr(cfg, role).path)
 
 
 def _algorithm(cfg: Config) -> Iterator[str]:
     a, n, longest = cfg.algorithm, cfg.rollout.n, cfg.data.max_response_length
     if a.kl_coef > 0 and a.kl_estimator == "k1" and not a.kl_in_reward:
-        noise = "estimates the value of the KL, but as a loss its gradient has mean zero and only adds noise"
-        yield f"algorithm.kl_estimator=k1: {noise}; use k2 or k3"
+        yield "algorithm.kl_estimator=k1: as a loss its gradient has mean zero and only adds noise; use k2 or k3"
     if a.rollout_correction != "none" and a.old_log_probs == "rollout":
-        mend = "set algorithm.old_log_probs=recompute, or rollout_correction=none"
-        yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice with old_log_probs=rollout; {mend}"
+        yield f"algorithm.rollout_correction={a.rollout_correction}: would weight twice; set old_log_probs=recompute"
     one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
     lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
     chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
@@ -287,9 +273,8 @@ def _algorithm(cfg: Config) -> Iterator[str]:
             if lacks.get(need):
                 yield f"{registry.key}={spec}: needs {NEEDS[need]}, or use another, as grpo or rloo"
         if "parts" in entry.needs and (a.kl_in_reward or cfg.reward.overlong_buffer):
-            alone = "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer"
-            mend = "set them to false and 0, or make them parts of your reward.function"
-            yield f"{registry.key}={spec}: {alone} would do nothing; {mend}"
+            idle = "algorithm.kl_in_reward and reward.overlong_buffer would do nothing; set them to false and 0"
+            yield f"{registry.key}={spec}: reads the reward's parts alone, so {idle}"
         if entry.grouped and n == 1:
             yield f"rollout.n=1: {spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
         for name, value in getattr(a, own).items():
@@ -305,8 +290,8 @@ def _algorithm(cfg: Config) -> Iterator[str]:
                 yield f"{where}: must be numbers by name, as {{function: 1, model: 0.5}}"
             elif name == "pass_k" and (type(value) is not int or not 2 <= value <= n):
                 yield f"{where}: must be a whole number from 2 to rollout.n={n}"
-    known = a.adv_estimator in ADVANTAGE_ESTIMATORS
-    if not lacks["values"] and known and "values" not in ADVANTAGE_ESTIMATORS[a.adv_estimator].needs:
+    entry = ADVANTAGE_ESTIMATORS.get(a.adv_estimator)
+    if entry and not lacks["values"] and "values" not in entry.needs:
         yield f"placement.roles.critic: {a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
     if a.clip_ratio_c is not None and a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov"):
         yield f"algorithm.clip_ratio_c={a.clip_ratio_c:g}: {a.policy_loss} has no dual clip; set it to null"
@@ -341,7 +326,7 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 def _engine(cfg: Config, device: str) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    breaks = ENGINE_BREAKS | (ENGINE_BREAKS_ON_CPU if device == "cpu" else {})
+    breaks = ENGINE_BREAKS | (BREAKS_ON_CPU if device == "cpu" else {})
     for name, value in cfg.rollout.engine_kwargs.items():
         where = f"rollout.engine_kwargs.{show(name)}={show(value)}"
         if _owner(cfg, name):
@@ -368,20 +353,14 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
 
 
 def _model(cfg: Config, device: str) -> Iterator[str]:
-    backends = {role: settings_of(cfg, role).backend for role in cfg.placement.roles if role != "rollout"}
-    rank, targets = cfg.model.lora_rank, cfg.model.lora_target_modules
+    rank, targets, attention = cfg.model.lora_rank, cfg.model.lora_target_modules, cfg.model.attn_implementation
     if rank and cfg.actor.backend != "fsdp":
         yield f"model.lora_rank={rank}: only the fsdp back end trains adapters; set it to 0, or actor.backend=fsdp"
     if rank and not all(re.fullmatch(r"[\w.-]+", name.strip()) for name in targets.split(",")):
         yield f"model.lora_target_modules={show(targets)}: must be all-linear, or names of layers, as q_proj,v_proj"
-    for role in (role for role, backend in backends.items() if backend == "megatron"):
-        if (attention := cfg.model.attn_implementation) != "auto":
-            own = "Megatron chooses its own attention, and packs no sequences"
-            yield f"model.attn_implementation={attention}: {role}.backend=megatron: {own}; use auto"
-    this = "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
-    if cfg.model.attn_implementation == "flash_attention_2" and this != "in bfloat16":
-        which = "model.attn_implementation=flash_attention_2: needs GPUs and model.dtype=bfloat16"
-        yield f"{which}, and this run is {this}; use auto or sdpa"
+    where, this = f"model.attn_implementation={attention}", "on CPU" if device == "cpu" else f"in {cfg.model.dtype}"
+    if attention == "flash_attention_2" and this != "in bfloat16":
+        yield f"{where}: needs GPUs and model.dtype=bfloat16, and this run is {this}; use auto or sdpa"
     yield from _model_path("model.path", cfg.model.path)
 
 
@@ -458,9 +437,8 @@ def _output(cfg: Config) -> Iterator[str]:
     if resume not in ("auto", "never") and not os.path.isfile(os.path.join(resume, "state.json")):
         mend = nearest(resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050")
         yield f"trainer.resume={show(resume)}: no checkpoint there (state.json is missing); {mend}"
-    for name in ("tensorboard", "wandb"):
-        if getattr(log, name) and not _installed(name):
-            yield f"logging.{name}=true: the package {name} is missing; pip install {name}, or set it to false"
+    for name in (name for name in ("tensorboard", "wandb") if getattr(log, name) and not _installed(name)):
+        yield f"logging.{name}=true: the package {name} is missing; pip install {name}, or set it to false"
     if log.wandb and not log.wandb_project.strip():
         yield "logging.wandb_project: empty; name a project"
 
@@ -487,11 +465,11 @@ def _sync(cfg: Config, device: str) -> Iterator[str]:
 def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:
     if os.environ.get("RAY_ADDRESS"):
         return  # what the other nodes of a cluster have is unknown here; placement checks it
-    pools, cluster = cfg.placement.pools, "or set RAY_ADDRESS to a cluster"
+    pools, cluster = cfg.placement.pools, "smaller pools, or set RAY_ADDRESS to a cluster"
     for name, shape in pools.items():
         if len(shape) > 1:
-            one = f"{len(shape)} nodes, but this machine is one; use [{sum(shape)}]"
-            yield f"placement.pools.{show(name)}={show(shape)}: {one}, {cluster}"
+            where = f"placement.pools.{show(name)}={show(shape)}"
+            yield f"{where}: {len(shape)} nodes, but this machine is one; use [{sum(shape)}], {cluster}"
     if device == "cuda" and (wanted := sum(map(sum, pools.values()))) > num_gpus:
-        few = f"{wanted} GPUs, but this machine has {num_gpus}; make the pools smaller, use placement.device=cpu"
+        few = f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu"
         yield f"placement.pools={show(pools)}: {few}, {cluster}"

@@ -136,15 +136,14 @@ def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 def _assign(tree: dict, dotted: str, value: Any) -> str:
     """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns `section.key`."""
-    section, *path = dotted.split(".")
-    key = find_key(".".join([section, *path[:1]]))
+    *path, last = dotted.split(".")
+    key = find_key(".".join([*path, last][:2]))
     if len(path) > 1 and get_origin(key.type) is not dict:
         find_key(dotted)  # only a mapping has parts
-    node = tree[section]
-    for part in path[:-1]:
-        node[part] = node[part] if isinstance(node.get(part), dict) else {}
-        node = node[part]
-    node[path[-1]] = value
+    for part in path:
+        tree[part] = tree[part] if isinstance(tree.get(part), dict) else {}
+        tree = tree[part]
+    tree[last] = value
     return key.dotted
 
 

@@ -5,22 +5,21 @@ import os
 import subprocess
 from collections.abc import Sequence
 
+Parts = list[list[int]]
 
-def plan_cores(
-    n_rollout_procs: int, n_trainer_procs: int, cores: Sequence[int], in_turns: bool = False
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Cores of each rollout process and of each trainer process. The two groups work at the same time, so they share no
+
+def plan_cores(rollout: int, trainers: int, cores: Sequence[int], in_turns: bool = False) -> tuple[Parts, Parts]:
+    """Cores of each of the `rollout` processes and of each of the `trainers`. The two groups work at the same time, so they share no
     core (unless there is only one). Each gets its part by its number of processes, at least one core, and divides it
     evenly; with more processes than cores they wrap. With `in_turns` each group divides all cores."""
     mine = sorted(cores)
     if in_turns or len(mine) == 1:
-        return _divide(n_rollout_procs, mine), _divide(n_trainer_procs, mine)
-    share = round(len(mine) * n_rollout_procs / (n_rollout_procs + n_trainer_procs))
-    share = min(max(share, 1), len(mine) - 1)
-    return _divide(n_rollout_procs, mine[:share]), _divide(n_trainer_procs, mine[share:])
+        return _divide(rollout, mine), _divide(trainers, mine)
+    share = min(max(round(len(mine) * rollout / (rollout + trainers)), 1), len(mine) - 1)
+    return _divide(rollout, mine[:share]), _divide(trainers, mine[share:])
 
 
-def _divide(processes: int, cores: list[int]) -> list[list[int]]:
+def _divide(processes: int, cores: list[int]) -> Parts:
     if processes > len(cores):
         return [[cores[i % len(cores)]] for i in range(processes)]
     return [cores[i * len(cores) // processes : (i + 1) * len(cores) // processes] for i in range(processes)]

@@ -169,7 +169,7 @@ def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     return {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
 
 
-def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
+def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     prompt, model, extra = (columns.get(name) for name in ("prompt", "reward_model", "extra_info"))
     if not isinstance(prompt, list) or not prompt:
         raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
@@ -185,16 +185,13 @@ def _messages_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
     return {"messages": messages, "ground_truth": str(truth), "chat": True, "extra": extra}
 
 
-_PARSERS: dict[str, Callable[[dict[str, Any], str], dict[str, Any]]] = {"gsm8k": _gsm8k_row, "messages": _messages_row}
-
-
 def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
     """The fields of a Row that its columns hold. Raises BadRow."""
     if isinstance(columns, BadRow):
         raise columns
     if not isinstance(columns, dict):
         raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
-    fields = _PARSERS[kind](columns, instruction)
+    fields = _messages_row(columns) if kind == "messages" else _gsm8k_row(columns, instruction)
     try:  # JSON may hold lone surrogates, and one would stop the tokenisation of all rows
         "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
     except UnicodeEncodeError:
@@ -279,17 +276,15 @@ def encode(
     report.max_prompt_length = cfg.max_prompt_length
     has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
     if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
-        none = "the tokenizer has no chat template, and the rows need one"
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
-        raise ConfigError(f"data.chat_template={wish}: {none}; {mend}")
+        raise ConfigError(f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}")
     templated = has_template and wish != "never"
     pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report, tools_of))
     prompts = []
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
-            id, array = (epoch, row.index), np.asarray(ids, dtype=np.int32)
             fields = row.ground_truth, row.data_source, row.extra, row.messages, row.agent_loop
-            prompts.append(Prompt(id, array, text, *fields))
+            prompts.append(Prompt((epoch, row.index), np.asarray(ids, dtype=np.int32), text, *fields))
         elif cfg.overlong_prompts == "fail":
             more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
             raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")
@@ -348,9 +343,8 @@ class PromptStream:
         """Go to a saved position. The batch size may differ from the saved stream's; data, seed and order may not.
         Raises ConfigError: this stream would not continue the saved one. It stays where it was."""
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
-            other = "the checkpoint was made with other prompts or another order; resume with the same"
-            keys = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle"
-            raise ConfigError(f"data: {other} {keys} and trainer.seed")
+            same = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle, trainer.seed"
+            raise ConfigError(f"data: the checkpoint has other prompts or another order; resume with the same {same}")
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -416,7 +410,6 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
         mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out, tools_of)
         if shared := sum(p.text in known for p in mine):
-            some = f"{shared} of the {len(mine)} held-out prompts"
-            held_out.notes.append(f"warning: {some} are also in the training data")
+            held_out.notes += [f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"]
         val += mine
     return Data(stream, val or None, reports, list(sets))

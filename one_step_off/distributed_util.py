@@ -371,10 +371,8 @@ class Receiver(_End):
     mirror: Mirror | None = None
     live: Any = None
 
-    def connect(
-        self, epoch: int, addresses: list[tuple[str, int]], receivers: int, near: Sequence[Sequence[int]] | None = None
-    ) -> None:
-        """Join every sender's group, in the order of the plan. `near`: per sender the receivers on its device. An earlier
+    def connect(self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()) -> None:
+        """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the receivers on its device. An earlier
         epoch's groups are given up, and what it was sent in them."""
         self.close()
         self.mirror = self.live = None

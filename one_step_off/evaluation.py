@@ -38,9 +38,7 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
         found[f"{key}/response_length"] = float(np.mean([len(s.response_ids) for s in own]))
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
-            ks = {1 << e for e in range(n.bit_length())} | {n}
-            for k in sorted(k for k in ks if k <= n):
-                found[f"{key}/pass@{k}"] = float(
-                    np.mean([pass_at_k(size, passed[id], k) for id, size in sizes.items()])
-                )
+            for k in sorted({1 << e for e in range(n.bit_length())} | {n}):
+                chances = [pass_at_k(size, passed[id], k) for id, size in sizes.items()]
+                found[f"{key}/pass@{k}"] = float(np.mean(chances))
     return found

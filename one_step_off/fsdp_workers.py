@@ -43,7 +43,7 @@ from one_step_off.workers import WeightPiece
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
-    adapters: lora.Adapters | None = None  # a back end without LoRA has none
+    adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
 
     def __init__(
         self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
@@ -159,16 +159,13 @@ class TrainedWorker(ModelWorker):
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
-        raise NotImplementedError
 
     def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
         """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`. `of` holds what
         `_per_token` finds; `first`: no optimiser step of this update has been made yet."""
-        raise NotImplementedError
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         """Metrics beyond those of every trained role."""
-        raise NotImplementedError
 
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`, with an optimiser for a role that learns."""
@@ -210,6 +207,7 @@ class TrainedWorker(ModelWorker):
             with clock("optimizer"):
                 rates.append(self._optimizer_step(stats))
         self.version += 1
+        self.adapters.gather()  # sending calls no collective
         return self._metrics(stats, clock, len(minis), rates)
 
     def _accumulate(self, batch: Batch, mini: list[int], stats: Stats, clock: Clock, first: bool) -> None:
@@ -366,6 +364,7 @@ class TrainedWorker(ModelWorker):
             raise ConfigError(f"checkpoint {folder}: {part}") from e
         finally:
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
+        self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
@@ -379,24 +378,12 @@ class PolicyWorker(TrainedWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
+        # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
 
     def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
         return fsdp_model.sharded_weights(self.model, dtype)
-
-    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """As `TrainedWorker.update`; then the weights can be streamed."""
-        metrics = super().update(batch, learn)
-        if self.adapters:
-            self.adapters.gather()  # sending calls no collective
-        return metrics
-
-    def load_state(self, folder: str) -> None:
-        """As `TrainedWorker.load_state`; then the weights can be streamed."""
-        super().load_state(folder)
-        if self.adapters:
-            self.adapters.gather()
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -472,8 +459,7 @@ class PolicyWorker(TrainedWorker):
         trained in, or merged with an adapter. Read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            local = self.adapters.merged(piece.name, local) if self.adapters else local
-            yield local.detach().reshape(piece.block)
+            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
 
     @torch.no_grad()
     def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
@@ -503,7 +489,7 @@ class PolicyWorker(TrainedWorker):
         plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
         dist.all_gather_object(plans, self.weight_plan())
         whole = dict(self.gathered(plans, "cpu"))
-        adapter = self.adapters.state() if self.adapters else {}
+        adapter = self.adapters.state()
         where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
         with fsdp_model.told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
             if self.rank == 0:

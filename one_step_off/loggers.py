@@ -98,8 +98,7 @@ class SampleDump:
         rows = [self._row(sample) for sample in samples]
         for row, sample, advantage in zip(rows, samples, advantages, strict=False):
             own = advantage[sample.loss_mask]  # of the trained tokens: one value, or one for each
-            for figure in ("mean", "min", "max"):
-                row[f"advantage/{figure}"] = float(getattr(own, figure)()) if len(own) else None
+            row |= {f"advantage/{f}": float(getattr(own, f)()) if len(own) else None for f in ("mean", "min", "max")}
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
             text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"

@@ -4,6 +4,7 @@ or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that w
 
 import errno
 import sys
+from collections.abc import Callable
 
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import masked, validate
@@ -14,10 +15,10 @@ NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, er
 FLAGS = ("--dry-run", "--help", "-h", "--replay")
 
 
-def main(argv: list[str]) -> int:
-    """Run the program with these arguments; returns its exit code."""
+def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
+    """Run a command with these arguments; returns its exit code, or that of bad input, Ctrl-C or a closed pipe."""
     try:
-        return _main(argv)
+        return command(argv)
     except ConfigError as e:
         # Wherever it comes from, the user gets one line: other programs' messages may hold more.
         print("error: " + masked(" ".join(str(e).split())), file=sys.stderr)
@@ -28,6 +29,11 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # as in: --help | head
         sys.stderr.close()
         return 1
+
+
+def main(argv: list[str]) -> int:
+    """Run the program with these arguments; returns its exit code."""
+    return exit_code(_main, argv)
 
 
 def _main(argv: list[str]) -> int:

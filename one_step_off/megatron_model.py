@@ -26,6 +26,7 @@ from one_step_off.megatron_weights import head_dim
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
 
+SPLIT = ("tensor", "pipeline", "virtual_pipeline", "expert")  # what of the model ranks divide among them
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -109,7 +110,7 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "use_cpu_initialization": not cuda,
         "batch_p2p_comm": cuda,
     }
-    for kind in ("tensor", "pipeline", "virtual_pipeline", "expert"):
+    for kind in SPLIT:
         settings[f"{kind}_model_parallel_size"] = getattr(own, f"{kind}_parallel_size")
     if isinstance(own, TrainedConfig) and own.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -170,8 +170,7 @@ def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPie
     sent, loads = [], {}
     name = str(wire_dtype).removeprefix("torch.")
     for part in found:
-        whole = mpu.get_data_parallel_group(with_context_parallel=True)
-        group = mpu.get_expert_data_parallel_group() if part.expert else whole
+        group = mpu.get_expert_data_parallel_group() if part.expert else mpu.get_data_parallel_group(True)
         load = loads.setdefault(part.expert, [0] * group.size())
         replica = load.index(min(load))
         # Counted by the whole tensor, which all tensor-parallel ranks know alike: they must agree on the replica.

@@ -39,16 +39,10 @@ class MegatronWorker(ModelWorker):
         own, cfg = self.own, self.cfg
         self.hf_config = megatron_model.read_config(cfg, self.role)
         with cuda_is_cpu(self.device):
-            mpu.initialize_model_parallel(
-                own.tensor_parallel_size,
-                own.pipeline_parallel_size,
-                own.virtual_pipeline_parallel_size,
-                context_parallel_size=own.context_parallel_size,
-                expert_model_parallel_size=own.expert_parallel_size,
-                expert_tensor_parallel_size=1,
-                distributed_timeout_minutes=cfg.trainer.step_timeout_s / 60,
-                create_gloo_process_groups=False,
-            )
+            sizes = {f"{of}_model_parallel_size": getattr(own, f"{of}_parallel_size") for of in megatron_model.SPLIT}
+            sizes |= {"context_parallel_size": own.context_parallel_size, "expert_tensor_parallel_size": 1}
+            limit = cfg.trainer.step_timeout_s / 60
+            mpu.initialize_model_parallel(**sizes, distributed_timeout_minutes=limit, create_gloo_process_groups=False)
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
             self.models = self.chunks = megatron_model.build(cfg, self.role, self.hf_config, self.device)
         self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -64,20 +58,11 @@ class MegatronWorker(ModelWorker):
 
     def _build_optimizer(self) -> None:
         own, config = self.own, self.models[0].config
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, average_in_collective=False
-        )
-        settings = OptimizerConfig(
-            lr=own.lr,
-            adam_beta1=own.betas[0],
-            adam_beta2=own.betas[1],
-            adam_eps=own.eps,
-            weight_decay=own.weight_decay,
-            clip_grad=own.grad_clip,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-        )
+        spread = {"use_distributed_optimizer": True}
+        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False, **spread)
+        adam = {"adam_beta1": own.betas[0], "adam_beta2": own.betas[1], "adam_eps": own.eps}
+        adam |= {"lr": own.lr, "weight_decay": own.weight_decay, "clip_grad": own.grad_clip}
+        settings = OptimizerConfig(bf16=config.bf16, params_dtype=config.params_dtype, **adam, **spread)
         with cuda_is_cpu(self.device):
             self.chunks = [DistributedDataParallel(config, ddp, model) for model in self.models]
             self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
@@ -103,15 +88,10 @@ class MegatronWorker(ModelWorker):
         with cuda_is_cpu(self.device), clock("forward_backward"):
             for chunk in self.chunks if train else ():
                 chunk.zero_grad_buffer()
-            get_forward_backward_func()(
-                forward_step_func=forward,
-                data_iterator=[iter(items) for _ in self.chunks] if virtual else iter(items),
-                model=self.chunks,
-                num_microbatches=len(items),
-                seq_length=width,
-                micro_batch_size=rows,
-                forward_only=not train,
-            )
+            data = [iter(items) for _ in self.chunks] if virtual else iter(items)
+            given = {"forward_step_func": forward, "data_iterator": data, "model": self.chunks}
+            shape = {"num_microbatches": len(items), "seq_length": width, "micro_batch_size": rows}
+            get_forward_backward_func()(**given, **shape, forward_only=not train)
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> Answer:
         part, mine = batching.part(laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size)

@@ -93,10 +93,8 @@ class Meter:
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
         trained = (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
-        for group, flops, seconds, devices in (
-            ("rollout", generated, generate_s, self.rollout),
-            ("trainer", trained, update_s, self.trainer),
-        ):
+        work = {"rollout": (generated, generate_s, self.rollout), "trainer": (trained, update_s, self.trainer)}
+        for group, (flops, seconds, devices) in work.items():
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))
             found[f"mfu/{group}_of_step"] = _rate(flops, step_s * devices * (peak or 0))

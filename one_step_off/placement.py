@@ -27,9 +27,10 @@ class Seat:
 def pin_process(cores: tuple[int, ...]) -> None:
     """Bind every thread of this process, and all it starts later, to `cores`; what it could use before is kept in the
     environment for the weight sync."""
-    if cores:
-        os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for thread in os.listdir("/proc/self/task") if cores else ():
+    if not cores:
+        return
+    os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
             os.sched_setaffinity(int(thread), cores)
 
@@ -88,9 +89,7 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": variables | (env or {})}}
-    options["max_restarts"] = getattr(cls, "restarts", 0)
-    if hasattr(cls, "calls_at_once"):
-        options["max_concurrency"] = cls.calls_at_once
+    options |= {"max_restarts": getattr(cls, "restarts", 0), "max_concurrency": getattr(cls, "calls_at_once", None)}
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)

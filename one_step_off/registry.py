@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from one_step_off.config import ConfigError
+from one_step_off.config import ConfigError, first_line
 
 
 def load(key: str, spec: str) -> Any:
@@ -20,9 +20,8 @@ def load(key: str, spec: str) -> Any:
     try:
         return pkgutil.resolve_name(spec)
     except (Exception, SystemExit) as e:  # what the module raises
-        why = f"{type(e).__name__}: {' '.join(str(e).split())}"
         mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
-        raise ConfigError(f"{key}={spec!r}: importing it raised {why}; {mend}") from e
+        raise ConfigError(f"{key}={spec!r}: importing it raised {type(e).__name__}: {first_line(e)}; {mend}") from e
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,6 @@ def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any)
     texts = []
     for s in samples:
         prompt = find(s.prompt_id)
-        if prompt is None:
-            raise KeyError(f"prompt {s.prompt_id} is not in the data")
         if theirs.chat_template and prompt.messages:
             chat = [*prompt.messages, {"role": "assistant", "content": s.response}]
             texts.append(theirs.apply_chat_template(chat, tokenize=False))
@@ -80,11 +78,8 @@ class RemoteRewardModel:
 
     async def _request(self, session: Any, samples: list[Sample], step: int) -> list[float]:
         prompts = [self.find(s.prompt_id) for s in samples]
-        body = {
-            "prompts": [p.text if p else "" for p in prompts],
-            "responses": [s.response for s in samples],
-            "ground_truths": [p.ground_truth if p else "" for p in prompts],
-        }
+        body = {"prompts": [p.text for p in prompts], "ground_truths": [p.ground_truth for p in prompts]}
+        body["responses"] = [s.response for s in samples]
         for attempt in range(self.own.retries + 1):
             if attempt:
                 await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), 10.0))
@@ -97,10 +92,9 @@ class RemoteRewardModel:
                 problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
             except Exception as e:  # the network's, the server's and the parser's: all are tried again
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
-        failed = f"{self.own.retries + 1} requests failed; the last: {problem}"
-        error = str(RewardError(f"step {step}, reward_model.url={self.own.url}: {failed}"))
+        why = RewardError(f"step {step}, reward_model.url={self.own.url}: {attempt + 1} requests failed: {problem}")
         for sample in samples:
-            sample.extra.setdefault("error", error)
+            sample.extra.setdefault("error", str(why))
         return [math.nan] * len(samples)
 
 

@@ -19,7 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from one_step_off import registry
-from one_step_off.config import ConfigError, RewardConfig
+from one_step_off.config import ConfigError, RewardConfig, first_line
 from one_step_off.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
@@ -151,8 +151,8 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
             raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
         return BUILT_IN[spec]
     if not all(spec.partition(":")):
-        known = ", ".join(BUILT_IN)
-        raise ConfigError(f"reward.function={spec!r}: unknown; use one of {known}, or your own as module:function")
+        named = f"one of {', '.join(BUILT_IN)}, or your own as module:function"
+        raise ConfigError(f"reward.function={spec!r}: unknown; use {named}")
     function = registry.load("reward.function", spec)
     if not callable(function) or inspect.iscoroutinefunction(function):
         what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
@@ -164,17 +164,13 @@ def resolve(cfg: RewardConfig) -> RewardFunction:
     try:
         signature.bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
     except TypeError as e:
-        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {_one_line(e)}"
+        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {first_line(e)}"
         mend = "add **kwargs to take what you do not need, rename a key that is taken"
         raise ConfigError(f"reward.function={spec!r}: {called}; {mend}") from e
     return function
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
 
 
 def to_score(result: Any) -> Score:

@@ -5,7 +5,6 @@ import contextlib
 import os
 from typing import Any
 
-import numpy as np
 import ray
 from ray.util.placement_group import remove_placement_group
 
@@ -15,12 +14,12 @@ from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
+from one_step_off.launch import Prepared
 from one_step_off.leftovers import RUN
-from one_step_off.placement import Seat, create_pools, spawn
+from one_step_off.placement import create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.rewards import Scorer
-from one_step_off.samples import Find
 from one_step_off.vllm_rollout import RolloutReplica
 from one_step_off.weight_sync import WeightSync
 
@@ -29,10 +28,8 @@ COMMON_ENV = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "THP_MEM_ALLO
 COMMON_ENV["TOKENIZERS_PARALLELISM"] = "false"
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
-ENGINE_ENV = {
-    "cpu": {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-    "cuda": {},
-}
+_ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 
 
 def worker_class(cfg: Config, role: str) -> type:
@@ -53,20 +50,11 @@ class Spawned:
         actors: every Ray actor, to be ended with the run.
     """
 
-    def __init__(
-        self,
-        cfg: Config,
-        device: str,
-        total_steps: int,
-        canary: list[np.ndarray],
-        tokenizer: Any,
-        find: Find,
-        loops: list[str],
-        generates: bool = True,
-    ) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. `loops`: those that the data uses. Not
-        `generates`: only the roles that learn. Raises ConfigError: the cluster has too little for a pool."""
-        self.cfg, self.device, self.total_steps = cfg, device, total_steps
+    def __init__(self, prepared: Prepared, generates: bool = True) -> None:
+        """Reserve the pools and create the processes; nothing is loaded yet. Not `generates`: only the roles that learn.
+        Raises ConfigError: the cluster has too little for a pool."""
+        self.prepared, self.cfg, self.device = prepared, prepared.cfg, prepared.device
+        cfg, device = self.cfg, self.device
         self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
@@ -78,7 +66,7 @@ class Spawned:
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         def replica(i: int) -> Any:
-            args, seat = (cfg, i, device, scorers, LISTED, loops), self.pools[where["rollout"]][i]
+            args, seat = (cfg, i, device, scorers, LISTED, prepared.loops), self.pools[where["rollout"]][i]
             share, env = self._share(where["rollout"]), self.env | ENGINE_ENV[device]
             return spawn(RolloutReplica, args, seat, device, share, env)
 
@@ -88,19 +76,18 @@ class Spawned:
             return self.actors[-1]
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
-        self.reading = {"find": find, "ours": tokenizer}
         used = [role for role in (WORKERS if generates else TRAINED) if role in where]
-        self.groups = {role: self._group(role, self.pools[where[role]]) for role in used}
+        self.groups = {role: self._group(role) for role in used}
         turn = self.turns[where["rollout"]] if shared else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
             if where[role] == where["rollout"]:
                 group.colocated = rollout
         self.actors = [*scorers, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
-        sync = WeightSync(actor, rollout, canary, self.host, self._near())
+        sync = WeightSync(actor, rollout, prepared.canary, self.host, self._near())
         models = {role: group for role, group in self.groups.items() if role != "actor"}
         if cfg.reward_model.url:
-            models["reward_model"] = RemoteRewardModel(cfg, find)
+            models["reward_model"] = RemoteRewardModel(cfg, prepared.data.find)
         self.roles = Roles(actor, rollout, sync, **models)
 
     def _share(self, pool: str) -> float:
@@ -115,15 +102,17 @@ class Spawned:
             return [[] for _ in ranks]
         return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
 
-    def _group(self, role: str, seats: list[Seat]) -> TrainGroup:
+    def _group(self, role: str) -> TrainGroup:
         cls, pool = worker_class(self.cfg, role), self.cfg.placement.roles[role]
-        args = [(self.cfg, role, i, len(seats), self.device, self.total_steps) for i in range(len(seats))]
+        seats, data = self.pools[pool], self.prepared.data
+        shared = len(seats), self.device, data.stream.total_steps
         where = self.device, self._share(pool), self.env
-        ranks = [spawn(cls, own, seat, *where) for own, seat in zip(args, seats, strict=True)]
+        ranks = [spawn(cls, (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
             return TrainGroup(*of_group)
-        return LocalRewardModel(*of_group, **self.reading, theirs=tokenizer_of(self.cfg, role))
+        reading = {"find": data.find, "ours": self.prepared.tokenizer, "theirs": tokenizer_of(self.cfg, role)}
+        return LocalRewardModel(*of_group, **reading)
 
     async def setup(self) -> None:
         """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds
@@ -142,17 +131,11 @@ class Spawned:
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
-        asked = (
-            within(PING_S, f"{role} {i}", named(f"{role} {i}", process.__ray_ready__.remote()))
-            for role, processes in everyone.items()
-            for i, process in enumerate(processes)
-        )
+        who = [(f"{role} {i}", rank) for role, ranks in everyone.items() for i, rank in enumerate(ranks)]
         try:
-            await asyncio.gather(*asked)
-        except ProcessDied:  # whoever waited for it may have failed first
-            return isinstance(error, (RoleError, SyncError))
-        except PhaseTimeout:  # busy is not gone
-            pass
+            await asyncio.gather(*(within(PING_S, name, named(name, r.__ray_ready__.remote())) for name, r in who))
+        except (ProcessDied, PhaseTimeout) as e:  # busy is not gone; whoever waited for what is may have failed first
+            return isinstance(e, ProcessDied) and isinstance(error, (RoleError, SyncError))
         return False
 
     async def end(self) -> None:

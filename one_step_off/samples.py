@@ -134,8 +134,6 @@ def assert_versions(batch: Batch) -> None:
         wrong = np.flatnonzero((s.versions != version) & ~excused)
         if s.incarnation != incarnation or len(wrong) or not whole:
             at = int(wrong[0]) if len(wrong) else 0
-            got = int(s.versions[at]) if len(s.versions) > at else None
-            raise StalenessError(
-                f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights "
-                f"(incarnation {s.incarnation}, version {got}), but this step trains on (incarnation {incarnation}, version {version})"
-            )
+            made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
+            where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"
+            raise StalenessError(f"{where}, but this step trains on (incarnation {incarnation}, version {version})")

@@ -44,13 +44,11 @@ class Screen:
     """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes,
     CI and terminals that cannot move their cursor get lines instead, one per step."""
 
-    def __init__(
-        self, out: TextIO | None = None, console: Console | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`out` None: stdout. `console`: a terminal, whatever it may look like. `clock`: seconds."""
-        dumb = os.environ.get("TERM", "dumb") == "dumb"
-        self.live = console is not None or ((out or sys.stdout).isatty() and not dumb)
-        self.console = console or Console(file=out, highlight=False)
+    def __init__(self, out: TextIO | Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        """`out` None: stdout; a console: a terminal, whatever it may look like. `clock`: seconds."""
+        dumb, given = os.environ.get("TERM", "dumb") == "dumb", isinstance(out, Console)
+        self.live = given or ((out or sys.stdout).isatty() and not dumb)
+        self.console = out if given else Console(file=out, highlight=False)
         what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
         times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
         look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not self.live}
@@ -81,17 +79,17 @@ class Screen:
         task = self._begin(what, None)
         try:
             yield
-        except BaseException:
+        finally:
             self._remove(task)
-            raise
-        self._end(task)
+        self._tell(task)
 
     def progress(self, what: str, done: float) -> None:
         """Something long of which `done` (0 to 1) is done. Lines: one at once, one at its end."""
         task = next((t for t in self.bars.tasks if t.description == what), None) or self._begin(what, 1.0)
         self.bars.update(task.id, completed=done)
         if done >= 1:
-            self._end(task)
+            self._remove(task)
+            self._tell(task)
 
     def _begin(self, what: str, total: float | None) -> Task:
         if not self.live:
@@ -99,8 +97,7 @@ class Screen:
         self.bars.add_task(what, total=total)
         return self.bars.tasks[-1]
 
-    def _end(self, task: Task) -> None:
-        self._remove(task)
+    def _tell(self, task: Task) -> None:
         if task.elapsed >= 1:
             self.say(f"{task.description}: {task.elapsed:.0f} s")
 
@@ -160,6 +157,5 @@ def quiet_libraries() -> None:
     # Ray announces how later releases will treat GPUs of actors that book none.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")
     # Public models need no token.
-    logging.getLogger("huggingface_hub.utils._http").addFilter(
-        lambda record: "unauthenticated requests to the HF Hub" not in record.getMessage()
-    )
+    known = "unauthenticated requests to the HF Hub"
+    logging.getLogger("huggingface_hub.utils._http").addFilter(lambda record: known not in record.getMessage())

@@ -53,18 +53,11 @@ class SendingEnd:
         if version != self.version and not (own and self.sender.kept == version):
             raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
         if own:
-            report = self.sender.send(self.weight_tensors(), version)
-        elif self.rank == 0:
-            report = self.sender.send((tensor for _, tensor in self.gathered(self.pieces, self.device)), version)
-        else:
-            report = {
-                "bytes": 0.0,
-                "changed": 0.0,
-                "each": [],
-                "spans": [],
-                **dict(self.gathered(self.pieces, self.device)),
-            }
-        return report
+            return self.sender.send(self.weight_tensors(), version)
+        gathered = self.gathered(self.pieces, self.device)
+        if self.rank == 0:
+            return self.sender.send((tensor for _, tensor in gathered), version)
+        return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(gathered)  # which has nothing here
 
     @ray.method(concurrency_group="sync")
     def release(self, version: int) -> None:

@@ -37,12 +37,9 @@ VERSION = 1
 # One user turn becomes "Question: ...\nAnswer:". The response starts with a space, so that the prompt's
 # last token is the same whether or not the response follows it.
 CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{% if message['role'] == 'user' %}Question: {{ message['content'] }}\n"
+    "{% for message in messages %}{% if message['role'] == 'user' %}Question: {{ message['content'] }}\n"
     "{% elif message['role'] == 'assistant' %}Answer: {{ message['content'] }}" + EOS + "\n"
-    "{% else %}{{ message['content'] }}\n"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}Answer:{% endif %}"
+    "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
 
 # The qwen3 has two key-value heads, for tensor parallelism to divide.

@@ -21,17 +21,12 @@ Row = dict[str, Any]
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
     """Reward and length over samples; of conversations also what their loops counted, 0 where one did not."""
-    rewards = np.array([s.reward for s in samples] or [np.nan])
-    lengths = np.array([len(s.response_ids) for s in samples] or [np.nan])
-    return {
-        "reward/mean": float(rewards.mean()),
-        "reward/std": float(rewards.std()),
-        "response_length/mean": float(lengths.mean()),
-        "response_length/max": float(lengths.max()),
-        "response_length/cut_share": float(np.mean([s.finish_reason == "length" for s in samples] or [np.nan])),
-        "tokens/response": float(sum(s.generated for s in samples)),
-        "samples": float(len(samples)),
-    } | agent_stats(samples)
+    of_each = [(s.reward, len(s.response_ids), s.finish_reason == "length") for s in samples]
+    rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
+    found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
+    found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean()}
+    found |= {"tokens/response": sum(s.generated for s in samples), "samples": len(samples)}
+    return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
@@ -74,8 +69,7 @@ class Tracker:
         self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
     ) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
-        self.first_step = step
-        self.evaluations, self.unwritten = list(evaluations), dict(unwritten or {})
+        self.first_step, self.evaluations, self.unwritten = step, list(evaluations), dict(unwritten or {})
         names = "metrics.jsonl", "ledger.jsonl"
         kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
@@ -122,8 +116,9 @@ class Tracker:
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
         row = {"step": batch.step, "weight_version": version}
-        row |= group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans
-        row |= self.unwritten | self.usage
+        row |= (
+            group_stats(batch.samples) | staleness(batch, version) | metrics | self.spans | self.unwritten | self.usage
+        )
         self.unwritten, self.spans = {}, {}
         for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
             whose = (s.extra["error"] for s in batch.samples + batch.dropped if s.extra.get("fault") == name)
@@ -165,8 +160,7 @@ class Tracker:
         """Write and return `summary.json`. `seconds` are this run's; `steps` also count those before a resume
         (`steps_before`). Medians leave the first step out: caches and buffers warm up in it."""
         found: Row = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
-        if self.steps_before:
-            found["steps_before"] = self.steps_before
+        found |= {"steps_before": self.steps_before} if self.steps_before else {}
         found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
             # The rewards of the first and of the last steps: as many as do not overlap, five at most.
@@ -178,9 +172,8 @@ class Tracker:
             found |= _speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
-            rewards = [e["val/reward"] for e in self.evaluations]
-            found |= {"val/first": rewards[0], "val/last": rewards[-1], "val/rewards": rewards}
-            found["val/versions"] = [e["val/version"] for e in self.evaluations]
+            scores, versions = ([e[name] for e in self.evaluations] for name in ("val/reward", "val/version"))
+            found |= {"val/first": scores[0], "val/last": scores[-1], "val/rewards": scores, "val/versions": versions}
         # The last look was after the last row.
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
         found |= {name: sum(r.get(name, 0.0) for r in self.steps) for name in (*FAULTS, "samples/dropped_groups")}
@@ -195,10 +188,9 @@ class Tracker:
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be cut off by a kill
 
-    def _append(self, name: str, *rows: Row) -> None:
-        if rows:
-            with open(self.folder / name, "a") as f:
-                f.writelines(json.dumps(_without_nan(row)) + "\n" for row in rows)
+    def _append(self, name: str, row: Row) -> None:
+        with open(self.folder / name, "a") as f:
+            f.write(json.dumps(_without_nan(row)) + "\n")
 
 
 def _without_nan(row: Row) -> Row:
@@ -219,13 +211,12 @@ def _speed(rows: list[Row]) -> dict[str, float | None]:
         return sum(r[name] for r in of) / sum(r["time/step_s"] for r in over)
 
     found["overlap_ratio"] = medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"])
-    idle: tuple[float | None, float | None] = (None, None)
+    found |= {"idle_share/rollout": None, "idle_share/trainer": None}
     if rows[1:]:
         # The replicas idle from the end of their samples, within the step before, to the end of the next sync. Nothing
         # is generated beside the last step, which so would tell of the run's length.
         waits = per_s("time/sync_s") + per_s("time/wait_trainer_s", rows[1:], rows[:-1])
-        idle = min(1.0, waits), 1 - per_s("time/train_s")
-    found["idle_share/rollout"], found["idle_share/trainer"] = idle
+        found |= {"idle_share/rollout": min(1.0, waits), "idle_share/trainer": 1 - per_s("time/train_s")}
     return found | {"samples_per_s": per_s("samples"), "response_tokens_per_s": per_s("tokens/response")}
 
 

@@ -102,8 +102,7 @@ async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None
 
     async def one(group: str, actors: list[Any]) -> None:
         answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
-        good = [a for a in answers if isinstance(a, dict)]
-        if good:
+        if good := [a for a in answers if isinstance(a, dict)]:
             report(merged(group, good), next((a["device"] for a in good if a.get("device")), ""))
 
     await asyncio.gather(*(one(group, actors) for group, actors in groups.items()))

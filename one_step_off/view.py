@@ -12,6 +12,7 @@ from typing import Any
 
 from one_step_off.config import ConfigError
 from one_step_off.loggers import STEP, VAL, numbered
+from one_step_off.main_ppo import exit_code
 
 DEFAULT = {"best": 3, "worst": 3, "longest": 1}
 # Ties go to other prompts first, so that one easy prompt does not fill the list. What was not scored comes last.
@@ -93,6 +94,10 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code (2: bad input)."""
+    return exit_code(_main, argv)
+
+
+def _main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m one_step_off.view", description=__doc__.split("\n\n")[1])
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="trainer.output_dir of a run")
     which = parser.add_mutually_exclusive_group()
@@ -102,17 +107,10 @@ def main(argv: list[str]) -> int:
         parser.add_argument(f"--{name}", type=int, metavar="K", help=f"how many of the {name} (default {count})")
     args = parser.parse_args(argv)
     given = {name: getattr(args, name) for name in DEFAULT if getattr(args, name) is not None}
-    try:
-        if any(count < 0 for count in given.values()):
-            raise ConfigError("--best, --worst and --longest: must be at least 0")
-        path = find_file(args.folder, args.step, args.val)
-        show(path, read(path), given or DEFAULT)
-    except ConfigError as e:
-        print(f"error: {e}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:  # as in: | head
-        sys.stderr.close()
-        return 1
+    if any(count < 0 for count in given.values()):
+        raise ConfigError("--best, --worst and --longest: must be at least 0")
+    path = find_file(args.folder, args.step, args.val)
+    show(path, read(path), given or DEFAULT)
     return 0
 
 

@@ -16,11 +16,7 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -37,7 +33,7 @@ logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(base.WeightTransferInitInfo):
     """Plain data only, since it crosses process borders. `pieces[s]` are the fields of sender s's WeightPieces."""
 
     pieces: list[list[list[Any]]]
@@ -52,13 +48,13 @@ class InitInfo(WeightTransferInitInfo):
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(base.WeightTransferUpdateInfo):
     """Which version to receive."""
 
     version: int
 
 
-class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
     """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
     init_info_cls = InitInfo
@@ -73,8 +69,7 @@ class OneStepOffTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
             self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
         self.receiver.index, self.receiver.who = index, f"receiver {index}"
-        addresses = [(host, port) for host, port in init_info.addresses]
-        self.receiver.connect(init_info.epoch, addresses, init_info.receivers, init_info.near)
+        self.receiver.connect(init_info.epoch, init_info.addresses, init_info.receivers, init_info.near)
         self.tried = False  # whether it can do without a mirror
         # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
         self.expected = {name for name, _ in self.model.named_parameters()}

@@ -12,12 +12,13 @@ import hashlib
 import itertools
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import psutil
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
@@ -94,8 +95,8 @@ class RewardQueue:
         try:
             scores = await self._scored(scorer, [item for item, _ in batch])
         except Exception as e:
-            died = type(e).__name__ == "ActorDiedError"
-            error = RuntimeError(f"reward worker {number}: its process died and did not come back") if died else e
+            gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
+            error = gone if isinstance(e, ActorDiedError) else e
         for score, (_, future) in zip(scores, batch, strict=True):
             if not future.done():  # its trajectory was cancelled
                 future.set_exception(error) if error else future.set_result(score)
@@ -116,47 +117,8 @@ class RewardQueue:
 
     async def _answer(self, scorer: Any, items: list[RewardItem]) -> list[Score | RewardError] | None:
         """None: its process has died, and Ray is about to start it anew."""
-        try:
+        with contextlib.suppress(ActorUnavailableError):
             return await scorer.score_batch.remote(items)
-        except Exception as e:
-            if type(e).__name__ != "ActorUnavailableError":
-                raise
-        return None
-
-
-class Others:
-    """What an agent loop waits for: that time is not its own, nor is what `failed` its fault."""
-
-    def __init__(self, limit_s: float) -> None:
-        """`limit_s`: how long the loop's own code may take in one go."""
-        self.limit, self.busy, self.begun, self.failed = limit_s, 0, [0, 0], []
-
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
-        """They are, until its end."""
-        self.begun[time.monotonic() > self.begin + self.limit] += 1
-        self.busy += 1
-        try:
-            yield
-        except Exception as e:
-            self.failed.append(e)
-            raise
-        finally:
-            self.busy, self.since = self.busy - 1, time.monotonic()
-
-    async def watch(self, loop: Coroutine[Any, Any, Any]) -> Any:
-        """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
-        over and it asks for as much again. Then it is cancelled, and not waited for."""
-        task, self.begin = asyncio.create_task(loop), time.monotonic()
-        self.since = self.begin
-        try:
-            while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
-                if (await asyncio.wait([task], timeout=self.limit))[0]:
-                    break
-        finally:
-            task.cancel()
-        late = TimeoutError(f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s")
-        return (await asyncio.gather(task, return_exceptions=True) if task.done() else [late])[0]
 
 
 class Room(asyncio.Semaphore):
@@ -169,11 +131,13 @@ class Room(asyncio.Semaphore):
 
 
 class Place:
-    """One trajectory's place among `agent.max_concurrency`: free while it is judged, taken again by its next turn."""
+    """One trajectory's place among `agent.max_concurrency`: free while it is judged, taken again by its next turn. And its
+    time: what its loop waits for is not its own, nor is what `failed` there its fault."""
 
-    def __init__(self, room: Room) -> None:
-        self.room, self.held, self.over, self.turn = room, False, False, asyncio.Lock()
-        self.away = False
+    def __init__(self, room: Room, limit_s: float) -> None:
+        """`limit_s`: how long the loop's own code may take in one go."""
+        self.room, self.held, self.over, self.away, self.turn = room, False, False, False, asyncio.Lock()
+        self.limit, self.busy, self.begun, self.failed = limit_s, 0, [0, 0], []
 
     def ask(self, nothing: bool) -> None:
         """Note whether the engine is asked for something. A place is kept meanwhile."""
@@ -201,6 +165,40 @@ class Place:
         if self.held:
             self.held = False
             self.room.release()
+
+    @contextlib.asynccontextmanager
+    async def at_work(self, engine: bool) -> AsyncIterator[None]:
+        """The engine is, or the reward function, until its end."""
+        self.begun[time.monotonic() > self.begin + self.limit] += 1
+        self.busy += 1
+        try:
+            if engine:
+                await self.take()
+            else:
+                self.leave()  # another trajectory generates meanwhile
+            yield
+        except Exception as e:
+            self.failed.append(e)
+            raise
+        finally:
+            self.ask(nothing=True)
+            self.busy, self.since = self.busy - 1, time.monotonic()
+
+    async def watch(self, loop: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What the loop returns, or the exception that ended it. TimeoutError: its own code takes too long, or the limit is
+        over and it asks for as much again. Then it is cancelled, and not waited for."""
+        await self.take()
+        task, self.begin = asyncio.create_task(loop()), time.monotonic()
+        self.since = self.begin
+        try:
+            while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
+                if (await asyncio.wait([task], timeout=self.limit))[0]:
+                    break
+        finally:
+            task.cancel()
+            self.leave(over=True)
+        late = TimeoutError(f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s")
+        return (await asyncio.gather(task, return_exceptions=True) if task.done() else [late])[0]
 
 
 class RolloutReplica(UsageProbe):
@@ -323,24 +321,19 @@ class RolloutReplica(UsageProbe):
         return Loops(self.cfg, self.tokenizer)
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
-        greedy, turns, place, wrong = index == sampling.n, itertools.count(), Place(self.room), {}
+        greedy, turns, wrong = index == sampling.n, itertools.count(), {}
         how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
-        others = Others(2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
+        place = Place(self.room, 2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
-            with others.at_work():
-                await place.take()
-                try:
-                    return await self._generate(ids, max_tokens, seed, how)
-                finally:
-                    place.ask(nothing=True)
+            async with place.at_work(engine=True):
+                return await self._generate(ids, max_tokens, seed, how)
 
         async def score(response: str) -> Score:
-            place.leave()  # another trajectory generates meanwhile
             item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
-            with others.at_work():
+            async with place.at_work(engine=False):
                 found = await self.rewards.score(item)
                 wrong.clear()
                 wrong.update(self._fault(found))
@@ -363,13 +356,9 @@ class RolloutReplica(UsageProbe):
             sample.extra |= extra | (wrong or self._fault(None if talk.late else 0.0))
             return sample
 
-        await place.take()
-        try:
-            made = await others.watch(whole())
-        finally:
-            place.leave(over=True)
-        if others.failed or isinstance(made, ConfigError):  # whatever the loop made of it
-            raise [*others.failed, made][0]
+        made = await place.watch(whole)
+        if place.failed or isinstance(made, ConfigError):  # whatever the loop made of it
+            raise [*place.failed, made][0]
         return made if isinstance(made, Sample) else self._unmade(prompt, index, made, extra)
 
     def _fault(self, found: Score | RewardError) -> dict[str, str]:
@@ -392,16 +381,9 @@ class RolloutReplica(UsageProbe):
         from vllm.sampling_params import RequestOutputKind
 
         own = self.cfg.rollout.sampling_kwargs
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=max_tokens,
-            seed=seed,
-            logprobs=0,
-            flat_logprobs=True,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **{"detokenize": "stop" in own} | own,
-        )
+        how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": max_tokens, "seed": seed}
+        how |= {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
+        params = SamplingParams(**how, **{"detokenize": "stop" in own} | own)
         done = (await self._run(ids, params)).outputs[0]
         tokens = np.asarray(done.token_ids, dtype=np.int32)
         incarnation, versions = stamps_of(done.weight_versions, len(tokens))

@@ -110,10 +110,8 @@ _PRODUCTS = (
 def make_products(split: str, size: int, seed: int) -> list[Row]:
     """Products as `_pairs` has them: more than a tiny model can know, so that it needs a calculator."""
     rng = random.Random(f"products {split} {seed}")
-    return [
-        {"question": rng.choice(_PRODUCTS).format(a=a, b=b), "answer": f"{a} * {b} = {a * b}\n#### {a * b}"}
-        for a, b in _pairs("*", split, size, rng)
-    ]
+    asked = ((rng.choice(_PRODUCTS).format(a=a, b=b), a, b) for a, b in _pairs("*", split, size, rng))
+    return [{"question": question, "answer": f"{a} * {b} = {a * b}\n#### {a * b}"} for question, a, b in asked]
 
 
 PUZZLES = ("countdown", "number_sorting", "word_sorting", "simple_equations")
@@ -149,13 +147,9 @@ def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
     raise ValueError(f"gsm_symbolic made only {len(rows)} different {split} problems; ask for fewer")
 
 
-GENERATORS: dict[str, Callable[[str, int, int], Sequence[Mapping[str, Any]]]] = {
-    "word_problems": make,
-    "addition": make_addition,
-    "gsm_symbolic": make_gsm_symbolic,
-    "products": make_products,
-    "puzzles": make_puzzles,
-}
+Generator = Callable[[str, int, int], Sequence[Mapping[str, Any]]]
+GENERATORS: dict[str, Generator] = {"word_problems": make, "addition": make_addition, "gsm_symbolic": make_gsm_symbolic}
+GENERATORS |= {"products": make_products, "puzzles": make_puzzles}
 
 
 def default_test_size(name: str) -> int:

@@ -45,6 +45,7 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
     import ray
 
     from one_step_off import launch
+    from one_step_off.roles import Spawned
 
     mine = models(tied=True, seed=2)
     engine = {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160}
@@ -64,7 +65,7 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
     )
 
     async def check() -> None:
-        roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         found = [await roles.sync((0, 0))]

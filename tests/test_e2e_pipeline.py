@@ -136,9 +136,7 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4})
     with listeners() as found:
         assert launch.run(cfg) == 0
-    # Ray's own processes, and the port of Ray in each of ours, are Ray's to bind.
-    elsewhere = {who for address, names in found.items() if not address.startswith("127.") for who in names}
-    assert found["127.0.0.1"] and not [who for who in elsewhere if who.startswith("VLLM")], found
+    assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
     metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
     assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]

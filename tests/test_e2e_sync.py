@@ -96,6 +96,7 @@ def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, train
     import ray
 
     from one_step_off import launch
+    from one_step_off.roles import Spawned
 
     cfg = tiny_config(
         mine,
@@ -109,7 +110,7 @@ def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, train
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles = launch.spawn_roles(prepared).roles
+        roles = Spawned(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -184,11 +185,12 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     from one_step_off import launch
     from one_step_off.bucket_plan import SyncError
     from one_step_off.groups import RoleError, named
+    from one_step_off.roles import Spawned
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
@@ -226,6 +228,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     import ray
 
     from one_step_off import launch
+    from one_step_off.roles import Spawned
 
     mine, said = models(tied=True, seed=2), []
     own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
@@ -244,7 +247,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     )
 
     async def check() -> None:
-        roles = launch.spawn_roles(launch.prepare(cfg, lambda line: None)).roles
+        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
         roles.rollout.say = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()

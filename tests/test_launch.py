@@ -187,7 +187,7 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
 def test_an_evaluation_alone_says_whose_weights_it_takes(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir = str(tmp_path)
-    prepared = launch.Prepared(cfg, "cpu", None, [], None, {"model": "tiny:qwen2"})
+    prepared = launch.Prepared(cfg, "cpu", None, [], None, {"model": "tiny:qwen2"}, [])
     assert launch._evaluated(prepared) == f"evaluating model.path=tiny:qwen2: no checkpoint in {tmp_path}"
     (tmp_path / "hf_model").mkdir()
     assert launch._evaluated(prepared).endswith(f"; for the trained one set model.path={tmp_path}/hf_model")

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
 from one_step_off import tiny_qwen
@@ -123,7 +124,7 @@ class Mortal:
         killed = any(i.index in self.deadly for i in items)
         self.deaths, self.starting = self.deaths + killed, 2 if killed else max(0, self.starting - 1)
         if self.gone or self.starting:  # Ray refuses every call until the new process is there
-            raise type("ActorDiedError" if self.gone else "ActorUnavailableError", (Exception,), {})("dead")
+            raise ActorDiedError() if self.gone else ActorUnavailableError("dead", None)
         return [float(i.index) for i in items]
 
 

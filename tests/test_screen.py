@@ -101,7 +101,7 @@ def drawn(screen: Screen, width: int) -> str:
 @pytest.mark.parametrize("width", [120, 60])
 def test_the_bar_and_its_figures(width):
     clock = Clock()
-    with Screen(console=terminal(width), clock=clock) as screen, screen.training(40):
+    with Screen(terminal(width), clock=clock) as screen, screen.training(40):
         assert "step 0/40" in drawn(screen, width) and "left -:--:--" in drawn(screen, width)
         clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
@@ -123,7 +123,7 @@ def test_the_bar_and_its_figures(width):
 
 def test_other_work_has_a_moving_line_and_leaves_its_time():
     clock, console = Clock(), terminal()
-    with Screen(console=console, clock=clock) as screen, screen.working("starting [Ray]"):
+    with Screen(console, clock=clock) as screen, screen.working("starting [Ray]"):
         screen.progress("building", 0.0)
         clock.now = 10.0
         screen.progress("building", 0.25)
@@ -138,7 +138,7 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
 
 def test_the_live_part_goes_and_what_was_said_stays():
     console = terminal()
-    with Screen(console=console) as screen:
+    with Screen(console) as screen:
         a_run(screen)
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
@@ -147,13 +147,13 @@ def test_the_live_part_goes_and_what_was_said_stays():
 
 def test_a_long_command_stays_one_line():
     console = terminal(40)
-    Screen(console=console).table([("to go on", "python -m " + "x" * 100)])
+    Screen(console).table([("to go on", "python -m " + "x" * 100)])
     assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
 
 
 def test_an_error_ends_the_live_part_and_threads():
     before = threading.active_count()
-    screen = Screen(console=terminal())
+    screen = Screen(terminal())
     with pytest.raises(ValueError), screen, screen.training(3):
         screen.progress("building", 0.5)
         raise ValueError

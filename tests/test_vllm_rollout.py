@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ray.exceptions import ActorDiedError
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
@@ -353,7 +354,7 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
 def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
     async def main():
         room = Room(1)
-        one, other = Place(room), Place(room)
+        one, other = Place(room, 1.0), Place(room, 1.0)
         await one.take()
         late = asyncio.create_task(other.take())
         await asyncio.sleep(0)
@@ -434,9 +435,6 @@ def test_replicas_begin_with_different_scorers_and_a_dead_one_is_named():
     class Dead:
         async def remote(self, items):
             raise ActorDiedError
-
-    class ActorDiedError(Exception):
-        """As Ray's."""
 
     async def main():
         scorers = [FakeScorer() for _ in range(3)]
