@@ -297,6 +297,8 @@ class RolloutGroup:
                 if not left:
                     raise
             self.health[i].to(State.DEAD)
+        else:
+            raise RoleError(f"{what}: lost {ATTEMPTS} times in its first sync")
         del self.returning[i]
         self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
 

@@ -68,11 +68,12 @@ class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
         index = init_info.first_receiver + get_tensor_model_parallel_rank()
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
             self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
+            # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync. Taken while
+            # it is whole: after an update that broke, a tied head stands there under a name of its own.
+            self.expected = {name for name, _ in self.model.named_parameters()}
         self.receiver.index, self.receiver.who = index, f"receiver {index}"
         self.receiver.connect(init_info.epoch, init_info.addresses, init_info.receivers, init_info.near)
         self.tried = False  # whether it can do without a mirror
-        # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync.
-        self.expected = {name for name, _ in self.model.named_parameters()}
 
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""

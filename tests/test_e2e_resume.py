@@ -24,11 +24,10 @@ TIMES = (
 def learnt(folder: Path) -> list[dict]:
     """The rows without what a clock says. It also says which row repeats an evaluation, that of the step that ended
     next: what was found in them follows at the end."""
-    names = ("metrics.jsonl", "evaluations.jsonl") if (folder / "evaluations.jsonl").exists() else ("metrics.jsonl",)
+    names = [name for name in ("metrics.jsonl", "evaluations.jsonl") if (folder / name).exists()]
     left_out = {"metrics.jsonl": (*TIMES, "val/"), "evaluations.jsonl": TIMES}
-    return [
-        {k: v for k, v in r.items() if not k.startswith(left_out[name])} for name in names for r in rows(folder, name)
-    ]
+    found = ((row.items(), left_out[name]) for name in names for row in rows(folder, name))
+    return [{k: v for k, v in row if not k.startswith(without) and not k.endswith("_s")} for row, without in found]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -247,6 +247,22 @@ def test_with_one_replica_its_prompts_wait_for_its_next_life(routing):
     asyncio.run(main())
 
 
+def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
+    async def main():
+        group, lives = group_of([Dying(), Dying(at=5)], "static", respawn=lambda i: lives.append(i) or Dying()), []
+
+        async def restore(i: int) -> bool:
+            return False
+
+        group.restore = restore
+        samples, _ = await group.generate(PROMPTS, "step 0", group.train)
+        assert len(samples) == 24
+        await asyncio.wait([group.returning[1]])
+        assert lives == [1] * groups.ATTEMPTS and group.active == [0] == await group.serving()
+
+    asyncio.run(main())
+
+
 def test_an_idle_replica_that_dies_is_noticed_by_its_heartbeat():
     async def main():
         replicas = [Dying(), Dying()]

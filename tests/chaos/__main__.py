@@ -70,6 +70,7 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
         command.start()
         if not chaos.wait_for_steps(1, 300):
             return {"wrong": [f"the run did not begin; see {command.log}"], "kills": []}
+        begin = time.monotonic()
         while len(chaos.done) < args.kills and time.monotonic() - begin < 60 * args.minutes:
             time.sleep(chaos.random.uniform(0, 2))
             chaos.once(chaos.choose(args.kinds, args.points, args.stop))
@@ -159,6 +160,8 @@ def differing(one: Path, two: Path) -> list[str]:
 
     from tests.test_e2e_resume import learnt, weights
 
+    if not (two / "hf_model").exists():
+        return ["everything: it did not end well"]
     mine, theirs = weights(one), weights(two)
     same = {
         "ledger.jsonl": real.rows(one, "ledger.jsonl") == real.rows(two, "ledger.jsonl"),
