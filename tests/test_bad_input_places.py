@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off import launch
+from one_step_off import checkpoint, launch
 from one_step_off.config import ConfigError
 from one_step_off.main_ppo import main
 from tests.bad_input import base, refused, without_privileges, write
@@ -286,20 +286,31 @@ FIXED = {
     "model.dtype": "float32",
 }
 FIXED |= {"agent.loop": "single_turn", "actor.backend": "fsdp"}
+FIXED |= {"model.lora_rank": 0, "model.lora_alpha": 32, "model.lora_target_modules": "all-linear"}
+
+
+def state(**changed: object) -> dict[str, str]:
+    """`state.json` of a checkpoint made with other values of the fixed keys."""
+    return {
+        "state.json": json.dumps({"step": 4, "fixed": FIXED | {k.replace("__", "."): v for k, v in changed.items()}})
+    }
+
+
+GOOD_ONE = "name a good one, or start anew"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
-    ("an empty folder", {}, ["no checkpoint there", "state.json is missing"]),
-    ("an unfinished one", {"samples.jsonl": ""}, ["no checkpoint there", "state.json is missing"]),
-    ("a folder for the state", {"state.json/": ""}, ["no checkpoint there", "state.json is missing"]),
-    ("a state of no bytes", {"state.json": ""}, ["state.json", "name a folder"]),
-    ("a state cut off", {"state.json": '{"step": 4, "fixed": {'}, ["state.json", "name a folder"]),
-    ("a state that is no text", {"state.json": b"\xff\xfe\0"}, ["state.json", "name a folder"]),
-    ("other samples per prompt", {"state.json": json.dumps({"step": 4, "fixed": FIXED | {"rollout.n": 8}})},
-     ["rollout.n=2", "was made with 8", "resume with that value"]),
-    ("another seed", {"state.json": json.dumps({"step": 4, "fixed": FIXED | {"trainer.seed": 5}})},
-     ["trainer.seed=0", "was made with 5", "trainer.resume=never"]),
-    ("another back end", {"state.json": json.dumps({"step": 4, "fixed": FIXED | {"actor.backend": "megatron"}})},
-     ["actor.backend=fsdp", "was made with megatron", "another trainer.output_dir"]),
+    ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
+    ("an unfinished one", {"samples.jsonl": ""}, ["no checkpoint there", "state.json is missing", "use auto"]),
+    ("no manifest", {"state.json": "{}", "x": ""}, ["manifest.json", "FileNotFoundError", GOOD_ONE]),
+    ("a folder for the manifest", {"state.json": "{}", "manifest.json/": ""}, ["manifest.json", "IsADirectoryError", GOOD_ONE]),
+    ("a manifest of no bytes", {"state.json": "{}", "manifest.json": ""}, ["manifest.json", "JSONDecodeError", GOOD_ONE]),
+    ("a manifest cut off", {"state.json": "{}", "manifest.json": '{"format": 2, "bytes": {'}, ["manifest.json", GOOD_ONE]),
+    ("a manifest that is no text", {"state.json": "{}", "manifest.json": b"\xff\xfe\0"}, ["manifest.json", GOOD_ONE]),
+    ("another format", {"state.json": "{}", "manifest.json": '{"format": 1}'}, ["it has format 1", "reads 2", GOOD_ONE]),
+    ("other samples per prompt", state(rollout__n=8), ["rollout.n=2", "was made with 8", "resume with it"]),
+    ("another seed", state(trainer__seed=5), ["trainer.seed=0", "was made with 5", "trainer.resume=never"]),
+    ("another back end", state(actor__backend="megatron"), ["actor.backend=fsdp", "was made with megatron"]),
+    ("another model's rank", state(model__lora_rank=8), ["model.lora_rank=0", "was made with 8", "another trainer.output_dir"]),
 ]  # fmt: skip
 
 
@@ -309,4 +320,6 @@ def test_checkpoints_that_are_none(files, parts, models, tmp_path, capsys):
     if files is not None:
         folder.mkdir()
         write(folder, files)
+    if files and files.keys() == {"state.json"}:
+        write(folder, {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))})
     refused([*base(tmp_path, models()), f"trainer.resume={folder}"], ["TMP/step_000004", *parts], tmp_path, capsys)
