@@ -12,16 +12,26 @@ from tests.chaos.__main__ import disturb, exact, main, parsed
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
-def test_a_replica_and_an_engine_die_and_the_run_goes_on(tmp_path: Path):
-    """One in mid-generation, one between two buckets of a sync; then SIGTERM. Ledger, rows and leftovers are checked."""
-    points = "generating,between buckets"
-    args = parsed(
-        ["--kills", "2", "--kinds", "replica,engine", "--points", points, "--seed", "1", "--out", f"{tmp_path}/c"]
-    )
-    found = disturb(args, go_on=False)
-    assert found["wrong"] == [] and found["hit"] == 2, json.dumps(found, indent=1)
+def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
+    """Killed so often, then SIGTERM. Ledger, rows and leftovers are checked."""
+    args = ["--kills", f"{kills}", "--kinds", kinds, "--points", points, "--seed", "1", "--out", f"{tmp_path}/c"]
+    found = disturb(parsed(args), go_on=False)
+    assert found["wrong"] == [] and found["hit"] == kills, json.dumps(found, indent=1)
     assert found["starts"] == 1, "the run itself never ended"
-    assert {(kill["kind"], kill["point"]) for kill in found["kills"]} == {
+    return found
+
+
+def test_an_engine_dies_between_two_buckets_and_the_run_goes_on(tmp_path: Path):
+    """What this takes is the start of a run and of an engine: there is one kill."""
+    (kill,) = run_with(tmp_path, 1, "engine", "between buckets")["kills"]
+    assert kill["step"] >= 1 and kill["recovered_s"] > 0
+
+
+@pytest.mark.slow
+def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
+    """One in mid-generation, then, with its next life in the groups, one between two buckets."""
+    kills = run_with(tmp_path, 2, "replica,engine", "generating,between buckets")["kills"]
+    assert {(kill["kind"], kill["point"]) for kill in kills} == {
         ("replica", "generating"),
         ("engine", "between buckets"),
     }

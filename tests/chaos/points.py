@@ -72,7 +72,7 @@ POINTS = [
     # A rank of the actor.
     Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
     Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
-    Point("idle", "trainer", f"{FSDP}:PolicyWorker.update", "idle"),
+    Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
     Point("before the first bucket", "trainer", f"{SENDING}:SendingEnd.send_weights"),
     Point("between buckets", "trainer", f"{SYNC}:Sender._pack", only=_later_bucket),
     Point("after the last bucket", "trainer", f"{SENDING}:SendingEnd.send_weights", "after"),
