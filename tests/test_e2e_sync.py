@@ -220,8 +220,9 @@ def kill_at_third_bucket(worker, pid: int) -> None:
     worker.sender._pack = pack
 
 
+@pytest.mark.slow  # test_e2e_chaos.py has a shorter one
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("extension", [None, pytest.param("tests.unpacked_engine", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("extension", [None, "tests.unpacked_engine"])
 def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_path, extension):
     """kill -9 between two buckets. The other one receives everything again without a restart, also where the broken sync has
     written into its parameters (`extension`); the lost one is started anew beside it, and takes part from the next sync on."""
