@@ -100,11 +100,11 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
 
 def exact(args: argparse.Namespace) -> dict[str, Any]:
     """Runs of EXACT_STEPS steps, stopped again and again, against one that was not."""
-    chance, begin = random.Random(args.seed), time.monotonic()
+    chance = random.Random(args.seed)
     whole, wrong = undisturbed(args, EXACT_STEPS)
     if wrong:
         return {"wrong": wrong, "kills": []}
-    stops, runs = [], 0
+    begin, stops, runs = time.monotonic(), [], 0
     while len(stops) < args.kills and time.monotonic() - begin < 60 * args.minutes:
         runs += 1
         out = args.out / f"stopped_{runs}"
