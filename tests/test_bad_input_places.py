@@ -97,7 +97,7 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(launch, "_run_on_ray", full)
+    monkeypatch.setattr(launch, "run_on_ray", full)
     arguments = [*base(tmp_path, models()), f"trainer.output_dir={tmp_path}/new"]
     assert main(arguments) == 2
     err = capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypa
     def fail(*_: object) -> None:
         raise RuntimeError(f"401 from {URL} with hf_abcdefgh123")
 
-    monkeypatch.setattr(launch, "_run_on_ray", fail)
+    monkeypatch.setattr(launch, "run_on_ray", fail)
     assert main([*arguments, secret]) == 1
     assert main([*arguments, f"reward_model.path={models()}", "placement.roles.reward_model=actor"]) == 2
     out, err = capsys.readouterr()
