@@ -38,6 +38,7 @@ def deadly(response: str, **_: object) -> float:
     return float(len(response))
 
 
+@pytest.mark.slow
 def test_reward_workers_die_and_come_back():
     """Only who kills them is to blame; a worker killed from outside costs nobody a reward."""
     import ray
@@ -102,6 +103,7 @@ def broken_once(t, o):
     return values
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd):
     from one_step_off import launch, main_ppo
 

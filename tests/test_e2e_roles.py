@@ -88,6 +88,7 @@ def overlap(row: dict, one: str, other: str) -> bool:
     return a < d and c < b
 
 
+@pytest.mark.slow
 def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
     """At staleness 0, with all in one pool, with rollout apart, and with a pool for each: same numbers, other times."""
     from one_step_off import launch

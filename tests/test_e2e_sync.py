@@ -71,11 +71,9 @@ def hf_answers(path: str, sequences: list[np.ndarray], new_tokens: int) -> list[
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("tied", "tp", "replicas", "ranks"),
-    [pytest.param(*layout, marks=[pytest.mark.slow] * (i > 0)) for i, layout in enumerate(LAYOUTS)],
-)
+@pytest.mark.parametrize(("tied", "tp", "replicas", "ranks"), LAYOUTS)
 def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks):
     """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
     other, mine = models(tied=tied, seed=1), models(tied=tied, seed=2)
@@ -83,6 +81,7 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks
     sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "rollout.tensor_parallel_size": tp})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_engine_equals_hf_with_adapters(models, tmp_path):
     """LoRA: the engine loads the merged weights that the trainer streams, and answers as the merged model it saves."""
@@ -155,6 +154,7 @@ def moved(before: str, after: str, trained: str) -> bool:
     return all((a[n] != b[n]).float().mean() > 0.5 if trained in n else torch.equal(a[n], b[n]) for n in a)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
     """A trainer whose layers compute something else than the engine's: same names, same bytes, other rope base."""

@@ -97,7 +97,7 @@ CASES = [
     case("tp2_cp2", "llama", 4, **TP, **SP, **CP),
     case("vpp2_cp2", "qwen2", 4, **PP, **VPP, **CP),
 ]
-SLOW = {name for name, _, world, _ in CASES if world == 4} - {"tp2_dp2"}
+SLOW = {name for name, _, world, _ in CASES if world == 4}
 
 
 class Recorder(WORKERS["actor"]):
@@ -531,6 +531,7 @@ def held_by(worker):
     return [(dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy()) for p, t in parts]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
     """Saved on TP=2; read on TP=2, PP=2, virtual stages, CP=2 and two replicas: the same weights, then the same step. The
     same of a critic and, saved with its experts spread out, of a mixture of experts."""
