@@ -218,9 +218,7 @@ class RolloutGroup:
         self.changed: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(len(replicas))}  # set: it was lost
         self.restarts = 0
         self.say: Callable[[str], None] = lambda line: None
-        self.restore: Callable[[int], Awaitable[bool]] | None = (
-            None  # verified weights into one replica; see WeightSync
-        )
+        self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
         own, longest = cfg.rollout, cfg.rollout.val_max_response_length
