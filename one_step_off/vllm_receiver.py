@@ -11,7 +11,6 @@ they were loaded: all further ones are then written straight into them (live_wei
 
 import functools
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,51 +27,28 @@ from one_step_off.distributed_util import Receiver
 from one_step_off.live_weights import InPlace, LiveWeights, NotInPlace
 from one_step_off.workers import WeightPiece
 
-BACKEND = "one_step_off"
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
 
 
-@dataclass
-class InitInfo(base.WeightTransferInitInfo):
-    """Plain data only, since it crosses process borders. `pieces[s]` are the fields of sender s's WeightPieces."""
-
-    pieces: list[list[list[Any]]]
-    bucket_bytes: int
-    epoch: int
-    addresses: list[list[Any]]
-    first_receiver: int
-    receivers: int
-    near: list[list[int]]
-    host: str
-    timeout_s: float
-
-
-@dataclass
-class UpdateInfo(base.WeightTransferUpdateInfo):
-    """Which version to receive."""
-
-    version: int
-
-
-class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
+class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
-    init_info_cls = InitInfo
-    update_info_cls = UpdateInfo
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Build the plan and join the senders' groups; an earlier epoch's are given up."""
-        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in init_info.pieces]
-        plan = BucketPlan.build(pieces, init_info.bucket_bytes)
-        index = init_info.first_receiver + get_tensor_model_parallel_rank()
+    def init_transfer_engine(
+        self, pieces: list, bucket_bytes: int, first_receiver: int, host: str, timeout_s: float, **groups: Any
+    ) -> None:
+        """Build the plan and join the senders' groups; an earlier epoch's are given up. Plain data only, since it crosses
+        process borders: `pieces[s]` are the fields of sender s's WeightPieces. `groups`: for `Receiver.connect`."""
+        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in pieces]
+        plan, index = BucketPlan.build(pieces, bucket_bytes), first_receiver + get_tensor_model_parallel_rank()
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
-            self.receiver = Receiver(plan, index, torch.device(self.device), init_info.host, init_info.timeout_s)
+            self.receiver = Receiver(plan, index, torch.device(self.device), host, timeout_s)
             # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync. Taken while
             # it is whole: after an update that broke, a tied head stands there under a name of its own.
             self.expected = {name for name, _ in self.model.named_parameters()}
         self.receiver.index, self.receiver.who = index, f"receiver {index}"
-        self.receiver.connect(init_info.epoch, init_info.addresses, init_info.receivers, init_info.near)
+        self.receiver.connect(**groups)
         self.tried = False  # whether it can do without a mirror
 
     def start_weight_update(self) -> None:
@@ -93,17 +69,13 @@ class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
                 method.moe_kernel = None  # vLLM packs experts for CPUs only while it makes their kernel
         self.report = {"prepare": time.perf_counter() - start}
 
-    def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Receive all buckets; verified by checksum and by name when this returns."""
-        self.report |= self.receiver.receive(self._load, update_info.version)
+    def receive_weights(self, update_info: dict[str, int]) -> None:
+        """Receive all buckets of "version"; verified by checksum and by name when this returns."""
+        self.report |= self.receiver.receive(self._load, **update_info)
         if missing := sorted(self.expected - self.loaded):
             raise SyncError(f"{self.receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}")
 
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """As the base class, without a device synchronisation where there is no device."""
-        self.receive_weights(self.parse_update_info(update_info))
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
+    update_weights = receive_weights  # the receiver has synchronised what there is to
 
     def finish_weight_update(self) -> None:
         """Pack the layers again; or, after an update in place, derive again what attention layers derive from weights."""
@@ -156,18 +128,18 @@ class OneStepOffTransferEngine(base.WeightTransferEngine[InitInfo, UpdateInfo]):
                         bound.arguments[key].is_own_copy = True
 
 
-WeightTransferEngineFactory.register_engine(BACKEND, OneStepOffTransferEngine)
+WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)
 
 
 class SyncWorkerExtension:
     """Mixed into vLLM's worker; `collective_rpc` reaches its methods."""
 
     def connect_sync(self, info: dict[str, Any]) -> None:
-        """Join the groups of a new epoch. `info`: the fields of `InitInfo`."""
-        self.weight_transfer_engine.init_transfer_engine(InitInfo(**info))
+        """Join the groups of a new epoch; see `init_transfer_engine`."""
+        self.weight_transfer_engine.init_transfer_engine(**info)
 
     def sync_weights(self, version: int) -> dict[str, Any]:
-        """One whole update. Returns seconds per phase, bytes, and each bucket's time on the wire."""
+        """One whole update. Returns seconds per phase, and bytes."""
         self.start_weight_update()
         self.update_weights({"version": version})
         self.finish_weight_update()

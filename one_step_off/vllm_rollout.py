@@ -244,7 +244,7 @@ class RolloutReplica(UsageProbe):
         return self.engine.vllm_config.scheduler_config.max_num_seqs
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
-        """Join the weight-sync groups of a new epoch. `info`: the fields of vllm_receiver.InitInfo that replicas share;
+        """Join the weight-sync groups of a new epoch. `info`: what `vllm_receiver` takes and replicas share;
         `first_receiver`: the number of this replica's first worker. Raises SyncError."""
         own = {"host": own_host(info["host"]), "first_receiver": first_receiver}
         await self._call_workers("connect_sync", info | own)
