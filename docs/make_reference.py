@@ -29,7 +29,7 @@ run must at least set `model.path`, `data.train_files`, and one of `trainer.tota
 def _type(key: Key) -> str:
     words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
     return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
-        " or `null`" if key.optional else ""
+        " or `null`" if key.default is None else ""
     )
 
 

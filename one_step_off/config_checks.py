@@ -47,25 +47,17 @@ OWNED = {
     "max_tokens": "data.max_response_length",
     "data_parallel_size": "placement.pools: each tensor_parallel_size of its GPUs is a replica",
 }
-# Fields of AsyncEngineArgs that are refused whatever their value, and those that are unless they are off.
+# Fields of AsyncEngineArgs that are refused whatever their value, and those that are unless they are off: with these the
+# engine's log-probs would not be the policy's, it would hold another model, or parts of one (adapters, drafters,
+# offloaded or quantised weights, values cached with older ones) that the weight sync does not write.
 ENGINE_SET = """pipeline_parallel_size prefill_context_parallel_size decode_context_parallel_size nnodes device_ids
     distributed_executor_backend logprobs_mode max_logprobs weight_transfer_config worker_extension_cls worker_cls"""
-ENGINE_BREAKS = {
-    "the engine's log-probs would no longer be the policy's": """logits_processors watermark_config diffusion_config
-        kv_cache_dtype""",
-    "the trainer would not follow, and the two would hold different models": """hf_overrides hf_config_path
-        model_class_overrides model_weights revision code_revision""",
-    "the weight sync writes the model's own plain weights, and would miss these": """quantization quantization_config
-        enable_lora cpu_offload_gb offload_group_size enable_eplb""",
-    "a drafter's weights would stay as they were while the policy's move": """speculative_config spec_method spec_model
-        spec_tokens""",
-    "values cached with older weights would outlive a weight sync": """kv_transfer_config ec_transfer_config
-        kv_offloading_size""",
-}
+ENGINE_BREAKS = """logits_processors watermark_config diffusion_config kv_cache_dtype hf_overrides hf_config_path revision
+    model_class_overrides model_weights code_revision quantization quantization_config enable_lora cpu_offload_gb
+    offload_group_size enable_eplb speculative_config spec_method spec_model spec_tokens kv_transfer_config
+    ec_transfer_config kv_offloading_size"""
 # A seeded request whose prompt is split kills vLLM's CPU engine.
-ENGINE_BREAKS_ON_CPU = {
-    "a prompt computed in parts kills vLLM's CPU engine": "enable_chunked_prefill long_prefill_token_threshold"
-}
+ENGINE_BREAKS_ON_CPU = "enable_chunked_prefill long_prefill_token_threshold"
 
 
 def show(value: Any) -> str:
@@ -326,16 +318,17 @@ def _sampling(cfg: Config) -> Iterator[str]:
 
 def _engine(cfg: Config, device: str) -> Iterator[str]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
-    breaks = ENGINE_BREAKS | (ENGINE_BREAKS_ON_CPU if device == "cpu" else {})
     for name, value in cfg.rollout.engine_kwargs.items():
         where = f"rollout.engine_kwargs.{show(name)}={show(value)}"
         if _owner(cfg, name):
             yield f"{where}: use {_owner(cfg, name)}"
         if name in ENGINE_SET.split():
             yield f"{where}: the program sets it, one replica to a node; remove it"
-        for why, names in breaks.items():
-            if name in names.split() and value and value != "auto":
-                yield f"{where}: {why}; remove it"
+        if name in ENGINE_BREAKS.split() and value and value != "auto":
+            why = "what the engine computes would not be the policy's, or the weight sync would miss a part of it"
+            yield f"{where}: {why}; remove it"
+        if name in ENGINE_BREAKS_ON_CPU.split() and value and device == "cpu":
+            yield f"{where}: a prompt computed in parts kills vLLM's CPU engine; remove it"
         at_least = name == "max_model_len" or (name == "max_num_batched_tokens" and device == "cpu")
         if at_least and (not isinstance(value, int) or value < longest):
             yield f"{where}: prompt and response may take {longest} tokens; remove it, or use at least {longest}"

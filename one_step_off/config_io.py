@@ -11,9 +11,10 @@ import itertools
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
@@ -40,13 +41,12 @@ _KINDS = {
 
 @dataclass(frozen=True)
 class Key:
-    """One key of the schema. `dotted` is section.name, `type` the Python type without Optional."""
+    """One key of the schema. `dotted` is section.name, `type` the Python type without Optional, which has default None."""
 
     dotted: str
     section: str
     name: str
     type: Any
-    optional: bool
     default: Any
     meta: Any
 
@@ -54,18 +54,15 @@ class Key:
     def kind(self) -> str:
         """The type in words, as it completes "must be ..."."""
         words = f"one of {', '.join(self.meta['choices'])}" if self.meta["choices"] else _KINDS[self.type]
-        return words + (" or null" if self.optional else "")
+        return words + (" or null" if self.default is None else "")
 
 
 def _keys() -> Iterator[Key]:
-    defaults = Config()
-    for section, cls in get_type_hints(Config).items():
-        hints = get_type_hints(cls)
-        for f in dataclasses.fields(cls):
-            optional = get_origin(hints[f.name]) is Union
-            kind = get_args(hints[f.name])[0] if optional else hints[f.name]
-            default = getattr(getattr(defaults, section), f.name)
-            yield Key(f"{section}.{f.name}", section, f.name, kind, optional, default, f.metadata)
+    for section in dataclasses.fields(Config):
+        for f in dataclasses.fields(section.type):
+            default = getattr(section.type(), f.name)
+            kind = get_args(f.type)[0] if default is None else f.type
+            yield Key(f"{section.name}.{f.name}", section.name, f.name, kind, default, f.metadata)
 
 
 KEYS: dict[str, Key] = {key.dotted: key for key in _keys()}
@@ -86,52 +83,19 @@ def find_key(dotted: str) -> Key:
 
 
 _Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
+sys.set_int_max_str_digits(0)  # or a number of 5,000 digits could not be shown as what is wrong
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
-
-
-def _weigh(node: yaml.Node, known: dict[int, int], most: int = 100_000) -> int:
-    """How many values a node stands for, aliases written out; the longest config has a few hundred. Raises YAMLError."""
-    if id(node) not in known:
-        # As long as it is open there is no end to it: an alias of what it stands in.
-        scalar, known[id(node)] = isinstance(node.value, str), most
-        inner = itertools.chain(*(n if isinstance(n, tuple) else (n,) for n in node.value if not scalar))
-        known[id(node)] = 1 + sum(_weigh(n, known) for n in inner)
-        if known[id(node)] > most or (scalar and node.tag.endswith(":int") and len(node.value) > 3000):
-            problem = "an alias of what it stands in, or more than can be meant"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    return known[id(node)]
 
 
 def parsed(text: str) -> tuple[Any, Any]:
     """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
-    if root := yaml.compose(text, _Loader):
-        _weigh(root, {})
-    return yaml.load(text, _Loader), root
+    return yaml.load(text, _Loader), yaml.compose(text, _Loader)
 
 
 def _yaml_fault(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
     return "not valid YAML: " + line + " ".join(str(getattr(error, "problem", None) or error).split())
-
-
-def _read_file(path: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a file holds, and the lines of its sections and keys (for messages)."""
-    try:
-        with open(path, encoding="utf-8") as f:
-            value, root = parsed(f.read())
-    except OSError as e:
-        raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
-    except _YAML_FAULTS as e:
-        raise ConfigError(f"config={path}: {_yaml_fault(e)}; mend the file") from None
-    if not isinstance(value, dict):
-        raise ConfigError(f"config={path}: must hold a mapping of sections, as model: {{path: ...}}")
-    lines = {}
-    for name, body in root.value:
-        lines[str(name.value)] = name.start_mark.line + 1
-        for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
-            lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
-    return value, lines
 
 
 def _assign(tree: dict, dotted: str, value: Any) -> str:
@@ -149,15 +113,27 @@ def _assign(tree: dict, dotted: str, value: Any) -> str:
 
 def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
     """The keys that a file sets: dotted name, value, and "file:line: " for messages."""
-    content, lines = _read_file(path)
-    for section, body in content.items():
-        where = f"{path}:{lines.get(str(section), 1)}: "
-        if section not in SECTIONS:
-            with _placed(where):
+    try:
+        with open(path, encoding="utf-8") as f:
+            content, root = parsed(f.read())
+    except OSError as e:
+        raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
+    except _YAML_FAULTS as e:
+        raise ConfigError(f"config={path}: {_yaml_fault(e)}; mend the file") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"config={path}: must hold a mapping of sections, as model: {{path: ...}}")
+    lines = {}
+    for name, body in root.value:
+        lines[str(name.value)] = name.start_mark.line + 1
+        for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
+            lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
+    for section, keys in content.items():
+        with _placed(f"{path}:{lines.get(str(section), 1)}: "):
+            if section not in SECTIONS:
                 find_key(str(section))
-        if not isinstance(body, dict | None):
-            raise ConfigError(f"{where}{section}={show(body)}: a section must be a mapping of keys, as {{key: value}}")
-        for name, value in (body or {}).items():
+            if not isinstance(keys, dict | None):
+                raise ConfigError(f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}")
+        for name, value in (keys or {}).items():
             yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
 
 
@@ -224,14 +200,11 @@ def _checked(key: Key, value: Any) -> Any:
         return ",".join(os.path.expanduser(part.strip()) for part in value.split(","))
     if type(value) not in (int, float) or value == meta["also"]:
         return value
-    if meta["low"] is not None and meta["low"] == meta["high"] != value:
-        why = "the engine would then sample from another distribution than the trainer scores"
-        raise ConfigError(f"{wrong}{meta['low']:g}: {why}; remove it")
     for name, (words, fits) in _BOUNDS.items():
         bound = _LARGEST if name == "high" and meta[name] is None else meta[name]
         if bound is not None and not fits(value, bound):
             also = "" if meta["also"] is None else f", or {meta['also']}"
-            raise ConfigError(f"{wrong}{words} {bound:.10g}{also}")
+            raise ConfigError(f"{wrong}{words} {bound:.10g}{also} ({meta['help']})")
     return value
 
 
@@ -335,22 +308,15 @@ def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict
 
 
 def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
-    """What runs where, for a valid config: one line per pool."""
-    device, width = resolved_device(cfg), cfg.rollout.tensor_parallel_size
-    lines = []
+    """What runs where, for a valid config: one line per pool, as "all [2] on cpu: rollout x 2, actor x 2; cores 0 1"."""
+    device, lines = resolved_device(cfg), []
     for pool, seats in seat_cores(cfg, device, cores).items():
-        shape, roles = cfg.placement.pools[pool], [r for r, where in cfg.placement.roles.items() if where == pool]
-        text = f"{pool}: {_many(sum(shape), 'GPU' if device == 'cuda' else 'CPU process')}"
-        text += f" on {len(shape)} nodes {shape}" if len(shape) > 1 else ""
-        text += f"; {', '.join(roles)}: {_many(len(seats), 'replica' if 'rollout' in roles else 'rank')}"
-        text += f" x TP {width}" if "rollout" in roles else ""
-        for role in (role for role in roles if role != "rollout" and settings_of(cfg, role).backend == "megatron"):
-            sizes = {n[0].upper() + "P": getattr(settings_of(cfg, role), f"{n}_parallel_size") for n in MODEL_PARALLEL}
+        roles = []
+        for role in (role for role, where in cfg.placement.roles.items() if where == pool):
+            own = cfg.rollout if role == "rollout" else settings_of(cfg, role)
+            sizes = {n[0].upper() + "P": getattr(own, f"{n}_parallel_size", 1) for n in MODEL_PARALLEL}
             divided = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            text += f", {role} by Megatron {divided}".rstrip()
-        lines.append(text + ("; cores " + " ".join(",".join(map(str, c)) for c in seats) if any(seats) else ""))
+            roles.append(f"{role} x {len(seats)}" + f" ({divided})" * bool(divided))
+        pinned = "; cores " + " ".join(",".join(map(str, c)) for c in seats) if any(seats) else ""
+        lines.append(f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}{pinned}")
     return "\n".join(lines)
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "es" if noun.endswith("s") else "s")

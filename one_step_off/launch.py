@@ -203,7 +203,12 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         found = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
-        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+        mend = "give a directory saved by save_pretrained or a hub id, or check the network and HF_HUB_OFFLINE"
+        mend += "; a gated or private model needs access and `hf auth login`, one with code of its own "
+        mend += (
+            f"model.trust_remote_code=true, one newer than transformers {metadata.version('transformers')} a newer one"
+        )
+        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {mend}") from e
     if quantised := getattr(found, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the trainer cannot load"
@@ -216,25 +221,6 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         keys = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
     return name, found
-
-
-def _mend(error: BaseException) -> str:
-    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
-    from huggingface_hub import errors
-
-    login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    chain: list[BaseException] = [error]
-    while inner := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(inner)
-    newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
-    own = f"{newer}, a model with code of its own model.trust_remote_code=true"
-    mends = {
-        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
-        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
-        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
-        BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
-    }
-    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -467,7 +453,8 @@ def run(cfg: Config) -> int:
             return 0
         if cfg.trainer.val_only:
             state = None
-            screen.say(_evaluated(prepared))
+            untrained = f"model.path={prepared.asked_for['model']}: no checkpoint in {cfg.trainer.output_dir}"
+            screen.say(f"evaluating {prepared.resume_from or untrained}")
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
@@ -482,15 +469,6 @@ def run(cfg: Config) -> int:
         run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
-
-
-def _evaluated(prepared: Prepared) -> str:
-    """Which weights an evaluation alone is about to take."""
-    folder = Path(prepared.cfg.trainer.output_dir)
-    if prepared.resume_from:
-        return f"evaluating the weights of {prepared.resume_from}"
-    trained = f"; for the trained one set model.path={folder / 'hf_model'}" if (folder / "hf_model").is_dir() else ""
-    return f"evaluating model.path={prepared.asked_for['model']}: no checkpoint in {folder}{trained}"
 
 
 @swept()

@@ -13,7 +13,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, named, within
+from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
 from one_step_off.launch import Prepared
 from one_step_off.leftovers import RUN
 from one_step_off.placement import create_pools, spawn
@@ -131,9 +131,8 @@ class Spawned:
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
-        who = [(f"{role} {i}", rank) for role, ranks in everyone.items() for i, rank in enumerate(ranks)]
         try:
-            await asyncio.gather(*(within(PING_S, name, named(name, r.__ray_ready__.remote())) for name, r in who))
+            await asyncio.gather(*(every(PING_S, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
         except (ProcessDied, PhaseTimeout) as e:  # busy is not gone; whoever waited for what is may have failed first
             return isinstance(e, ProcessDied) and isinstance(error, (RoleError, SyncError))
         return False

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.bucket_plan import BucketPlan, SyncError
-from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named
+from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
 from one_step_off.health import State
 from one_step_off.samples import Stamp
 
@@ -134,25 +134,21 @@ class WeightSync:
     async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:
         """What senders and replicas report. The first failure is raised once all have ended: whoever fails leaves its
         groups, so that the others fail soon after."""
-        what = f"weight sync of version {stamp[1]}"
-        calls = [("trainer rank", i, actor.send_weights.remote(stamp[1])) for i, actor in enumerate(self.senders)]
-        calls += [("rollout", i, self.rollout.all[i].sync.remote(stamp)) for i in replicas]
-        tasks = [asyncio.ensure_future(named(f"{what}, {who} {i}", answer)) for who, i, answer in calls]
+        what, failed = f"weight sync of version {stamp[1]}", []
+        calls = [(f"{what}, trainer rank {i}", a.send_weights.remote(stamp[1])) for i, a in enumerate(self.senders)]
+        calls += [(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp)) for i in replicas]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        done, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
-        first = [task for task in tasks if task in done and task.exception()]
-        if late:
-            _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
-            for task in late:
-                task.cancel()
-        # Of all: asyncio tells of failures that nobody asked for.
-        if failed := [task for task in tasks if task not in late and task.exception()]:
-            raise (first or failed)[0].exception()
-        if late:
-            who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)
-            raise SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")
-        reports = [task.result() for task in tasks]
+
+        async def ended(who: str, answer: Awaitable[Any]) -> Any:
+            try:
+                return await within(limit, who, named(who, answer))
+            except Exception as e:
+                failed.append(e)
+
+        reports = await asyncio.gather(*(ended(*call) for call in calls))
+        if failed:
+            raise failed[0]
         return reports[: len(self.senders)], reports[len(self.senders) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:

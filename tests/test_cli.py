@@ -82,9 +82,7 @@ def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_pat
     out = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(out)
     assert load([f"config={tmp_path}/again.yaml"]) == load(argv)
-    assert (
-        "# rollout: 1 CPU process; rollout: 1 replica x TP 1" in out and "# actor: 1 CPU process; actor: 1 rank" in out
-    )
+    assert "# rollout [1] on cpu: rollout x 1" in out and "# actor [1] on cpu: actor x 1" in out
 
 
 def test_later_faults_and_interrupts(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     for word in words:
         assert word in line
     cfg = good("placement.pools.actor=[4]", "actor.backend=megatron", "actor.tensor_parallel_size=2")
-    assert "actor: 4 ranks, actor by Megatron TP 2; cores" in placement_text(cfg, [0, 1])
+    assert "actor x 4 (TP 2); cores" in placement_text(cfg, [0, 1])
     validate(cfg, 0)
     assert shares_of(cfg, "actor") == 2
     monkeypatch.setattr(config_checks, "_installed", lambda package: False)
