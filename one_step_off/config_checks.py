@@ -325,7 +325,7 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
         if name in ENGINE_SET.split():
             yield f"{where}: the program sets it, one replica to a node; remove it"
         if name in ENGINE_BREAKS.split() and value and value != "auto":
-            why = "what the engine computes would not be the policy's, or the weight sync would miss a part of it"
+            why = "the engine's log-probs would not be the policy's, or the weight sync would miss a part of the model"
             yield f"{where}: {why}; remove it"
         if name in ENGINE_BREAKS_ON_CPU.split() and value and device == "cpu":
             yield f"{where}: a prompt computed in parts kills vLLM's CPU engine; remove it"
