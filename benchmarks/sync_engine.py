@@ -16,7 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from benchmarks.sync_trainer import ROOT, give_back, leave
 from benchmarks.sync_vllm import TimedEngine
-from one_step_off.distributed_util import make_group
+from one_step_off.distributed_util import NetworkLink
 from one_step_off.vllm_receiver import SyncWorkerExtension
 
 
@@ -63,7 +63,7 @@ class BenchExtension(SyncWorkerExtension):
         rank = 1 + first + get_tensor_model_parallel_rank()
         self.bench_store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
         device = torch.device(self.device)
-        self.bench_group = make_group(self.bench_store, "bench", rank, receivers + 1, device, host, timeout_s)
+        self.bench_group = NetworkLink(self.bench_store, "bench", rank, receivers + 1, device, host, timeout_s).group
         self.bench_sizes, self.bench_buffer = sizes, torch.ones(max(sizes), dtype=torch.uint8, device=device)
 
     def bench_broadcast(self, tensor: torch.Tensor) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from one_step_off.distributed_util import make_group
+from one_step_off.distributed_util import NetworkLink
 
 ROOT = dist.BroadcastOptions()
 ROOT.rootRank = 0
@@ -121,7 +121,8 @@ def listen(worker: Any, host: str) -> int:
 
 def join(worker: Any, host: str, receivers: int, sizes: list[int], timeout_s: float) -> None:
     """Form the group {rank 0} u engines, and touch the buffer of the raw broadcast (rank 0)."""
-    worker.bench_group = make_group(worker.bench_store, "bench", 0, receivers + 1, worker.device, host, timeout_s)
+    link = NetworkLink(worker.bench_store, "bench", 0, receivers + 1, worker.device, host, timeout_s)
+    worker.bench_group = link.group
     worker.bench_sizes = sizes
     worker.bench_buffer = torch.ones(max(sizes), dtype=torch.uint8, device=worker.device)
 

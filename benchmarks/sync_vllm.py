@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from benchmarks import sync_trainer
-from one_step_off.distributed_util import make_group
+from one_step_off.distributed_util import NetworkLink
 
 TIMEOUT_S = 300.0
 
@@ -37,7 +37,7 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = make_group(self.store, "vllm", rank, size, torch.device("cpu"), host, TIMEOUT_S)
+        self.group = NetworkLink(self.store, "vllm", rank, size, torch.device("cpu"), host, TIMEOUT_S).group
         self.seconds = 0.0
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:

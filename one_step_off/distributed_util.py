@@ -64,56 +64,40 @@ def open_store(host_name: str, port: int, world_size: Any = None, is_master: boo
 importlib.import_module("torch.distributed.rendezvous").TCPStore = open_store  # of init_process_group, vLLM's too
 
 
-def make_group(
-    store: dist.Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
-) -> dist.ProcessGroup:
-    """A process group of its own, by a store of its own: NCCL for CUDA, gloo for CPU. Blocks until all `size` ranks are there."""
-    scoped = dist.PrefixStore(name, store)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        # Our own limit (`_wait`) comes first: NCCL's watchdog would take the whole process down without a word.
-        options._timeout = timedelta(seconds=10 * timeout_s + 600)
-        group = dist.ProcessGroupNCCL(scoped, rank, size, options)
-    else:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-        options._timeout = timedelta(seconds=timeout_s)
-        group = dist.ProcessGroupGloo(scoped, rank, size, options)
-    # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
-    _wait(_broadcast(group, torch.zeros(1, device=device)), device, timeout_s)
-    return group
-
-
-def _broadcast(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
-    return group.broadcast(tensor, 0)
-
-
-def _wait(work: dist.Work, device: torch.device, timeout_s: float) -> None:
-    """Wait on the host until a broadcast has ended. gloo keeps the limit itself; NCCL's `wait` only orders streams.
-    Raises RuntimeError: not within `timeout_s`, or the transport failed."""
-    if device.type == "cuda":
-        deadline = time.monotonic() + timeout_s
-        while not work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no answer in {timeout_s:g} s")
-            time.sleep(1e-4)
-    work.wait()
-
-
 class NetworkLink:
-    """Either end of a sender's group."""
+    """Either end of a sender's group, which has a store of its own: NCCL for CUDA, gloo for CPU."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float) -> None:
-        self.group, self.device, self.timeout_s = group, device, timeout_s
-        self.work: dist.Work | None = None
+    def __init__(
+        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
+    ) -> None:
+        """Blocks until all `size` ranks are there."""
+        self.device, self.timeout_s, scoped = device, timeout_s, dist.PrefixStore(name, store)
+        if device.type == "cuda":
+            options = dist.ProcessGroupNCCL.Options()
+            # Our own limit (`wait`) comes first: NCCL's watchdog would take the whole process down without a word.
+            options._timeout = timedelta(seconds=10 * timeout_s + 600)
+            self.group = dist.ProcessGroupNCCL(scoped, rank, size, options)
+        else:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = timedelta(seconds=timeout_s)
+            self.group = dist.ProcessGroupGloo(scoped, rank, size, options)
+        # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
+        self.fill(torch.zeros(1, device=device))
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Begin to send a tensor; it must stay as it is until `wait` has returned."""
-        self.work = _broadcast(self.group, tensor)
+        self.work = self.group.broadcast(tensor, 0)
 
     def wait(self, timeout_s: float) -> None:
-        """Until what was published has gone. Raises RuntimeError after `timeout_s`."""
-        _wait(self.work, self.device, timeout_s)
+        """Wait on the host until what was published has gone. gloo keeps the limit itself; NCCL's `wait` only orders
+        streams. Raises RuntimeError: not within `timeout_s`, or the transport failed."""
+        deadline = time.monotonic() + timeout_s
+        while self.device.type == "cuda" and not self.work.is_completed():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no answer in {timeout_s:g} s")
+            time.sleep(1e-4)
+        self.work.wait()
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Receive a tensor."""
@@ -162,7 +146,7 @@ class _End:
     def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
         # On the wire's thread, because gloo starts threads of its own, which may run where that one may.
         name, where = f"{epoch}/sync{sender}", (rank, size, self.device, self.host, self.timeout_s)
-        return NetworkLink(self.wire.submit(make_group, store, name, *where).result(), self.device, self.timeout_s)
+        return self.wire.submit(NetworkLink, store, name, *where).result()
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this end fail at once."""
@@ -258,7 +242,7 @@ class Sender(_End):
         self.kept = version if again else -1
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
-            self._carry(self._words(self.plan.digest, version, int(changes)))
+            self._carry(torch.tensor([self.plan.digest, version, int(changes)], device=self.device))
         buffers, flying = itertools.cycle(self.buffers), None
         for i, size in enumerate(self.sizes):
             if not size:  # a bucket may hold nothing of this sender
@@ -280,9 +264,6 @@ class Sender(_End):
             self._carry(sums)
         self.kept = version if self.base else -1
 
-    def _words(self, *numbers: int) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.int64, device=self.device)
-
     def _changed(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """A bucket's messages: which kind, how many bytes, and these: what changed, in `flat`, or all of it."""
         payload = None
@@ -294,7 +275,7 @@ class Sender(_End):
             self.base[i].copy_(flat)
             if payload is not None:
                 flat = flat[: len(payload)].copy_(payload)
-        return [self._words(FULL if payload is None else DELTA, len(flat)), flat]
+        return [torch.tensor([FULL if payload is None else DELTA, len(flat)], device=self.device), flat]
 
     def _carry(self, *messages: torch.Tensor) -> None:
         """To every receiver."""

@@ -495,15 +495,13 @@ class PolicyWorker(TrainedWorker):
         fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
-        temporary, previous = f"{path}.tmp-{os.getpid()}", f"{path}.old-{os.getpid()}"
+        temporary = f"{path}.tmp-{os.getpid()}"
         self._write_model(whole, temporary)
         if adapter:
             lora.write(adapter, self.cfg.model, os.path.join(temporary, "adapter"))
         tokenizer_of(self.cfg, "model").save_pretrained(temporary)
-        if os.path.exists(path):
-            os.rename(path, previous)
+        shutil.rmtree(path, ignore_errors=True)
         os.rename(temporary, path)
-        shutil.rmtree(previous, ignore_errors=True)
 
 
 class CriticWorker(TrainedWorker):

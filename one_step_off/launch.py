@@ -203,11 +203,11 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         found = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
-        mend = "give a directory saved by save_pretrained or a hub id, or check the network and HF_HUB_OFFLINE"
-        mend += "; a gated or private model needs access and `hf auth login`, one with code of its own "
-        mend += (
-            f"model.trust_remote_code=true, one newer than transformers {metadata.version('transformers')} a newer one"
+        mend = (
+            "check the path or hub id, the network and HF_HUB_OFFLINE; a gated or private model needs `hf auth login`, "
         )
+        mend += "one with code of its own model.trust_remote_code=true, "
+        mend += f"one newer than transformers {metadata.version('transformers')} a newer one"
         raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {mend}") from e
     if quantised := getattr(found, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -302,7 +302,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
     import one_step_off.distributed_util as room
 
     net = Net(SHAPES, 2, 1)
-    receiver, honest, flipped, seen = net.receivers[0], room._broadcast, [], []
+    receiver, honest, flipped, seen = net.receivers[0], room.NetworkLink.publish, [], []
 
     class Corrupted:
         def __init__(self, work, tensor):
@@ -313,14 +313,13 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
             self.tensor[3] ^= 4
             flipped.append(1)
 
-    def broadcast(group, tensor):
-        work = honest(group, tensor)
-        if group is receiver.links[0].group and tensor.dtype == torch.uint8:
+    def publish(link, tensor):
+        honest(link, tensor)
+        if link is receiver.links[0] and tensor.dtype == torch.uint8:
             seen.append(1)
-            return Corrupted(work, tensor) if len(seen) == 2 else work
-        return work
+            link.work = Corrupted(link.work, tensor) if len(seen) == 2 else link.work
 
-    monkeypatch.setattr(room, "_broadcast", broadcast)
+    monkeypatch.setattr(room.NetworkLink, "publish", publish)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     results, _ = net.sync(model, 0)
     errors = [r for r in results if isinstance(r, SyncError)]
