@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from one_step_off import delta
-from one_step_off.bucket_plan import Bucket, BucketPlan, Slot, SyncError, checksum
+from one_step_off.bucket_plan import BucketPlan, Slot, SyncError, checksum
 from one_step_off.shared_link import SharedInlet, SharedOutlet
 
 FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
@@ -358,17 +358,14 @@ class Receiver(_End):
                     store = dist.PrefixStore(f"{epoch}", store)
                     self.links.append(SharedInlet(store, self.index, self.device, self.timeout_s))
             self.far = [isinstance(link, NetworkLink) for link in self.links]
-            most = max((sum(self._far_bytes(b)) for b in self.plan.buckets), default=0)
+            most = self.plan.largest if any(self.far) else 0
             # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
             self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
 
-    def _far_bytes(self, bucket: Bucket) -> list[int]:
-        return [n if far else 0 for n, far in zip(bucket.nbytes, self.far, strict=True)]
-
     def _rooms(self, i: int) -> dict[int, torch.Tensor]:
         """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
-        sizes = self._far_bytes(self.plan.buckets[i])
+        sizes = [n if far else 0 for n, far in zip(self.plan.buckets[i].nbytes, self.far, strict=True)]
         ends = itertools.accumulate(sizes)
         return {s: self.buffers[i % 2][end - n : end] for s, (n, end) in enumerate(zip(sizes, ends, strict=True)) if n}
 

@@ -204,10 +204,9 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
         mend = (
-            "check the path or hub id, the network and HF_HUB_OFFLINE; a gated or private model needs `hf auth login`, "
+            "give a whole directory or a hub id; check the network, HF_HUB_OFFLINE, if gated `hf auth login`, with own "
         )
-        mend += "one with code of its own model.trust_remote_code=true, "
-        mend += f"one newer than transformers {metadata.version('transformers')} a newer one"
+        mend += f"code model.trust_remote_code; newer than transformers {metadata.version('transformers')} needs a newer one"
         raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {mend}") from e
     if quantised := getattr(found, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised

@@ -66,9 +66,7 @@ def read_config(cfg: Config, role: str) -> Any:
             raise ConfigError(f"{given}: {path!r} is a dense model, without experts; set it to 1")
         if size % value:
             of = f", in all {value} stages," if value != getattr(own, key) else ""
-            fit = [str(n) for n in range(1, value) if size % n == 0]
-            use = f"use a size that does, as {' or '.join(fit)}"
-            raise ConfigError(f"{given}{of} does not divide the {size} {what} of {path!r}; {use}")
+            raise ConfigError(f"{given}{of} does not divide the {size} {what} of {path!r}; use a size that does")
     if experts and tp > 1 and not own.sequence_parallel:
         needs = f"tensor parallelism of {path!r}, with experts, needs it true"
         raise ConfigError(f"{role}.sequence_parallel=false: {needs}")

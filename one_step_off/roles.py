@@ -60,7 +60,6 @@ class Spawned:
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
         where = cfg.placement.roles
-        shared = list(where.values()).count(where["rollout"]) > 1
         self.turns = {pool: asyncio.Lock() for pool in self.pools}
         scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
@@ -78,7 +77,7 @@ class Spawned:
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         used = [role for role in (WORKERS if generates else TRAINED) if role in where]
         self.groups = {role: self._group(role) for role in used}
-        turn = self.turns[where["rollout"]] if shared else None
+        turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
             if where[role] == where["rollout"]:

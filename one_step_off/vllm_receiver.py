@@ -33,8 +33,6 @@ logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
 class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
-    supports_draft_weight_update = False
-
     def init_transfer_engine(
         self, pieces: list, bucket_bytes: int, first_receiver: int, host: str, timeout_s: float, **groups: Any
     ) -> None:

@@ -152,12 +152,10 @@ class WeightSync:
         return reports[: len(self.senders)], reports[len(self.senders) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
-        seconds, width = time.perf_counter() - start, self.rollout.cfg.rollout.tensor_parallel_size
+        seconds, size = time.perf_counter() - start, sum(report["bytes"] for report in sent)
         ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
-        for number, workers in zip(numbers, received, strict=True):
-            names = [f"rollout {number}" + (f".{k}" if width > 1 else "") for k in range(width)]
-            ranks |= dict(zip(names, workers, strict=True))
-        size = sum(report["bytes"] for report in sent)
+        for number, workers in zip(numbers, received, strict=True):  # the first worker has no number of its own
+            ranks |= {f"rollout {number}" + f".{k}" * (k > 0): report for k, report in enumerate(workers)}
         metrics: dict[str, Any] = {
             "sync/transfer_s": seconds,
             "sync/bytes": size,

@@ -219,7 +219,7 @@ BAD = [
     (["rollout.engine_kwargs.hf_overrides={rope_theta: 1}"], ["hf_overrides=", "not be the policy's", "remove it"]),
     (["rollout.engine_kwargs.enable_lora=true"], ["enable_lora=true", "weight sync", "remove it"]),
     (["rollout.engine_kwargs.cpu_offload_gb=4"], ["cpu_offload_gb=4", "weight sync", "remove it"]),
-    (["rollout.engine_kwargs.kv_offloading_size=4"], ["kv_offloading_size=4", "older weights", "remove it"]),
+    (["rollout.engine_kwargs.kv_offloading_size=4"], ["kv_offloading_size=4", "weight sync", "remove it"]),
     (["rollout.engine_kwargs.data_parallel_size_local=2"], ["data_parallel_size_local=2", "placement.pools"]),
     (["rollout.engine_kwargs.enable_chunked_prefill=true"], ["enable_chunked_prefill=true", "CPU engine", "remove it"]),
     (["rollout.engine_kwargs.max_num_batched_tokens=64"], ["max_num_batched_tokens=64", "at least 1536"]),

@@ -41,7 +41,7 @@ def changed(model: str, folder: Path, **keys: object) -> str:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "qwen99"}, "its config cannot be loaded .*newer than transformers .* a newer one"),
+        ({"model_type": "qwen99"}, "its config cannot be loaded .*newer than transformers .* needs a newer one"),
         ({"model_type": "vit"}, r"\(model type 'vit'\) is no causal language model"),
         ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM .* is no causal .*; give"),
         ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
@@ -93,9 +93,9 @@ def response(code: str) -> httpx.Response:
 @pytest.mark.parametrize(
     ("cause", "mend"),
     [
-        (GatedRepoError("403\nno", response=response("GatedRepo")), "gated .*needs `hf auth login`"),
+        (GatedRepoError("403\nno", response=response("GatedRepo")), "if gated `hf auth login`"),
         (RepositoryNotFoundError("401", response=response("RepoNotFound")), "not a valid model identifier .*a hub id"),
-        (LocalEntryNotFoundError("not there"), "the network and HF_HUB_OFFLINE"),
+        (LocalEntryNotFoundError("not there"), "the network, HF_HUB_OFFLINE"),
     ],
 )
 def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
@@ -109,7 +109,7 @@ def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
 
 
 def test_a_hub_model_that_is_not_here(tmp_path):
-    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*the network and HF_HUB_OFFLINE")
+    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*check the network, HF_HUB_OFFLINE")
 
 
 def test_the_first_line_waits_for_no_large_import():
