@@ -82,21 +82,18 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
             for layer in filter(is_deferred_attention_layer, self.model.modules()):
                 layer.process_weights_after_loading(self.model_config.dtype)
         else:
-            self._finish_reload()
+            finalize_layerwise_reload(self.model, self.model_config)
+            # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
+            # stay at the old version behind a mere warning.
+            head = getattr(self.model, "lm_head", None)
+            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+            if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
+                head.quant_method.process_weights_after_loading(head)
         if self.receiver.mirror and not self.tried:
             self._leave_mirror()
         if self.receiver.live or self.receiver.mirror:
             self.report["in_place"] = float(self.receiver.live is not None)
         self.report["finish"] = time.perf_counter() - start
-
-    def _finish_reload(self) -> None:
-        finalize_layerwise_reload(self.model, self.model_config)
-        # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
-        # stay at the old version behind a mere warning.
-        head = getattr(self.model, "lm_head", None)
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
-            head.quant_method.process_weights_after_loading(head)
 
     def _leave_mirror(self) -> None:
         """After the first update of an epoch: from now on the model itself instead of its mirror, if it can be that."""
