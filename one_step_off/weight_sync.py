@@ -147,15 +147,16 @@ class WeightSync:
         done, late = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
         first = [task for task in tasks if task in done and task.exception()]
         if late:
-            _, late = await asyncio.wait(late, timeout=self.cfg.timeout_s)
+            _, late = await asyncio.wait(late, timeout=2 * self.cfg.timeout_s)
             for task in late:
                 task.cancel()
         # Of all: asyncio tells of failures that nobody asked for.
-        if failed := [task for task in tasks if task not in late and task.exception()]:
+        failed = [task for task in tasks if task not in late and task.exception()]
+        for who, i, _ in (call for call, task in zip(calls, tasks, strict=True) if task in late):
+            if who == "trainer rank" or not failed:  # it hangs, and those that failed had waited for it
+                raise PhaseTimeout(f"{what}, {who} {i}: no answer in {limit:g} s")
+        if failed:
             raise (first or failed)[0].exception()
-        if late:
-            who, i, _ = next(call for call, task in zip(calls, tasks, strict=True) if task in late)
-            raise SyncError(f"{what}, {who} {i}: no answer in {limit:g} s")
         reports = [task.result() for task in tasks]
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
