@@ -13,7 +13,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import PING_S, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
+from one_step_off.groups import PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
 from one_step_off.launch import Prepared
 from one_step_off.leftovers import RUN
 from one_step_off.placement import create_pools, spawn
@@ -127,13 +127,15 @@ class Spawned:
 
     async def lost(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another life may do better."""
-        if isinstance(error, (ProcessDied, PhaseTimeout)):
-            return True
+        gone = ProcessDied, PhaseTimeout
+        if isinstance(error, gone) or not isinstance(error, (RoleError, SyncError)):
+            return isinstance(error, gone)
         everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
+        limit = self.cfg.trainer.step_timeout_s  # busy is not gone; whoever waited for what is may have failed first
         try:
-            await asyncio.gather(*(every(PING_S, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
-        except (ProcessDied, PhaseTimeout) as e:  # busy is not gone; whoever waited for what is may have failed first
-            return isinstance(e, ProcessDied) and isinstance(error, (RoleError, SyncError))
+            await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
+        except gone:
+            return True
         return False
 
     async def end(self) -> None:

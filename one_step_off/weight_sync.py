@@ -138,7 +138,7 @@ class WeightSync:
         calls = [(f"{what}, trainer rank {i}", a.send_weights.remote(stamp[1])) for i, a in enumerate(self.senders)]
         calls += [(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp)) for i in replicas]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
-        limit = 2 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
+        limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
 
         async def ended(who: str, answer: Awaitable[Any]) -> Any:
             try:
@@ -147,8 +147,8 @@ class WeightSync:
                 failed.append(e)
 
         reports = await asyncio.gather(*(ended(*call) for call in calls))
-        if failed:
-            raise failed[0]
+        if failed:  # where a trainer hangs, those that failed had waited for it
+            raise next((e for e in failed if isinstance(e, PhaseTimeout) and "trainer" in str(e)), failed[0])
         return reports[: len(self.senders)], reports[len(self.senders) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:

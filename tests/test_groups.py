@@ -255,6 +255,16 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
     assert "never retrieved" not in caplog.text
 
 
+def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_who_failed_waiting_for_it():
+    """So that another life may do better: what waited for it says only that somebody did not come."""
+    sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
+    sync.cfg.timeout_s = 0.05
+    hung, waited = Method(None, delay=30), Method(SyncError("sender 1, phase header: timed out"), delay=0.02)
+    sync.senders = sync.actor.ranks = [Actor(send_weights=hung), Actor(send_weights=waited)]
+    with pytest.raises(PhaseTimeout, match="version 3, trainer rank 0: no answer"):
+        asyncio.run(sync._transfer((0, 3), [0]))
+
+
 def test_the_canary_reports_the_largest_difference():
     scores = [np.full(50, -1.0), np.array([-2.0])]
     metrics = asyncio.run(sync_of(scores, [scores, [np.full(50, -1.0), np.array([-2.0005])]])((0, 3)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from one_step_off.config import Config
 from one_step_off.groups import NoReplica, ProcessDied, RolloutGroup, TrainGroup
 from one_step_off.health import Health, State
 from one_step_off.ray_trainer import Pipeline, Resumed
+from one_step_off.roles import Spawned
 from one_step_off.samples import Prompt
 from one_step_off.weight_sync import WeightSync
 from tests.test_groups import Actor, Method, a_sample, healthy
@@ -295,6 +297,33 @@ def test_in_a_shared_pool_a_lost_replica_ends_this_life_of_the_run():
             await group.generate(PROMPTS, "step 0", group.train)
 
     asyncio.run(main())
+
+
+GONE, HANGS, BUSY, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.02, 0.0
+
+
+@pytest.mark.parametrize(
+    ("error", "other", "answer"),
+    [
+        (ProcessDied("actor 0"), WELL, True),
+        (groups.PhaseTimeout("step 3, actor"), WELL, True),
+        (SyncError("trainer rank 0 waited in vain"), GONE, True),
+        (SyncError("trainer rank 0 waited in vain"), HANGS, True),
+        (SyncError("checksum"), BUSY, False),
+        (groups.RoleError("rollout 0: the reward raised"), BUSY, False),
+        (ValueError("a mistake of ours"), GONE, False),
+    ],
+)
+def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer):
+    """Whoever waited for that process may have failed first; one that is only busy answers in time."""
+    how = {"delay": other} if isinstance(other, float) else {"delay": 0.0}
+    ready = [Actor(__ray_ready__=None), Actor(__ray_ready__=None)]
+    ready[1].__ray_ready__ = Method(other if other is GONE else None, **how)
+    cfg = Config()
+    cfg.trainer.step_timeout_s = 0.2
+    roles = SimpleNamespace(rollout=SimpleNamespace(all=[]))
+    team = SimpleNamespace(cfg=cfg, roles=roles, groups={"actor": SimpleNamespace(ranks=ready)})
+    assert asyncio.run(Spawned.lost(team, error)) is answer
 
 
 class Notes:
