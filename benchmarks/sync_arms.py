@@ -247,7 +247,7 @@ class Product(Arm):
         expected, self.expected = self.expected, None
         found = await self.sync((0, version), expected)
         split, sender = ({k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1]))
-        others = ("bytes", "full_bytes", "in_place")
+        others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
         extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}
         return Took(found["sync/transfer_s"], split, sender, {"wire": found["sync/wire_s"]} | extra)
 
@@ -257,6 +257,13 @@ class Sharded(Product):
 
     name, said = "sharded", "every rank sends the rows that it owns, in buckets; checked by sums and names"
     keys = {}
+
+
+class Gather(Product):
+    """The product with one sender."""
+
+    name, said = "gather", "rank 0 gathers and sends the buckets; checked likewise"
+    keys = {"sender": "gather", "overlap": False}
 
 
 class Delta(Product):
@@ -274,4 +281,6 @@ class Shared(Product):
     near = True
 
 
-ARMS: dict[str, type[Arm]] = {arm.name: arm for arm in (Raw, PerTensor, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)}
+ARMS: dict[str, type[Arm]] = {
+    arm.name: arm for arm in (Raw, PerTensor, Gather, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
+}

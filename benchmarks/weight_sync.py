@@ -1,7 +1,7 @@
 """Ways to bring a trainer's weights into vLLM, in one run and in turns, against a raw broadcast of the same bytes.
 
     python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N] [--tp N]
-                                     [--arms raw per-tensor sharded delta shared file vllm] [--repeats N]
+                                     [--arms raw per-tensor gather sharded delta shared file vllm] [--repeats N]
     python -m benchmarks.weight_sync --exposed --out DIR [--repeats N]
 
 Real Ray, FSDP2 and vLLM; every arm uses the same processes (benchmarks/sync_arms.py says what each does). Each update is

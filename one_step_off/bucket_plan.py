@@ -206,6 +206,12 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
     return [by_name[name] for name in _merged(pieces)]
 
 
+def whole_pieces(pieces: list[list[WeightPiece]]) -> list[WeightPiece]:
+    """The pieces of a rank that gathers the others'."""
+    firsts = (parts[0][1] for parts in owners(pieces))
+    return [WeightPiece(p.name, p.dtype, p.shape, 0, p.shape[0] if p.shape else 1) for p in firsts]
+
+
 def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
     """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
     layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out

@@ -248,6 +248,7 @@ class WeightSyncConfig:
     overlap: bool = key(True, "send while the next step's first forward and backward pass run (staleness 1)")
     mode: str = key("full", "delta: send only the elements that changed, bit by bit", choices="full delta")
     full_every: int = key(50, "delta: every so many syncs send everything", low=1)
+    sender: str = key("sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather")
     bucket_mb: int = key(64, "size of each of the two reused buffers at both ends, in MiB", low=1)
     keep_sent: bool = key(True, "senders keep what they sent, in host memory, for a replica that comes back")
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)

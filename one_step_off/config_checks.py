@@ -446,9 +446,13 @@ def _installed(package: str) -> bool:
 
 
 def _sync(cfg: Config, device: str) -> Iterator[str]:
-    if cfg.weight_sync.overlap and device == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        mend = "unset it, or set weight_sync.overlap=false"
-        yield f"CUDA_DEVICE_MAX_CONNECTIONS=1: a send that waits would hold up training; {mend}"
+    own, mend = cfg.weight_sync, "set weight_sync.overlap=false"
+    if own.overlap and own.sender == "gather":
+        yield f"weight_sync.sender=gather: gathers by the trainer's collectives, not beside training; {mend}"
+    if own.sender == "gather" and own.mode == "delta":
+        yield "weight_sync.mode=delta: each rank compares its own shard; use weight_sync.sender=sharded"
+    if own.overlap and device == "cuda" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        yield f"CUDA_DEVICE_MAX_CONNECTIONS=1: a send that waits would hold up training; unset it, or {mend}"
 
 
 def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[str]:

@@ -43,6 +43,7 @@ from one_step_off.shared_link import SharedInlet, SharedOutlet
 FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
 ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
+RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
 
 
 def unpin() -> None:
@@ -139,6 +140,7 @@ class _End:
 
     def _begin(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.each: list[list[float]] = []  # on the wire: [bucket, sender, seconds]
         self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
         self.bytes = self.changed = 0
         self.bucket = -1
@@ -172,15 +174,17 @@ class _End:
                 torch.cuda.current_stream().synchronize()
             self._timed("", name, time.perf_counter() - start)
 
-    def _timed(self, lane: str, name: str, seconds: float) -> None:
+    def _timed(self, lane: str, name: str, seconds: float) -> float:
         """Note a phase that has just ended."""
         now = time.time()
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if not lane:
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         if len(self.spans) < MOST_SPANS:
             self.spans.append([lane, name, now - seconds, now])
+        return seconds
 
     def _report(self) -> dict[str, Any]:
-        return {**self.seconds, "bytes": float(self.bytes), "spans": self.spans}
+        return {**self.seconds, "bytes": float(self.bytes), "each": self.each, "spans": self.spans}
 
 
 class Sender(_End):
@@ -215,12 +219,17 @@ class Sender(_End):
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
             if receivers > len(near):
-                self.links.append(self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1))
+                far = self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1)
+                for i in (*_rehearsed(self.plan), *_rehearsed(self.plan)):
+                    if self.sizes[i]:
+                        far.publish(self.buffers[0][: self.sizes[i]])
+                        far.wait(self.timeout_s)
+                self.links.append(far)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
-        looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire; and of the wire's thread,
-        "carry"), "bytes" that travelled and how many 16-bit words "changed" (NaN where all were sent). Raises SyncError naming this sender, phase and bucket; the group is given
+        looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
+        and "each" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
         up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
@@ -277,8 +286,8 @@ class Sender(_End):
                 flat = flat[: len(payload)].copy_(payload)
         return [torch.tensor([FULL if payload is None else DELTA, len(flat)], device=self.device), flat]
 
-    def _carry(self, *messages: torch.Tensor) -> None:
-        """To every receiver."""
+    def _carry(self, *messages: torch.Tensor) -> float:
+        """To every receiver; returns the seconds it took."""
         if self.stream:
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
@@ -288,13 +297,13 @@ class Sender(_End):
             for link in self.links:
                 link.wait(self.timeout_s)
         self.bytes += sum(m.nbytes for m in messages if m.dtype == torch.uint8)
-        self._timed(" wire", "carry", time.perf_counter() - begin)
+        return self._timed(" wire", "wire", time.perf_counter() - begin)
 
     def _settle(self, flying: tuple[int, Future] | None) -> None:
         """Until the bucket on the wire has reached everybody."""
         if flying:
             with self._phase("wire", flying[0]):
-                flying[1].result()
+                self.each.append([flying[0], self.index, flying[1].result()])
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -362,6 +371,17 @@ class Receiver(_End):
             # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
             self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
+            self.raw = self._rehearse() if any(self.far) else 0.0
+
+    def _rehearse(self) -> float:
+        """Seconds per byte of the bare link: the first buckets as they will travel, twice; the second time counts."""
+        for _ in range(2):
+            begin, total = time.perf_counter(), 0
+            for i in _rehearsed(self.plan):
+                rooms = self._rooms(i)
+                self._arrive(rooms)
+                total += sum(map(len, rooms.values()))
+        return (time.perf_counter() - begin) / max(total, 1)
 
     def _rooms(self, i: int) -> dict[int, torch.Tensor]:
         """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
@@ -369,19 +389,20 @@ class Receiver(_End):
         ends = itertools.accumulate(sizes)
         return {s: self.buffers[i % 2][end - n : end] for s, (n, end) in enumerate(zip(sizes, ends, strict=True)) if n}
 
-    def _arrive(self, rooms: dict[int, torch.Tensor]) -> None:
-        """Receive from several far senders at once."""
+    def _arrive(self, rooms: dict[int, torch.Tensor]) -> dict[int, float]:
+        """Receive from several far senders at once; seconds until each was there."""
+        begin = time.perf_counter()
         for s, room in rooms.items():
             self.links[s].publish(room)
-        for s in rooms:
-            self.links[s].wait(self.timeout_s)
+        return {s: self.links[s].wait(self.timeout_s) or time.perf_counter() - begin for s in rooms}
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load; and of the wire's thread, "carry") and "bytes"; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
+        verify, load), "bytes", "each" part's time on the wire, and "raw", the time that the bare link would take for
+        them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
         are given up then."""
         self._begin()
         try:
@@ -390,7 +411,8 @@ class Receiver(_End):
             self.mirror = self.live = None
             self.close()
             raise
-        return self._report()
+        far = sum(self.plan.buckets[i].nbytes[s] for i, s, _ in self.each)
+        return self._report() | {"raw": self.raw * min(self.bytes, far)}
 
     def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
         buckets = self.plan.buckets
@@ -445,9 +467,9 @@ class Receiver(_End):
             self._arrive(heads)
             for s, (kind, size) in ((s, head.tolist()) for s, head in heads.items()):
                 kinds[s], rooms[s] = kind, rooms[s][:size]
-        self._arrive(rooms)
+        self.each += [[i, s, seconds] for s, seconds in self._arrive(rooms).items()]
         self.bytes += sum(map(len, rooms.values()))
-        self._timed(" wire", "carry", time.perf_counter() - begin)
+        self._timed(" wire", "wire", time.perf_counter() - begin)
         return {s: (kinds.get(s, FULL), room) for s, room in rooms.items()}
 
     def _take(self, sender: int, size: int, changes: bool) -> tuple[int, torch.Tensor]:
@@ -471,6 +493,12 @@ class Receiver(_End):
             sender, bucket = wrong[0]
             where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
             raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
+
+
+def _rehearsed(plan: BucketPlan) -> list[int]:
+    """The buckets by which the bare link is measured: the first RAW_BYTES."""
+    ends = itertools.accumulate(sum(b.nbytes) for b in plan.buckets)
+    return [i for i, end in enumerate(ends) if end <= RAW_BYTES] or [0]
 
 
 def own_host(host: str) -> str:

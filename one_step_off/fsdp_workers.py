@@ -462,30 +462,34 @@ class PolicyWorker(TrainedWorker):
             yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
 
     @torch.no_grad()
-    def _whole(self) -> dict[str, Tensor]:
-        """Every tensor by name on rank 0's CPU, joined of all ranks' pieces; {} on the other ranks, which must take part
-        (collective)."""
-        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(plans, self.weight_plan())
-        own, whole = self.weight_tensors(), {}
-        for parts in owners(plans):
-            blocks = []  # in the order of rows
+    def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+        """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
+        ranks, which must take part (collective)."""
+        own = self.weight_tensors()
+        for parts in owners(pieces):
+            first = parts[0][1]
+            dtype = getattr(torch, first.dtype)
+            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
             for rank, piece in parts:
-                if rank == self.rank:
-                    blocks.append(next(own).to("cpu", getattr(torch, piece.dtype)).contiguous())
-                    if rank:
-                        dist.send(blocks[-1], 0)
-                elif self.rank == 0:
-                    blocks.append(torch.empty(piece.block, dtype=getattr(torch, piece.dtype)))
-                    dist.recv(blocks[-1], rank)
+                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
+                if self.rank == 0:
+                    if block is None:
+                        block = torch.empty(piece.block, dtype=dtype, device=device)
+                        dist.recv(block, rank)
+                    rows = torch.atleast_1d(whole)  # the same memory
+                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
+                elif block is not None:
+                    dist.send(block, 0)
             if self.rank == 0:
-                whole[piece.name] = torch.cat(blocks, piece.dim) if piece.shape else blocks[0]
-        return whole
+                yield first.name, whole
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        whole, adapter = self._whole(), self.adapters.state()
+        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(plans, self.weight_plan())
+        whole = dict(self.gathered(plans, "cpu"))
+        adapter = self.adapters.state()
         where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
         with fsdp_model.told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
             if self.rank == 0:

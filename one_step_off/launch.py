@@ -203,11 +203,7 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         found = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
         weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
     except Exception as e:
-        mend = (
-            "give a whole directory or a hub id; check the network, HF_HUB_OFFLINE, if gated `hf auth login`, with own "
-        )
-        mend += f"code model.trust_remote_code; newer than transformers {metadata.version('transformers')} needs a newer one"
-        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {mend}") from e
+        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
     if quantised := getattr(found, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the trainer cannot load"
@@ -220,6 +216,25 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
         keys = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
     return name, found
+
+
+def _mend(error: BaseException) -> str:
+    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
+    from huggingface_hub import errors
+
+    login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
+    chain: list[BaseException] = [error]
+    while inner := chain[-1].__cause__ or chain[-1].__context__:
+        chain.append(inner)
+    newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
+    own = f"{newer}, a model with code of its own model.trust_remote_code=true"
+    mends = {
+        errors.GatedRepoError: f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN",
+        errors.RepositoryNotFoundError: f"no such model on the hub, or a private one: check the id, or {login}",
+        away: "check the network and HF_HUB_OFFLINE, or give a model directory",
+        BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
+    }
+    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
 
 
 def _require_causal(name: str, found: Any) -> None:

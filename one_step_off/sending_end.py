@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 
-from one_step_off.bucket_plan import BucketPlan, SyncError
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.distributed_util import Sender, own_host, unpin
 from one_step_off.workers import WeightPiece
 
@@ -28,13 +28,15 @@ class SendingEnd:
     ) -> tuple[str, int] | None:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
-        self.changing, own = threading.Condition(), self.cfg.weight_sync
-        if not pieces[self.rank]:
+        self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
+        senders = [rank for rank, held in enumerate(pieces) if held] if own.sender == "sharded" else [0]
+        if self.rank not in senders:
             return None
-        plan, device = BucketPlan.build([held for held in pieces if held], bucket_bytes), torch.device(self.device)
-        self.sender = Sender(plan, sum(map(bool, pieces[: self.rank])), device, own_host(host), timeout_s)
+        held = [pieces[rank] for rank in senders] if own.sender == "sharded" else [whole_pieces(pieces)]
+        plan, device = BucketPlan.build(held, bucket_bytes), torch.device(self.device)
+        self.sender = Sender(plan, senders.index(self.rank), device, own_host(host), timeout_s)
         self.sender.full_every = own.full_every if own.mode == "delta" else 0
-        self.sender.keep = own.keep_sent
+        self.sender.keep = own.keep_sent and own.sender == "sharded"
         return self.sender.address
 
     @ray.method(concurrency_group="sync")
@@ -44,11 +46,18 @@ class SendingEnd:
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `Sender.send`; it refuses (SyncError) a version that is neither the worker's nor kept."""
+        """As `Sender.send`; it refuses (SyncError) a version that is neither the worker's nor kept. With weight_sync.sender=gather
+        every rank is called, and gives rank 0 its pieces (collective)."""
         unpin()
-        if version not in (self.version, self.sender.kept):
+        own = self.cfg.weight_sync.sender == "sharded"
+        if version != self.version and not (own and self.sender.kept == version):
             raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
-        return self.sender.send(self.weight_tensors(), version)
+        if own:
+            return self.sender.send(self.weight_tensors(), version)
+        gathered = self.gathered(self.pieces, self.device)
+        if self.rank == 0:
+            return self.sender.send((tensor for _, tensor in gathered), version)
+        return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(gathered)  # which has nothing here
 
     @ray.method(concurrency_group="sync")
     def release(self, version: int) -> None:

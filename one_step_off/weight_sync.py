@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.bucket_plan import BucketPlan, SyncError
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
 from one_step_off.health import State
 from one_step_off.samples import Stamp
@@ -44,9 +44,12 @@ class WeightSync:
         limit, size, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
         plans = await every(limit, what, self.actor.ranks, "weight_plan")
         found = await every(limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit)
+        # With sender=gather all ranks take part, and one of them has an address.
         sending = [i for i, address in enumerate(found) if address]
-        self.senders, self.near = [self.actor.ranks[i] for i in sending], [self.near[i] for i in sending]
-        pieces = [plans[i] for i in sending]
+        self.senders = [self.actor.ranks[i] for i in sending]
+        self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
+        self.near = [self.near[i] for i in sending]
+        pieces = [plans[i] for i in sending] if self.cfg.sender == "sharded" else [whole_pieces(plans)]
         self.total_bytes = BucketPlan.build(pieces, size).total_bytes
         self.info = {
             "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
@@ -100,7 +103,7 @@ class WeightSync:
     async def restore(self, number: int) -> bool:
         """Bring a replica that was started anew to the weights that were sent last; where nothing was sent yet, or it is
         not kept, it gets the next. Returns whether it is still there."""
-        kept = self.last and self.cfg.keep_sent
+        kept = self.last and self.cfg.keep_sent and self.cfg.sender == "sharded"
         return not kept or bool(await self._bring([number]))
 
     async def _bring(self, numbers: list[int]) -> dict[str, Any]:
@@ -121,7 +124,8 @@ class WeightSync:
                 metrics["time/canary_s"] = time.perf_counter() - checked
             except (SyncError, RoleError, PhaseTimeout) as error:
                 lost, self.grouped = await self.rollout.missing(numbers), []
-                if not lost:
+                # Where ranks gather, some still wait in the attempt that broke.
+                if not lost or self.cfg.sender == "gather":
                     raise
                 for i in lost:
                     self.rollout.lose(i, f"in the weight sync of version {stamp[1]}: {error}")
@@ -135,7 +139,7 @@ class WeightSync:
         """What senders and replicas report. The first failure is raised once all have ended: whoever fails leaves its
         groups, so that the others fail soon after."""
         what, failed = f"weight sync of version {stamp[1]}", []
-        calls = [(f"{what}, trainer rank {i}", a.send_weights.remote(stamp[1])) for i, a in enumerate(self.senders)]
+        calls = [(f"{what}, trainer rank {i}", a.send_weights.remote(stamp[1])) for i, a in enumerate(self.taking_part)]
         calls += [(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp)) for i in replicas]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
@@ -149,7 +153,7 @@ class WeightSync:
         reports = await asyncio.gather(*(ended(*call) for call in calls))
         if failed:  # where a trainer hangs, those that failed had waited for it
             raise next((e for e in failed if isinstance(e, PhaseTimeout) and "trainer" in str(e)), failed[0])
-        return reports[: len(self.senders)], reports[len(self.senders) :]
+        return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
         seconds, size = time.perf_counter() - start, sum(report["bytes"] for report in sent)
@@ -163,12 +167,14 @@ class WeightSync:
             "sync/full_bytes": float(self.total_bytes),
             "sync/changed_share": 2 * sum(report["changed"] for report in sent) / self.total_bytes,
         }
-        ends = sent, [w for workers in received for w in workers]
-        for names, reports in zip((SENDING[:-1], RECEIVING), ends, strict=True):
+        phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
+        for names, reports in phases:
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
-        # Either end's time on the wire includes its waits for the other, so the shorter one counts.
-        metrics["sync/wire_s"] = min(max(r.get("carry", 0.0) for r in reports) for reports in ends)
-        held = [w["in_place"] for w in ends[1] if "in_place" in w]
+        wires = [(_on_wire(sent, w["each"]), w["raw"]) for workers in received for w in workers]
+        metrics["sync/wire_s"], raw = max(wires)
+        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
+            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
+        held = [w["in_place"] for workers in received for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
         for who, report in ranks.items():
@@ -194,3 +200,13 @@ class WeightSync:
                 name = f"canary/logprob_diff_{kind}"
                 found[name] = max(found.get(name, 0.0), float(size))
         return found
+
+
+def _on_wire(sent: list[dict[str, Any]], each: list[list[float]]) -> float:
+    """Seconds that a receiver's data travelled. Either end's time includes its wait for the other, so the shorter of the
+    two counts; a bucket's parts travel side by side, so the longest of them does."""
+    theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
+    buckets: dict[float, float] = {}
+    for i, s, seconds in each:
+        buckets[i] = max(buckets.get(i, 0.0), min(seconds, theirs[i, s]))
+    return sum(buckets.values())

@@ -160,6 +160,11 @@ BAD = [
     (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
     (["actor.virtual_pipeline_parallel_size=2"], ["virtual_pipeline_parallel_size=2", "needs stages"]),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
+    (["weight_sync.sender=gather"], ["weight_sync.sender=gather", "weight_sync.overlap=false"]),
+    (
+        ["weight_sync.sender=gather", "weight_sync.overlap=false", "weight_sync.mode=delta"],
+        ["weight_sync.mode=delta", "weight_sync.sender=sharded"],
+    ),
     (["algorithm.kl_coef=0.1"], ["algorithm.kl_coef=0.1", "placement.roles.ref=actor"]),
     (["placement.roles.ref=actor"], ["placement.roles.ref", "algorithm.kl_coef"]),
     (

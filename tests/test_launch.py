@@ -93,9 +93,9 @@ def response(code: str) -> httpx.Response:
 @pytest.mark.parametrize(
     ("cause", "mend"),
     [
-        (GatedRepoError("403\nno", response=response("GatedRepo")), "if gated `hf auth login`"),
-        (RepositoryNotFoundError("401", response=response("RepoNotFound")), "not a valid model identifier .*a hub id"),
-        (LocalEntryNotFoundError("not there"), "the network, HF_HUB_OFFLINE"),
+        (GatedRepoError("403\nno", response=response("GatedRepo")), "gated: ask for access .* `hf auth login`"),
+        (RepositoryNotFoundError("401", response=response("RepoNotFound")), "no such model on the hub, .*check the id"),
+        (LocalEntryNotFoundError("not there"), "check the network and HF_HUB_OFFLINE"),
     ],
 )
 def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
@@ -109,7 +109,7 @@ def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
 
 
 def test_a_hub_model_that_is_not_here(tmp_path):
-    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*check the network, HF_HUB_OFFLINE")
+    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*; check the network")
 
 
 def test_the_first_line_waits_for_no_large_import():
@@ -182,6 +182,17 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
     with pytest.raises(ConfigError, match="not logged in"):
         launch.run(tiny_config(models(), str(tmp_path), **{"logging.wandb": True}))
     assert {path: path.read_text() for path in kept} == kept
+
+
+def test_an_evaluation_alone_says_whose_weights_it_takes(tmp_path):
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path)
+    prepared = launch.Prepared(cfg, "cpu", None, [], None, {"model": "tiny:qwen2"}, [])
+    assert launch._evaluated(prepared) == f"evaluating model.path=tiny:qwen2: no checkpoint in {tmp_path}"
+    (tmp_path / "hf_model").mkdir()
+    assert launch._evaluated(prepared).endswith(f"; for the trained one set model.path={tmp_path}/hf_model")
+    prepared.resume_from = tmp_path / "checkpoints" / "step_000006"
+    assert launch._evaluated(prepared) == f"evaluating the weights of {prepared.resume_from}"
 
 
 def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:

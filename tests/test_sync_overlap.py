@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from one_step_off.bucket_plan import BucketPlan, SyncError
+from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.tiny_qwen import build_random
@@ -44,7 +44,8 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in inbox.get()]
     outbox.put((rank, worker.open_sender(pieces, 40_000, "127.0.0.1", LIMIT_S)))
     inbox.get()
-    worker.connect_sync(1, RECEIVERS, [])
+    if hasattr(worker, "sender"):  # rank 0 alone, where it gathers
+        worker.connect_sync(1, RECEIVERS, [])
     Sender._pack = delayed(Sender._pack, rng, 0.002)
     worker._forward = delayed(worker._forward, rng, 0.01)
     sent, batch, problems = [], make_batch(cfg.model.path), []
@@ -66,6 +67,8 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
         for sample in batch.samples:
             sample.versions[:] = version
         batch.expected = (0, version)
+        if not cfg.weight_sync.overlap:
+            thread.join()
         metrics = worker.update(batch)  # it has FSDP's collectives, and those of the gradients' norm
         thread.join()
         assert not problems and metrics["actor/sync_wait_s"] >= 0
@@ -92,10 +95,14 @@ def receive_all(index: int, plan: BucketPlan, addresses: list, syncs: int, got: 
 
 
 @pytest.mark.timeout(300)
-def test_syncs_beside_updates_with_random_delays_on_every_rank(tmp_path):
-    syncs = 200
+@pytest.mark.parametrize(
+    ("sender", "syncs"), [("sharded", 200), ("gather", 5)], ids=["200 beside updates", "5 gathered by rank 0"]
+)
+def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
     path = build_random("qwen2", str(tmp_path / "model"), dtype="float32")
-    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S)
+    overlap = sender == "sharded"
+    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S, weight_sync__sender=sender)
+    cfg.weight_sync.overlap = overlap
     context, port = mp.get_context("spawn"), free_port()
     outbox, inboxes = context.Queue(), [context.Queue() for _ in range(RANKS)]
     args = [(rank, cfg, port, inboxes[rank], outbox, str(tmp_path), syncs) for rank in range(RANKS)]
@@ -103,17 +110,18 @@ def test_syncs_beside_updates_with_random_delays_on_every_rank(tmp_path):
     for process in ranks:
         process.start()
 
-    def of_all() -> list:
+    def gather() -> list:
         found = dict(outbox.get(timeout=120) for _ in range(RANKS))
         return [found[rank] for rank in range(RANKS)]
 
-    plans = of_all()
+    plans = gather()
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in plans]
-    plan = BucketPlan.build(pieces, 40_000)
+    plan = BucketPlan.build(pieces if overlap else [whole_pieces(pieces)], 40_000)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)
-    addresses = of_all()
+    addresses = [address for address in gather() if address]
+    assert len(addresses) == (RANKS if overlap else 1)
     for inbox in inboxes:
         inbox.put("connect")
     got, errors = [[] for _ in range(RECEIVERS)], queue.Queue()
