@@ -131,6 +131,7 @@ class EnvironmentLoop(AgentLoop):
                 raise RuntimeError(f"{what}: {why}")
             case str() if method == "reset":
                 return answer
-            case [str(), float(reward), bool()] if method == "step" and abs(reward) <= self.largest:
-                return answer
-        raise NoAnswer(f"{what}: its process wrote what is no answer")
+            case [str(text), int() | float() as reward, done] if method == "step" and abs(reward) <= self.largest:
+                return text, float(reward), bool(done)
+        wanted = "a text" if method == "reset" else "(observation, reward, done) with a text and a finite number"
+        raise (NoAnswer if self.confined else RuntimeError)(f"{what}: it returned {answer!r:.80}, not {wanted}")
