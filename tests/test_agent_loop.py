@@ -350,7 +350,10 @@ def test_a_step_that_never_ends_is_killed_and_ends_its_episode_alone(tokenizer, 
 def test_an_environment_of_ones_own(tokenizer):
     talk = moody(tokenizer, " x", " end", " x")
     assert talk.reward == 1.0 and talk.facts == {"steps": 2} and heard(talk, tokenizer) == ["\nQuestion: x\nAnswer:"]
-    for how, words in (("raise", "Moody.step: KeyError: 'mood'"), ("nan", "returned .*nan, False., not .* a finite number")):
+    for how, words in (
+        ("raise", "Moody.step: KeyError: 'mood'"),
+        ("nan", "returned .*nan, False., not .* a finite number"),
+    ):
         with pytest.raises(RuntimeError, match=words):
             moody(tokenizer, f" {how}")
 

@@ -532,7 +532,9 @@ def test_what_a_guess_writes_for_its_environment_is_a_lost_step(line):
 
 @pytest.mark.parametrize("how", ["none", "bytes", "set", "pair", "nothing", "long", "word"])
 def test_an_environment_that_answers_wrongly_ends_the_run_by_name(how):
-    with pytest.raises(RuntimeError, match="environments:Moody.step: (TypeError: float|ValueError: .*(MiB|float)|it returned .*, not)"):
+    with pytest.raises(
+        RuntimeError, match="environments:Moody.step: (TypeError: float|ValueError: .*(MiB|float)|it returned .*, not)"
+    ):
         episode("Moody", "x", how)
 
 
