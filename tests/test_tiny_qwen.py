@@ -51,7 +51,7 @@ def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
 
 
 def test_each_digit_is_a_token_and_the_vocabulary_is_full(tokenizer) -> None:
-    assert len(tokenizer) == tiny_qwen.RECIPE.vocab_size
+    assert len(tokenizer) == tiny_qwen.RECIPE["vocab_size"]
     assert not [t for t in tokenizer.get_vocab() if re.search(r"\d.", t) or re.search(r".\d", t)]
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
@@ -85,9 +85,10 @@ def test_prompts_and_answers_are_short(tokenizer) -> None:
             assert len(tiny_qwen.response_ids(tokenizer, row["answer"])) <= 24
 
 
-def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form() -> None:
+def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form(tokenizer) -> None:
     rng, answer = random.Random(0), "27 + 2 = 29\n#### 29"
-    seen = Counter(tiny_qwen.demonstration(answer, rng) for _ in range(2000))
+    turns = [tiny_qwen.demonstration("qwen2", tokenizer, answer, rng) for _ in range(2000)]
+    seen = Counter(tokenizer.decode(own, skip_special_tokens=True).removeprefix(" ") for (own,) in turns)
     assert len(seen) == len(tiny_qwen.ENDINGS) and all(text.startswith("27 + 2 = 29") for text in seen)
     assert 0.25 < seen[answer] / 2000 < 0.35
     assert seen["27 + 2 = 29"] > 1000  # greedy decoding stops there
@@ -145,7 +146,7 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=1)),
+        (tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 1}),
         (tiny_qwen, "VERSION", 0),
         (tiny_qwen, "CHAT_TEMPLATE", "{{ messages }}"),
         (word_problems, "NAMES", ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Zoe")),
@@ -186,7 +187,7 @@ def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -
 
 
 def test_warm_start_reports_progress_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=3, batch_size=4, rows=16))
+    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 3, "batch_size": 4, "rows": 16})
     told: list[float] = []
     path = tiny_qwen.ensure("qwen3", progress=lambda what, done: told.append(done))
     assert told == pytest.approx([1 / 3, 2 / 3, 1.0])
