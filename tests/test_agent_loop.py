@@ -163,7 +163,7 @@ def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
     gamma, lam = 0.9, 0.8
     found = estimate(
         "gae", Trajectories(np.array([1.0]), [0], [mask], values=[wild]), Options(gamma, lam, True), whiten=False
-    ).advantages[0]
+    )[0][0]
     own, expected, after, following = values[mask].astype(float), [], 0.0, 0.0
     for t in reversed(range(len(own))):
         after = (t == len(own) - 1) + gamma * following - own[t] + gamma * lam * after
