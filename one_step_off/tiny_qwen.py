@@ -82,16 +82,24 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
             work = root / f".{target.name}.part"
             shutil.rmtree(work, ignore_errors=True)  # of a builder that was killed or failed
             work.mkdir()
-            _build_warm(name, seed, work, progress)
+            build(name, str(work), seed, progress=progress)
             work.rename(target)
     return str(target)
 
 
-def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type`
-    of a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
-    tokenizer = build_tokenizer()
-    _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
+def build(
+    kind: str, path: str, seed: int = 0, dtype: str = "float32", progress: Progress | None = None, **overrides: Any
+) -> str:
+    """Write a tiny model with its tokenizer into `path`, as one HF model directory; returns `path`. It is warm-started
+    where `progress` is there to be told, else random. `kind` may also be the `model_type` of another causal language
+    model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
+    tokenizer = build_tokenizer(kind)
+    model = build_model(kind, tokenizer, seed, **overrides)
+    if progress:
+        warm_start(model, tokenizer, seed, progress, kind)
+    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -188,6 +196,8 @@ def warm_start(
         return min(1.0, (step + 1) / RECIPE["warmup_steps"], (steps - step) / fall)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
     model.train()
     for step in range(steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE["batch_size"])]
@@ -205,23 +215,4 @@ def warm_start(
         model.zero_grad()
         progress(f"building tiny:{kind} (once, then cached)", (step + 1) / steps)
     model.eval()
-
-
-def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
-    """Build, warm-start and save one model into `path`."""
-    tokenizer = build_tokenizer(kind)
-    model = build_model(kind, tokenizer, seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
-    try:
-        warm_start(model, tokenizer, seed, progress, kind)
-    finally:
-        torch.set_num_threads(threads)
-    _save(model, tokenizer, path)
-
-
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write weights, config, generation config and tokenizer as one HF model directory."""
-    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    torch.set_num_threads(threads)

@@ -34,12 +34,12 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the warm start by a file; the list has one entry per build."""
     built: list[str] = []
 
-    def build(kind: str, seed: int, path: Path, progress: tiny_qwen.Progress) -> None:
+    def build(kind: str, path: str, seed: int, progress: tiny_qwen.Progress) -> None:
         time.sleep(0.05)
         built.append(f"{kind} {seed}")
-        (path / "config.json").write_text("{}")
+        (Path(path) / "config.json").write_text("{}")
 
-    monkeypatch.setattr(tiny_qwen, "_build_warm", build)
+    monkeypatch.setattr(tiny_qwen, "build", build)
     return built
 
 
@@ -96,12 +96,12 @@ def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form(tokenizer) -> N
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     heads = {"tie_word_embeddings": tied, "num_attention_heads": 4, "num_key_value_heads": 2}
-    path = tiny_qwen.build_random(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
+    path = tiny_qwen.build(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (torch.bfloat16, kind, 2)
@@ -113,14 +113,14 @@ def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: boo
     assert logits.shape[-1] == len(tokenizer) and logits.isfinite().all()
 
 
-def test_build_random_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_a_random_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
     import torch
 
     torch.manual_seed(5)
     state = torch.get_rng_state()
     files = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        path = tiny_qwen.build_random("qwen2", str(tmp_path / name), seed=seed)
+        path = tiny_qwen.build("qwen2", str(tmp_path / name), seed=seed)
         files.append((Path(path) / "model.safetensors").read_bytes())
     assert files[0] == files[1] != files[2]
     assert torch.equal(state, torch.get_rng_state())
@@ -161,16 +161,16 @@ def test_another_recipe_is_another_model(owner: Any, name: str, value: Any, monk
 def test_a_failed_build_is_no_model_and_the_next_one_succeeds(
     fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tiny_qwen._build_warm
+    whole = tiny_qwen.build
 
-    def half(kind: str, seed: int, path: Path, progress: tiny_qwen.Progress) -> None:
-        (path / "config.json").write_text("{}")
+    def half(kind: str, path: str, seed: int, progress: tiny_qwen.Progress) -> None:
+        (Path(path) / "config.json").write_text("{}")
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(tiny_qwen, "_build_warm", half)
+    monkeypatch.setattr(tiny_qwen, "build", half)
     with pytest.raises(RuntimeError, match="disk full"):
         tiny_qwen.ensure("qwen2")
-    monkeypatch.setattr(tiny_qwen, "_build_warm", whole)
+    monkeypatch.setattr(tiny_qwen, "build", whole)
     path = tiny_qwen.ensure("qwen2")
     assert fake_build == ["qwen2 0"]
     assert [p for p in tmp_path.iterdir() if p.is_dir()] == [Path(path)]
