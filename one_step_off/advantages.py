@@ -228,9 +228,7 @@ def rloo(t: Trajectories, o: Options) -> np.ndarray:
 def opo(t: Trajectories, o: Options) -> np.ndarray:
     """OPO (arXiv:2505.23585): A_i = r_i - sum_j(len_j r_j) / sum_j(len_j), len in trained tokens. The baseline of least
     variance where every token's gradient has the same norm and is orthogonal to the others'."""
-    return t.per_group(
-        lambda r, n: r - (n * r).sum() / max(n.sum(), 1) if r.max() > r.min() else 0 * r, t.totals, t.lengths
-    )
+    return t.per_group(lambda r, n: r - (n * r).sum() / max(n.sum(), 1), centred(t, o), t.lengths)
 
 
 @register("gpg", grouped=True)
