@@ -23,7 +23,6 @@ from one_step_off.registry import Registry
 from one_step_off.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
-RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
 GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
@@ -143,7 +142,7 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def resolve(cfg: RewardConfig) -> RewardFunction:
+def resolve(cfg: RewardConfig) -> Callable[..., Any]:
     """The function that `reward.function` names, checked to be callable as the trainer will call it. Raises
     ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
     spec, function = cfg.function, BUILT_IN.find(cfg.function).function

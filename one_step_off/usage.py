@@ -76,30 +76,29 @@ def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
     return found | ({f"gpu_utilisation/{group}": fmean(busy)} if busy else {})
 
 
-async def look(groups: dict[str, list[Any]], cuda: bool, report: Report) -> None:
-    """Ask every process once and report. One that does not answer is the pipeline's affair."""
-
-    async def one(group: str, actors: list[Any]) -> None:
-        answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
-        if good := [a for a in answers if isinstance(a, dict)]:
-            report(merged(group, good), next((a["device"] for a in good if a.get("device")), ""))
-
-    await asyncio.gather(*(one(group, actors) for group, actors in groups.items()))
+async def look(group: str, actors: list[Any], cuda: bool, report: Report) -> None:
+    """Ask every process of a group once and report. One that does not answer is the pipeline's affair."""
+    answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
+    if good := [a for a in answers if isinstance(a, dict)]:
+        report(merged(group, good), next((a["device"] for a in good if a["device"]), ""))
 
 
 @contextlib.asynccontextmanager
 async def watching(groups: dict[str, list[Any]], cuda: bool, report: Report) -> AsyncIterator[None]:
     """Look every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
 
+    def all_at_once() -> asyncio.Future:
+        return asyncio.gather(*(look(*group, cuda, report) for group in groups.items()))
+
     async def look_on() -> None:
         while True:
-            await look(groups, cuda, report)
+            await all_at_once()
             await asyncio.sleep(INTERVAL_S)
 
     task = asyncio.create_task(look_on())
     try:
         yield
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(look(groups, cuda, report), _LAST_LOOK_S)
+            await asyncio.wait_for(all_at_once(), _LAST_LOOK_S)
     finally:
         task.cancel()

@@ -6,7 +6,7 @@ All generators take (split, size, seed). Train and test never share a problem, w
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -130,8 +130,7 @@ def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-Generator = Callable[[str, int, int], Sequence[Mapping[str, Any]]]
-GENERATORS: dict[str, Generator] = {"word_problems": make, "addition": make_addition}
+GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {"word_problems": make, "addition": make_addition}
 GENERATORS |= {"products": make_products, "puzzles": make_puzzles}
 
 

@@ -87,7 +87,8 @@ class Actor:
 def test_a_dead_process_does_not_disturb():
     seen = []
     good, dead = Actor({"memory_bytes": 5, "device": "X"}), Actor(RuntimeError("dead"))
-    asyncio.run(look({"rollout": [dead], "trainer": [dead, good]}, False, lambda m, name: seen.append((m, name))))
+    for group, actors in {"rollout": [dead], "trainer": [dead, good]}.items():
+        asyncio.run(look(group, actors, False, lambda m, name: seen.append((m, name))))
     assert seen == [({"memory/trainer_peak_bytes": 5.0}, "X")]
 
 
