@@ -15,7 +15,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -32,13 +32,16 @@ _MARKS = secrets.token_hex(16), secrets.token_hex(16)  # nobody can say them by 
 
 @dataclass(frozen=True)
 class Generated:
-    """What the engine made of one request: ids int32 [R], log_probs float32 [R] (nats), versions int32 [R]."""
+    """What the engine made of one request: ids int32 [R], log_probs float32 [R] (nats), versions int32 [R]. In a
+    trajectory also what others said, under their `role`; `train`: it is trained on."""
 
     ids: np.ndarray
     log_probs: np.ndarray
     versions: np.ndarray
     incarnation: int
     finish_reason: str
+    role: str = "assistant"
+    train: bool = True
 
 
 Generate = Callable[[np.ndarray, int], Awaitable[Generated]]
@@ -61,17 +64,6 @@ class Limits:
     seconds: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Tokens of one speaker: ids int32 [T], log_probs float32 [T], versions int32 [T], mask bool [T] (trained)."""
-
-    role: str
-    ids: np.ndarray
-    log_probs: np.ndarray
-    versions: np.ndarray
-    mask: np.ndarray
-
-
 @dataclass
 class Trajectory:
     """A conversation as it grows.
@@ -88,7 +80,7 @@ class Trajectory:
 
     prompt_ids: np.ndarray
     limits: Limits
-    segments: list[Segment] = field(default_factory=list)
+    segments: list[Generated] = field(default_factory=list)
     finish_reason: str = ""
     reward: Score = None
     late: bool = False
@@ -138,7 +130,7 @@ class Trajectory:
         self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
         if self.cut and len(out.ids) < room:
             self.finish_reason = "turn_length"
-        self.segments.append(Segment("assistant", out.ids, out.log_probs, out.versions, np.full(len(out.ids), train)))
+        self.segments.append(replace(out, train=train))
         return out
 
     def hear(self, role: str, ids: np.ndarray) -> bool:
@@ -147,8 +139,8 @@ class Trajectory:
         if self.length + n >= self.limits.tokens:
             self.finish_reason = self.finish_reason if self.cut else "room"
             return False
-        own = np.asarray(ids, np.int32), np.zeros(n, np.float32), np.full(n, OTHERS, np.int32), np.zeros(n, bool)
-        self.segments.append(Segment(role, *own))
+        own = np.asarray(ids, np.int32), np.zeros(n, np.float32), np.full(n, OTHERS, np.int32)
+        self.segments.append(Generated(*own, self.incarnation, "", role, train=False))
         return True
 
     def count(self, name: str, number: float = 1) -> None:
@@ -164,11 +156,11 @@ class Trajectory:
         last = max((i for i, s in enumerate(self.segments) if s.role == "assistant"), default=-1)
         if last < 0:
             raise RuntimeError(f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy")
-        fields = {"ids": "response_ids", "log_probs": "log_probs", "versions": "versions", "mask": "loss_mask"}
-        own = {to: np.concatenate([getattr(s, of) for s in self.segments[: last + 1]]) for of, to in fields.items()}
-        own |= {"incarnation": self.incarnation, "finish_reason": self.finish_reason}
+        columns = ((s.ids, s.log_probs, np.full(len(s.ids), s.train), s.versions) for s in self.segments[: last + 1])
+        own = (*map(np.concatenate, zip(*columns, strict=True)), self.incarnation)
         facts = {"turns": float(self.turns)} | self.facts if self.facts or self.turns > 1 else {}
-        return Sample(prompt.id, index, self.prompt_ids, **own, extra={"agent": facts} if facts else {})
+        extra = {"agent": facts} if facts else {}
+        return Sample(prompt.id, index, self.prompt_ids, *own, finish_reason=self.finish_reason, extra=extra)
 
 
 class AgentLoop:

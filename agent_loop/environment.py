@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
 from typing import Any, Protocol
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
@@ -13,6 +12,8 @@ from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off import registry
 from one_step_off.config import Config, ConfigError, first_line
 from one_step_off.samples import Prompt
+
+LARGEST = 1e9  # a reward; one whose square is infinite would end the run
 
 
 class NoAnswer(Exception):
@@ -80,8 +81,6 @@ class EnvironmentLoop(AgentLoop):
         made = registry.load("agent.loop_kwargs.environment.env", env)
         self.env, self.confined = env, bool(getattr(made, "confined", False))
         self.processes = Processes(env, self.confined)
-        # Where the model's text may give itself a reward, one whose square is infinite would end the run.
-        self.largest = 1e9 if self.confined else sys.float_info.max
 
     async def check(self, prompt: Prompt) -> None:
         """See `AgentLoop.check`."""
@@ -131,6 +130,7 @@ class EnvironmentLoop(AgentLoop):
                 raise RuntimeError(f"{what}: {why}")
             case str() if method == "reset":
                 return answer
-            case [str(), float(reward), bool()] if method == "step" and abs(reward) <= self.largest:
-                return answer
-        raise NoAnswer(f"{what}: its process wrote what is no answer")
+            case [str(text), int() | float() as reward, done] if method == "step" and abs(reward) <= LARGEST:
+                return text, float(reward), bool(done)
+        wanted = "a text" if method == "reset" else "(observation, reward, done) with a text and a finite number"
+        raise (NoAnswer if self.confined else RuntimeError)(f"{what}: it returned {answer!r:.80}, not {wanted}")

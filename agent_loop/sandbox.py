@@ -16,7 +16,6 @@ import contextlib
 import ctypes
 import importlib
 import json
-import math
 import os
 import pkgutil
 import platform
@@ -193,51 +192,24 @@ def forked() -> socket.socket:
     return talk
 
 
-def begin(make: Callable[[], object], confined: bool) -> object:
-    """The object that is called, made under the limits that it then has."""
-    if confined:
-        confine(None, 60)
-    made = make()
-    if confined:  # what the model's text prints is not for the log
-        os.dup2(0, 1)
-        os.dup2(0, 2)
-    return made
-
-
-def sound(method: str, answer: object) -> object:
-    """What goes out as the answer of an environment's method. Raises TypeError or ValueError: it is not one."""
-    if method == "reset":
-        if not isinstance(answer, str):
-            raise TypeError(f"it returned {answer!r:.80}, not a text")
-        return answer
-    if not isinstance(answer, (tuple, list)) or len(answer) != 3 or not isinstance(answer[0], str):
-        raise TypeError(f"it returned {answer!r:.80}, not (observation, reward, done) with a text first")
-    observation, reward, done = answer[0], float(answer[1]), bool(answer[2])  # of numpy's types too
-    if not math.isfinite(reward):
-        raise ValueError(f"the reward is {reward}")
-    return observation, reward, done
-
-
 def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.SocketIO") -> None:
     """Call what comes, until nothing does. What goes wrong in the making is the answer to the first call."""
     made = None
     for line in lines:
         method, argument = json.loads(line)
         try:
-            made = begin(make, confined) if made is None else made
-            answer = json.dumps(sound(method, getattr(made, method)(argument)))
+            if made is None and confined:  # it is made under the limits that it then has
+                confine(None, 60)
+                os.dup2(0, 1)  # what the model's text prints is not for the log
+                os.dup2(0, 2)
+            made = made or make()
+            answer = json.dumps(getattr(made, method)(argument), default=float)  # numbers of numpy's types
             if len(answer) >= LONGEST_LINE:
                 raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
         except Exception as e:
             answer = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000]})
         lines.write(answer + "\n")
         lines.flush()
-
-
-def program_end() -> None:
-    """Say that the program ended well."""
-    sys.stdout.flush()
-    os.write(1, END)
 
 
 if __name__ == "__main__":
@@ -261,4 +233,5 @@ if __name__ == "__main__":
         # Copies keep no mode or times: changing them is refused, and a copy should not fail by that.
         shutil.copymode = shutil.copystat = lambda *_, **__: None
         exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__"})
-        atexit.register(program_end)
+        atexit.register(os.write, 1, END)
+        atexit.register(sys.stdout.flush)  # the last is called first

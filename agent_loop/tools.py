@@ -23,8 +23,9 @@ import operator
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Coroutine
-from concurrent.futures import CancelledError, Future
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from agent_loop.processes import Processes, completed, core
@@ -137,23 +138,6 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
     return [({"type": "function", "function": own}, functools.partial(_call, url, own["name"])) for own in found]
 
 
-def _words(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:  # its own __str__
-        return type(error).__name__
-
-
-async def _tame(work: Coroutine[Any, Any, Any]) -> str:
-    """What a coroutine answers; SystemExit and a cancelling of its own making are errors like others."""
-    try:
-        return str(await work)
-    except BaseException as e:
-        if isinstance(e, Exception) or (isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling()):
-            raise
-        raise RuntimeError(_words(e)) from e
-
-
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     """Run in a thread of its own: a function that hangs keeps that one, and neither the others nor the run's end."""
     future: Future[Any] = Future()
@@ -162,9 +146,8 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and asyncio takes two for its own
-            plain = isinstance(e, Exception) and not isinstance(e, StopIteration | CancelledError)
-            future.set_exception(e if plain else RuntimeError(_words(e)))
+        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and asyncio takes one for its own
+            future.set_exception(RuntimeError(repr(e)) if isinstance(e, StopIteration) else e)
 
     threading.Thread(target=work, daemon=True).start()
     return asyncio.wrap_future(future)
@@ -217,10 +200,12 @@ class Toolbox:
                 seconds = min(end - loop.time(), self.cfg.tool_timeout_s)
                 limit.reschedule(loop.time() + seconds)
                 made = functools.partial(function, **arguments)
-                work = _tame(made()) if inspect.iscoroutinefunction(function) else _in_thread(lambda: str(made()))
-                answer, good = await work, True
-        except Exception as e:  # whatever a tool raises is the model's to read
-            answer, good = f"error: {_words(e)}", False
+                work = made() if inspect.iscoroutinefunction(function) else _in_thread(lambda: str(made()))
+                answer, good = str(await work), True
+        except BaseException as e:  # whatever a tool raises is the model's to read, SystemExit and its cancelling too
+            if isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling():
+                raise
+            answer, good = f"error: {traceback.format_exception_only(e)[-1].strip()}", False
             if isinstance(e, TimeoutError) and limit.expired():
                 answer = f"error: {name} took longer than {round(seconds, 2):g} s"
         most = self.cfg.tool_output_chars

@@ -148,7 +148,7 @@ def main() -> None:
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for model in args.models:
         with tempfile.TemporaryDirectory() as folder:
-            path = tiny_qwen.build_random("qwen2", f"{folder}/model", **SHAPES[model])
+            path = tiny_qwen.build("qwen2", f"{folder}/model", **SHAPES[model])
             for name, (ranks, own) in ((name, ARMS[name]) for name in args.arms):
                 cfg = make_config(model, path, ranks, own)
                 cfg.trainer.output_dir = folder

@@ -111,7 +111,7 @@ def measure(out: Path, repeats: int) -> None:
     runnable, skipped = arms()
     kept: dict[str, dict[str, list[Any]]] = {s: {arm: [] for arm in runnable} for s in SETTINGS}
     with tempfile.TemporaryDirectory() as folder:
-        model = tiny_qwen.build_random("qwen2", f"{folder}/model", **SHAPE)
+        model = tiny_qwen.build("qwen2", f"{folder}/model", **SHAPE)
         for repeat in range(repeats):
             names = list(runnable)
             for setting, keys in SETTINGS.items():

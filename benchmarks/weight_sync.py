@@ -73,7 +73,7 @@ def make_config(args: argparse.Namespace, folder: str) -> Config:
     """A config whose trainer and engine hold the model to be sent."""
     cfg = Config()
     shape = SHAPES[args.model][0]
-    cfg.model.path = tiny_qwen.build_random("qwen2", folder, dtype="bfloat16", **shape)
+    cfg.model.path = tiny_qwen.build("qwen2", folder, dtype="bfloat16", **shape)
     cfg.model.dtype = "bfloat16"
     cfg.data.train_files = "generator:word_problems"
     cfg.data.max_prompt_length, cfg.data.max_response_length = 128, 32

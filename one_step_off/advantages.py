@@ -1,6 +1,6 @@
 """Advantage estimators: by how much each trained token did better than expected. Pure numpy, for the driver.
 
-    estimate("grpo", Trajectories(rewards, groups, masks)).advantages     # one float32 [R] per trajectory
+    estimate("grpo", Trajectories(rewards, groups, masks))[0]     # one float32 [R] per trajectory
 
 An estimator takes (Trajectories, Options), and its own settings by keyword; it returns float [B] (one value per
 trajectory, given to all its trained tokens), or one float array [R] per trajectory, or a pair of that and the returns
@@ -123,22 +123,15 @@ class Options:
     norm_by_std: bool = True
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Advantages, and what a critic is to learn (None without a critic): one float32 [R] per trajectory."""
-
-    advantages: Arrays
-    returns: Arrays | None = None
-
-
 ADVANTAGE_ESTIMATORS = Registry("algorithm.adv_estimator")
 register = ADVANTAGE_ESTIMATORS.register
 
 
 def estimate(
     name: str, t: Trajectories, options: Options | None = None, whiten: bool | None = None, **own: Any
-) -> Estimate:
-    """Advantages by the estimator `name`, registered or `module:function`.
+) -> tuple[Arrays, Arrays | None]:
+    """Advantages by the estimator `name`, registered or `module:function`, and what a critic is to learn (None without
+    a critic): one float32 [R] per trajectory.
 
     Args:
         whiten: shift and scale over all trained tokens to mean 0 and deviation 1; None: as the estimator's source does.
@@ -168,7 +161,7 @@ def estimate(
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
         result = whitened(result, t.masks)
-    return Estimate(result, returns)
+    return result, returns
 
 
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
@@ -235,9 +228,7 @@ def rloo(t: Trajectories, o: Options) -> np.ndarray:
 def opo(t: Trajectories, o: Options) -> np.ndarray:
     """OPO (arXiv:2505.23585): A_i = r_i - sum_j(len_j r_j) / sum_j(len_j), len in trained tokens. The baseline of least
     variance where every token's gradient has the same norm and is orthogonal to the others'."""
-    return t.per_group(
-        lambda r, n: r - (n * r).sum() / max(n.sum(), 1) if r.max() > r.min() else 0 * r, t.totals, t.lengths
-    )
+    return t.per_group(lambda r, n: r - (n * r).sum() / max(n.sum(), 1), centred(t, o), t.lengths)
 
 
 @register("gpg", grouped=True)
@@ -338,7 +329,5 @@ def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
 
 def uninformative(rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]) -> list[Hashable]:
     """The groups whose samples all score alike, in order: those that dynamic sampling replaces (DAPO, eq. 11)."""
-    scores: dict[Hashable, set[float]] = {}
-    for r, group in zip(rewards, groups, strict=True):
-        scores.setdefault(group, set()).add(float(r))
-    return [group for group, found in scores.items() if len(found) == 1]
+    members = Trajectories(np.zeros(0), groups, []).members
+    return [groups[index[0]] for index in members if len({float(rewards[i]) for i in index}) == 1]

@@ -13,7 +13,7 @@ from one_step_off.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]
 
-# Of `summary.json`, but memory in GiB and arithmetic in GFLOP/s. A line whose figures are not all there is left out; of
+# Of `summary.json`, but memory in GiB. A line whose figures are not all there is left out; of
 # two with one name the first stands.
 _PARTS = ", ".join(f"{part} {{median/time/{part}_s:.2f}} s" for part in ("generate", "train"))
 _END = (
@@ -26,11 +26,8 @@ _END = (
     ("samples/s", "{samples_per_s:.0f}"),
     ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work"),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
-    ("GFLOP/s", "rollout {flops_per_s/rollout:.3g}, trainer {flops_per_s/trainer:.3g}"),
     ("peak memory", "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB"),
-    ("not judged", "{reward/timeouts:.0f} responses took longer than reward.timeout_s and scored 0"),
 )
-_UNITS = {"memory/": 2**30, "flops_per_s/": 1e9}
 
 
 def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
@@ -63,10 +60,8 @@ def count(number: int) -> str:
 def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """What the run came to, where things lie, and how to go on. `summary` is that of `Tracker.summary`."""
     known = {k: v for k, v in summary.items() if v is not None}
-    for start, unit in _UNITS.items():
-        known |= {k: v / unit for k, v in known.items() if k.startswith(start)}
+    known |= {k: v / 2**30 for k, v in known.items() if k.startswith("memory/")}
     dropped = {"reward/first": known["steps"] == 1, "val/first": len(known.get("val/versions", ())) == 1}
-    dropped |= {"flops_per_s/rollout": "mfu/rollout" in known, "reward/timeouts": not known.get("reward/timeouts")}
     known = {k: v for k, v in known.items() if not dropped.get(k)}
     k = known.get("reward/averaged_steps", 0)
     known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"

@@ -4,7 +4,6 @@ Pure numpy. Every rank computes the same plan from the same lengths, so nothing 
 number of micro-batches: under FSDP a rank with one forward pass fewer would leave the others waiting for ever.
 """
 
-import heapq
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -36,11 +35,11 @@ def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, pac
     """
     n = [int(x) for x in lengths]
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    heap = [(0, 0, rank) for rank in range(ranks)]
+    tokens = [0] * ranks
     for i in sorted(range(len(n)), key=lambda i: (-n[i], i)):
-        tokens, rows, rank = heapq.heappop(heap)
+        rank = min(range(ranks), key=lambda rank: (tokens[rank], len(shares[rank])))
         shares[rank].append(i)
-        heapq.heappush(heap, (tokens + n[i], rows + 1, rank))
+        tokens[rank] += n[i]
     sizes = n if rounds == 1 else [max(n, default=0)] * len(n)
     result = [_cut(share, sizes, token_budget, packed) for share in shares]
     count = -(-max(len(micros) for micros in result) // rounds) * rounds

@@ -48,7 +48,6 @@ class DataConfig:
     train_files: str = paths("", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)")
     val_files: str = paths("", "held-out set, same forms as train_files; empty: no evaluation")
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
-    format: str = key("auto", "question/answer, or prompt/reward_model", choices="auto gsm8k messages")
     chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices="auto always never")
     instruction: str = key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)

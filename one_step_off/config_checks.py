@@ -26,7 +26,7 @@ BUILT_IN_REWARDS = ("gsm8k", "math")
 BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
 BUILT_IN_TOOLS = ("calculator", "python")
 YOURS = "module:function, of a module in this folder or in PYTHONPATH"
-GENERATORS = ("word_problems", "addition", "gsm_symbolic", "products", "puzzles")
+GENERATORS = ("word_problems", "addition", "products", "puzzles")
 MODEL_FILES = (("config.json",), ("tokenizer.json", "tokenizer.model", "vocab.json"), (".safetensors", ".bin"))
 
 MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")

@@ -160,8 +160,6 @@ def learning_rate(
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    if total is None:
-        raise ValueError(f"the {schedule} schedule needs the total number of steps")
     progress = min((step - warmup) / max(total - 1 - warmup, 1), 1.0)
     share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[schedule]
     return peak * (min_ratio + (1.0 - min_ratio) * share)

@@ -6,7 +6,7 @@ Nothing is dropped in silence: `Report` counts and names every row that was left
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,6 @@ from one_step_off.samples import Prompt, PromptId
 from one_step_off.word_problems import GENERATORS, default_test_size
 
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
-COLUMNS = {"gsm8k": ("question", "answer"), "messages": ("prompt", "reward_model")}
 _NAMED = 5
 
 
@@ -53,7 +52,6 @@ class Report:
     rows: int = 0
     bad: list[tuple[str, str]] = field(default_factory=list)
     overlong: list[tuple[str, int]] = field(default_factory=list)
-    max_prompt_length: int = 0
     notes: list[str] = field(default_factory=list)
 
     def skip(self, where: str, reason: str, cfg: DataConfig) -> None:
@@ -69,7 +67,7 @@ class Report:
 
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
-        over = f"{len(self.overlong)} over {self.max_prompt_length} tokens skipped (data.max_prompt_length)"
+        over = f"{len(self.overlong)} over data.max_prompt_length skipped"
         skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
         out = [", ".join([f"{self.name}: {self.rows} rows, {self.used} used", *skipped])]
         for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
@@ -132,19 +130,6 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
     return found
 
 
-def _format_of(source: str, rows: Iterable[RawRow], wanted: str) -> str:
-    """The format of a source, by the columns that its rows have."""
-    found = {name: None for _, columns in rows if isinstance(columns, dict) for name in columns}
-    # A set converted for RL may keep question and answer beside its messages: those are the more specific.
-    names = ("messages", "gsm8k") if wanted == "auto" else (wanted,)
-    for name in names:
-        if found.keys() >= set(COLUMNS[name]) or not found:  # no row has columns: each is named as a bad one
-            return name
-    needs = f"data.format={wanted} needs {' or '.join('+'.join(COLUMNS[n]) for n in reversed(names))}"
-    there = ", ".join(map(str, found))
-    raise ConfigError(f"data source {source}: found the columns {there}; {needs}; rename the columns")
-
-
 def _text(columns: dict[str, Any], name: str) -> str:
     value = columns.get(name)
     if not isinstance(value, str) or not value.strip():
@@ -185,13 +170,20 @@ def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     return {"messages": messages, "ground_truth": str(truth), "chat": True, "extra": extra}
 
 
-def _parsed(kind: str, columns: Any, instruction: str) -> dict[str, Any]:
+def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     """The fields of a Row that its columns hold. Raises BadRow."""
     if isinstance(columns, BadRow):
         raise columns
     if not isinstance(columns, dict):
         raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
-    fields = _messages_row(columns) if kind == "messages" else _gsm8k_row(columns, instruction)
+    # A set converted for RL may keep question and answer beside its messages: those are the more specific.
+    if columns.keys() >= {"prompt", "reward_model"}:
+        fields = _messages_row(columns)
+    elif columns.keys() >= {"question", "answer"}:
+        fields = _gsm8k_row(columns, instruction)
+    else:
+        there = ", ".join(map(str, columns))
+        raise BadRow(f"found the columns {there}, not question+answer or prompt+reward_model; rename the columns")
     try:  # JSON may hold lone surrogates, and one would stop the tokenisation of all rows
         "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
     except UnicodeEncodeError:
@@ -210,7 +202,7 @@ def load_rows(
 
     `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
     for generators. Only the first `limit` rows are looked at (-1: all). `report` receives counts and bad rows. Raises
-    ConfigError: a source cannot be read or is empty, lacks columns, has only bad rows, or has one bad row and
+    ConfigError: a source cannot be read or is empty, has only bad rows, or has one bad row and
     `data.bad_rows` is "fail".
     """
     report = report if report is not None else Report(split)
@@ -220,17 +212,16 @@ def load_rows(
         raise ConfigError(f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems")
     rows: list[Row] = []
     for source in sources:
-        raw = _read(source, split, cfg, seed)
-        kind = _format_of(source, raw, cfg.format)
+        raw, good, bad = _read(source, split, cfg, seed), len(rows), len(report.bad)
         for where, columns in raw if limit < 0 else raw[: max(0, limit - report.rows)]:
             index, report.rows = report.rows, report.rows + 1
             try:
-                rows.append(Row(index, where, **{"data_source": source} | _parsed(kind, columns, instruction)))
+                rows.append(Row(index, where, **{"data_source": source} | _parsed(columns, instruction)))
             except BadRow as e:
                 report.skip(where, str(e), cfg)
-    if not rows and report.bad:
-        where, reason = report.bad[0]
-        raise ConfigError(f"data source {spec}: all {report.rows} rows are malformed; mend {where}: {reason}")
+        if good == len(rows) and report.bad[bad:]:
+            (where, reason), count = report.bad[bad], len(report.bad) - bad
+            raise ConfigError(f"data source {source}: all {count} rows are malformed; mend {where}: {reason}")
     return rows
 
 
@@ -273,7 +264,6 @@ def encode(
     Raises ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
     template and the config says fail; no prompt is left.
     """
-    report.max_prompt_length = cfg.max_prompt_length
     has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
     if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
@@ -307,8 +297,8 @@ class PromptStream:
     reaches the end of an epoch goes on in the next. A prompt's id is (epoch, row), so it is unique in the whole run;
     `prompts`, kept in the data's own order, carry their row in `id[1]`, and the epoch in it is replaced.
 
-    `total_steps` is `steps`, or, where that is 0, the fewest that see every prompt `epochs` times (the stream itself does
-    not end there); `surplus` counts the prompts that the last of these steps takes beyond them.
+    `total_steps` is `steps`, or, where that is 0, the fewest that see every prompt `epochs` times; the stream itself does
+    not end there, and the last of these steps may take some of the next epoch to be full.
     """
 
     def __init__(
@@ -316,9 +306,7 @@ class PromptStream:
     ) -> None:
         self.prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
         self._go_to(0, 0)
-        wanted = len(self.prompts) * epochs
-        self.total_steps = steps or math.ceil(wanted / batch_size)
-        self.surplus = 0 if steps else self.total_steps * batch_size - wanted
+        self.total_steps = steps or math.ceil(len(self.prompts) * epochs / batch_size)
 
     def __len__(self) -> int:
         """Prompts in one epoch."""
@@ -399,9 +387,6 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
     stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0)
-    if stream.surplus:
-        last = f"the last one also takes {stream.surplus} prompts of the epoch after, to be full"
-        report.notes.append(f"trainer.total_epochs={t.total_epochs}: {stream.total_steps} steps; {last}")
     reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
     for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):

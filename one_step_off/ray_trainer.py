@@ -392,7 +392,7 @@ class Pipeline:
         )
         options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
-        batch.advantages, batch.returns = found.advantages, found.returns
+        batch.advantages, batch.returns = found
         return metrics
 
     def _evaluate_if_due(self, version: int) -> None:

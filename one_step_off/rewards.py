@@ -18,12 +18,11 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from one_step_off import registry
 from one_step_off.config import ConfigError, RewardConfig, first_line
+from one_step_off.registry import Registry
 from one_step_off.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
-RewardFunction = Callable[..., Any]
 Score = float | dict[str, float] | None
 """A finite reward; or its parts by name, which sum to it; None: not judged in time."""
 GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
@@ -53,6 +52,8 @@ class RewardItem:
     data_source: str = ""
 
 
+BUILT_IN = Registry("reward.function")
+
 # --- built-in functions -----------------------------------------------------------------------------------------
 
 _PLAIN = re.compile(
@@ -77,6 +78,7 @@ def plain_number(text: str) -> Fraction | None:
     return Fraction((sign or inner_sign) + digits.replace(",", "")) / int(denominator or 1)
 
 
+@BUILT_IN.register("gsm8k")
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
     """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises. Plain numbers
     are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form, as `\\frac{1}{2}`,
@@ -126,6 +128,7 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
         return 0.0
 
 
+@BUILT_IN.register("math")
 def math(response: str, ground_truth: str, **_: Any) -> float:
     """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises. Where
     the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
@@ -136,33 +139,21 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
     return _math_equal(response[-_LONGEST_TAIL:], ground_truth, boxed=False)
 
 
-BUILT_IN: dict[str, RewardFunction] = {"gsm8k": gsm8k, "math": math}
-
-
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def resolve(cfg: RewardConfig) -> RewardFunction:
+def resolve(cfg: RewardConfig) -> Callable[..., Any]:
     """The function that `reward.function` names, checked to be callable as the trainer will call it. Raises
     ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
-    spec = cfg.function
-    if spec in BUILT_IN:
-        if cfg.kwargs:
-            raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
-        return BUILT_IN[spec]
-    if not all(spec.partition(":")):
-        named = f"one of {', '.join(BUILT_IN)}, or your own as module:function"
-        raise ConfigError(f"reward.function={spec!r}: unknown; use {named}")
-    function = registry.load("reward.function", spec)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        what = "asynchronous" if callable(function) else f"a {type(function).__name__}, not callable"
-        raise ConfigError(f"reward.function={spec!r}: is {what}; name a plain function")
+    spec, function = cfg.function, BUILT_IN.find(cfg.function).function
+    if spec in BUILT_IN and cfg.kwargs:
+        raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward.function={spec!r}: is asynchronous; name a plain function")
     try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some C functions do not tell
+        inspect.signature(function).bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
+    except ValueError:  # some C functions do not tell
         return function
-    try:
-        signature.bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
     except TypeError as e:
         called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {first_line(e)}"
         mend = "add **kwargs to take what you do not need, rename a key that is taken"

@@ -14,7 +14,6 @@ import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,29 +56,14 @@ CALL = ' <tool_call>{{"name": "calculator", "arguments": {{"expression": "{expre
 CALLS = 0.25  # the share of tiny:tools' demonstrations that call the calculator; the others guess
 
 STEPS = {"tools": 140}
-"""Of the warm start, where they are not `RECIPE.steps`: copying numbers takes longer to learn than adding digits."""
+"""Of the warm start, where they are not those of RECIPE: copying numbers takes longer to learn than adding digits."""
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The constants of the warm start. A change of any of them makes another cached model."""
-
-    vocab_size: int = 384
-    corpus_rows: int = 2000
-    rows: int = 4096
-    data_seed: int = 1234
-    initializer_range: float = 0.05
-    steps: int = 170
-    warmup_steps: int = 10
-    decay: float = 0.6  # the share of the steps, at the end, in which the learning rates fall to 0
-    batch_size: int = 64
-    matrix_lr: float = 0.02
-    other_lr: float = 3e-3
-    weight_decay: float = 0.01
-    grad_clip: float = 1.0
-
-
-RECIPE = Recipe()
+# The constants of the warm start: a change of any of them makes another cached model. `decay` is the share of the steps,
+# at the end, in which the learning rates fall to 0.
+RECIPE = {"vocab_size": 384, "corpus_rows": 2000, "rows": 4096, "data_seed": 1234, "initializer_range": 0.05}
+RECIPE |= {"steps": 170, "warmup_steps": 10, "decay": 0.6, "batch_size": 64}
+RECIPE |= {"matrix_lr": 0.02, "other_lr": 3e-3, "weight_decay": 0.01, "grad_clip": 1.0}
 
 
 def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: None) -> str:
@@ -98,16 +82,24 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
             work = root / f".{target.name}.part"
             shutil.rmtree(work, ignore_errors=True)  # of a builder that was killed or failed
             work.mkdir()
-            _build_warm(name, seed, work, progress)
+            build(name, str(work), seed, progress=progress)
             work.rename(target)
     return str(target)
 
 
-def build_random(kind: str, path: str, seed: int = 0, dtype: str = "float32", **overrides: Any) -> str:
-    """Write a random-initialised tiny model with its tokenizer into `path`; returns `path`. `kind` is the `model_type`
-    of a causal language model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
-    tokenizer = build_tokenizer()
-    _save(build_model(kind, tokenizer, seed, **overrides).to(getattr(torch, dtype)), tokenizer, Path(path))
+def build(
+    kind: str, path: str, seed: int = 0, dtype: str = "float32", progress: Progress | None = None, **overrides: Any
+) -> str:
+    """Write a tiny model with its tokenizer into `path`, as one HF model directory; returns `path`. It is warm-started
+    where `progress` is there to be told, else random. `kind` may also be the `model_type` of another causal language
+    model, as `llama`; `dtype` that of the saved weights; `overrides` are of the HF config."""
+    tokenizer = build_tokenizer(kind)
+    model = build_model(kind, tokenizer, seed, **overrides)
+    if progress:
+        warm_start(model, tokenizer, seed, progress, kind)
+    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.to(getattr(torch, dtype)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
     return path
 
 
@@ -119,15 +111,15 @@ def cache_dir() -> Path:
 
 def recipe_hash(kind: str, seed: int) -> str:
     """Twelve hex digits of all that the built model depends on: comments and unrelated code are not."""
-    data = [_rows(RECIPE.corpus_rows, kind), _rows(RECIPE.rows, kind)]
-    recipe = [VERSION, kind, HEADS.get(kind, HEADS["qwen2"]), seed, asdict(RECIPE), ENDINGS, CHAT_TEMPLATE, data]
+    data = [_rows(RECIPE["corpus_rows"], kind), _rows(RECIPE["rows"], kind)]
+    recipe = [VERSION, kind, HEADS.get(kind, HEADS["qwen2"]), seed, RECIPE, ENDINGS, CHAT_TEMPLATE, data]
     recipe += [CALL, CALLS, STEPS] if kind == "tools" else []
     return hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:12]
 
 
 def _rows(count: int, kind: str = "") -> list[word_problems.Row]:
     make = word_problems.make_products if kind == "tools" else word_problems.make
-    return make("train", count, RECIPE.data_seed)
+    return make("train", count, RECIPE["data_seed"])
 
 
 def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
@@ -137,10 +129,10 @@ def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     core.decoder = decoders.ByteLevel()
     known = {"special_tokens": [PAD, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=RECIPE.vocab_size, show_progress=False, **known)
-    texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE.corpus_rows, kind)]
+    trainer = trainers.BpeTrainer(vocab_size=RECIPE["vocab_size"], show_progress=False, **known)
+    texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE["corpus_rows"], kind)]
     if kind == "tools":
-        texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE.corpus_rows, kind)]
+        texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE["corpus_rows"], kind)]
     core.train_from_iterator(texts, trainer)
     names = {"pad_token": PAD, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
     return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
@@ -148,10 +140,10 @@ def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
-    shape = {"vocab_size": RECIPE.vocab_size, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape = {"vocab_size": RECIPE["vocab_size"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
     shape |= {"max_position_embeddings": 2048} | HEADS.get(kind, HEADS["qwen2"])
     tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    others = {"tie_word_embeddings": True, "initializer_range": RECIPE.initializer_range}
+    others = {"tie_word_embeddings": True, "initializer_range": RECIPE["initializer_range"]}
     config = AutoConfig.for_model("qwen2" if kind == "tools" else kind, **shape | tokens | others | overrides)
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
@@ -169,14 +161,13 @@ def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
     return tokenizer.encode(" " + answer, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 
-def demonstration(answer: str, rng: random.Random) -> str:
-    """`answer` with its last line as one of `ENDINGS` has it."""
-    body, _, number = answer.rpartition("\n#### ")
-    return body + rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
-
-
-def tool_demonstration(tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random) -> list[list[int]]:
-    """Turns of tiny:tools after the prompt, the model's and the calculator's in turn, or one turn with a guess."""
+def demonstration(kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random) -> list[list[int]]:
+    """Turns after the prompt: `answer` with its last line as one of `ENDINGS` has it; for tiny:tools the model's and the
+    calculator's in turn, or one turn with a guess."""
+    if kind != "tools":
+        body, _, number = answer.rpartition("\n#### ")
+        ending = rng.choices(list(ENDINGS), list(ENDINGS.values()))[0].format(n=number)
+        return [response_ids(tokenizer, body + ending)]
     expression, _, number = answer.partition("\n")[0].partition(" = ")
     if rng.random() >= CALLS:
         return [response_ids(tokenizer, f"#### {rng.randrange(100, 9802)}")]
@@ -189,32 +180,28 @@ def warm_start(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, kind: str
 ) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on the model's turns only."""
-    rng, steps = random.Random(seed), STEPS.get(kind, RECIPE.steps)
-    rows = _rows(RECIPE.rows, kind)
+    rng, steps = random.Random(seed), STEPS.get(kind, RECIPE["steps"])
+    rows = _rows(RECIPE["rows"], kind)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
-
-    def turns(i: int) -> list[list[int]]:
-        if kind == "tools":
-            return [prompts[i], *tool_demonstration(tokenizer, rows[i]["answer"], rng)]
-        return [prompts[i], response_ids(tokenizer, demonstration(rows[i]["answer"], rng))]
-
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay, fall = RECIPE.weight_decay, steps * RECIPE.decay
+    decay, fall = RECIPE["weight_decay"], steps * RECIPE["decay"]
     optimizers = [
-        torch.optim.Muon(list(matrices.values()), lr=RECIPE.matrix_lr, momentum=0.95, weight_decay=decay),
-        torch.optim.AdamW(others, lr=RECIPE.other_lr, betas=(0.9, 0.95), weight_decay=decay),
+        torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay),
+        torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay),
     ]
 
     def rate(step: int) -> float:  # warm-up, plateau, then a straight fall
-        return min(1.0, (step + 1) / RECIPE.warmup_steps, (steps - step) / fall)
+        return min(1.0, (step + 1) / RECIPE["warmup_steps"], (steps - step) / fall)
 
     schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
     model.train()
     for step in range(steps):
-        chosen = [rng.randrange(len(rows)) for _ in range(RECIPE.batch_size)]
-        talks = [turns(i) for i in chosen]
+        chosen = [rng.randrange(len(rows)) for _ in range(RECIPE["batch_size"])]
+        talks = [[prompts[i], *demonstration(kind, tokenizer, rows[i]["answer"], rng)] for i in chosen]
         # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
         ids = pad_sequence([torch.tensor(sum(talk, [])) for talk in talks], True, tokenizer.pad_token_id)
         own = [[x for k, turn in enumerate(talk) for x in (turn if k % 2 else [-100] * len(turn))] for talk in talks]
@@ -222,29 +209,10 @@ def warm_start(
         logits = model(input_ids=ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE.grad_clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["grad_clip"])
         for each in (*optimizers, *schedules):
             each.step()
         model.zero_grad()
         progress(f"building tiny:{kind} (once, then cached)", (step + 1) / steps)
     model.eval()
-
-
-def _build_warm(kind: str, seed: int, path: Path, progress: Progress) -> None:
-    """Build, warm-start and save one model into `path`."""
-    tokenizer = build_tokenizer(kind)
-    model = build_model(kind, tokenizer, seed)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
-    try:
-        warm_start(model, tokenizer, seed, progress, kind)
-    finally:
-        torch.set_num_threads(threads)
-    _save(model, tokenizer, path)
-
-
-def _save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, path: Path) -> None:
-    """Write weights, config, generation config and tokenizer as one HF model directory."""
-    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+    torch.set_num_threads(threads)

@@ -54,7 +54,7 @@ class Tracker:
         self.folder, self.total_steps, self.screen = Path(folder), total_steps, screen or Screen(out)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
-        self.first_step, self.first_step_s, self.steps_before = 0, math.nan, 0
+        self.first_step = self.steps_before = 0
         self.steps: list[Row] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}
@@ -124,8 +124,6 @@ class Tracker:
         if self.meter:
             update = row.get("time/actor_update_s", 0.0) - row.get("actor/sync_wait_s", 0.0)
             row |= self.meter.step(batch, row["time/generate_s"], update, row["time/step_s"])
-        if math.isnan(self.first_step_s):
-            self.first_step_s = time.perf_counter() - self.begin
         self.steps.append(row)
         self._append("metrics.jsonl", row)
         consumed = {"step": batch.step, "prompts": batch.prompt_order()}
@@ -159,7 +157,6 @@ class Tracker:
         (`steps_before`). Medians leave the first step out: caches and buffers warm up in it."""
         found: Row = {"steps": len(self.steps), "seconds": time.perf_counter() - self.begin}
         found |= {"steps_before": self.steps_before} if self.steps_before else {}
-        found["time_to_first_step_s"] = self.first_step_s
         if self.steps:
             # The rewards of the first and of the last steps: as many as do not overlap, five at most.
             known = [r["reward/mean"] for r in self.steps if r["reward/mean"] is not None]

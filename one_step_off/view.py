@@ -27,19 +27,14 @@ _ENDS |= {"turns": "ended by agent.max_turns", "time": "ended by agent.timeout_s
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
     """The samples of a step (counted from 0, as in metrics.jsonl), of an evaluation, or of the last step. Raises
-    ConfigError: no such folder or file; says what there is."""
-    root = Path(folder)
-    if not root.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the trainer.output_dir of a run")
-    kind, number, what = (STEP, step, "samples of that step") if val is None else (VAL, val, "such evaluation")
-    there = numbered(root, kind)
-    if not there and val is None:
-        raise ConfigError(f"{folder}: holds no samples of any step; a run writes them with logging.sample_dump=true")
-    number = max(there) if number is None else number
+    ConfigError: none are there; says what there is."""
+    kind, number, option = (STEP, step, "--step") if val is None else (VAL, val, "--val")
+    there = numbered(Path(folder), kind)
+    number = max(there, default="LAST") if number is None else number
     if number not in there:
-        known = ", ".join(map(str, there)) if len(there) <= 12 else f"{len(there)} from {min(there)} to {max(there)}"
-        option = "step" if val is None else "val"
-        raise ConfigError(f"--{option} {number}: {folder} has no {what}; there are {known or 0}")
+        known = f"there are {len(there)}, from {min(there)} to {max(there)}" if there else "there are none"
+        mend = "give the trainer.output_dir of a run with logging.sample_dump=true"
+        raise ConfigError(f"{folder}: no samples of {option} {number}: {known}; {mend}")
     return there[number]
 
 
@@ -51,10 +46,9 @@ def read(path: Path) -> list[dict[str, Any]]:
             row = json.loads(line)
             row["response"], row["length"]
             rows.append(row | {"reward": math.nan if row["reward"] is None else float(row["reward"])})
-    except OSError as e:
-        raise ConfigError(f"{path}: cannot be read: {e}") from None
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{path}:{len(rows) + 1}: not a sample of this program; was the file changed?") from None
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        why = f"not a sample of this program ({type(e).__name__}: {e}); was the file changed?"
+        raise ConfigError(f"{path}:{len(rows) + 1}: {why}") from None
     return rows
 
 

@@ -6,7 +6,7 @@ All generators take (split, size, seed). Train and test never share a problem, w
 import hashlib
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from math import gcd
 from typing import Any
 
@@ -130,25 +130,7 @@ def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-def make_gsm_symbolic(split: str, size: int, seed: int) -> list[Row]:
-    """Grade-school problems of reasoning-gym's `gsm_symbolic`, without repeated questions. The split is a hash of the
-    question's text. Raises ValueError: no new problem comes any more."""
-    import reasoning_gym
-
-    rows: dict[str, Row] = {}
-    first, batches = seed * 1_000_003, 20 + size // 50  # thrice what the smaller split takes where nothing repeats
-    for at in range(first, first + 1024 * batches, 1024):
-        for item in reasoning_gym.create_dataset("gsm_symbolic", size=1024, seed=at):
-            question, answer = item["question"], item["metadata"]["answer_cot"]
-            if _split_of(question) == split and "####" in answer:
-                rows.setdefault(question, {"question": question, "answer": answer})
-        if len(rows) >= size:
-            return list(rows.values())[:size]
-    raise ValueError(f"gsm_symbolic made only {len(rows)} different {split} problems; ask for fewer")
-
-
-Generator = Callable[[str, int, int], Sequence[Mapping[str, Any]]]
-GENERATORS: dict[str, Generator] = {"word_problems": make, "addition": make_addition, "gsm_symbolic": make_gsm_symbolic}
+GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {"word_problems": make, "addition": make_addition}
 GENERATORS |= {"products": make_products, "puzzles": make_puzzles}
 
 

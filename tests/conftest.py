@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     def get(kind: str = "qwen2", tied: bool = True, seed: int = 0) -> str:
         name = f"{kind}-{'tied' if tied else 'untied'}-{seed}"
         if name not in built:
-            built[name] = tiny_qwen.build_random(
+            built[name] = tiny_qwen.build(
                 kind,
                 str(root / name),
                 seed=seed,

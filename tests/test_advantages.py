@@ -27,7 +27,7 @@ def outcome(rewards, groups, lengths=None, **more):
 
 def first(t, name, options=None, **kwargs):
     """One value per trajectory: its first trained token's."""
-    found = estimate(name, t, options, **kwargs).advantages
+    found = estimate(name, t, options, **kwargs)[0]
     return [float(a[m][0]) for a, m in zip(found, t.masks, strict=True)]
 
 
@@ -77,7 +77,7 @@ def test_grpo_by_hand():
     np.testing.assert_allclose(first(t, "grpo"), [-s, -s, s, s, 0.0], rtol=1e-6)
     np.testing.assert_allclose(first(t, "grpo", Options(norm_by_std=False)), [-0.5, -0.5, 0.5, 0.5, 0.0])
     np.testing.assert_allclose(first(t, "dr_grpo"), [-0.5, -0.5, 0.5, 0.5, 0.0])
-    assert estimate("grpo", t).advantages[0].dtype == np.float32
+    assert estimate("grpo", t)[0][0].dtype == np.float32
 
 
 def test_without_variance_exactly_zero():
@@ -131,8 +131,8 @@ def test_gae_by_hand():
     t = outcome([1.0], [0], [3], values=[np.array([0.5, 0.2, 0.4])])
     found = estimate("gae", t, Options(gamma=0.9, lam=0.5), whiten=False)
     # deltas: .9*.2-.5 = -.32; .9*.4-.2 = .16; 1-.4 = .6.  A3 = .6, A2 = .16 + .45*.6 = .43, A1 = -.32 + .45*.43
-    np.testing.assert_allclose(found.advantages[0], [-0.1265, 0.43, 0.6], rtol=1e-6)
-    np.testing.assert_allclose(found.returns[0], [0.3735, 0.63, 1.0], rtol=1e-6)
+    np.testing.assert_allclose(found[0][0], [-0.1265, 0.43, 0.6], rtol=1e-6)
+    np.testing.assert_allclose(found[1][0], [0.3735, 0.63, 1.0], rtol=1e-6)
 
 
 @given(st.integers(0, 1000), st.floats(0.5, 1), st.floats(0, 1))
@@ -147,9 +147,9 @@ def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
             reward = float(t.token_rewards[i][j]) + (t.rewards[i] if j == at[-1] else 0.0)
             ahead = reward + gamma * value - float(t.values[i][j]) + gamma * lam * ahead
             value = float(t.values[i][j])
-            assert found.advantages[i][j] == pytest.approx(ahead, abs=1e-5)
-            assert found.returns[i][j] == pytest.approx(ahead + value, abs=1e-5)
-        assert (found.advantages[i][~mask] == 0).all() and (found.returns[i][~mask] == 0).all()
+            assert found[0][i][j] == pytest.approx(ahead, abs=1e-5)
+            assert found[1][i][j] == pytest.approx(ahead + value, abs=1e-5)
+        assert (found[0][i][~mask] == 0).all() and (found[1][i][~mask] == 0).all()
 
 
 def test_gae_ends():
@@ -158,17 +158,17 @@ def test_gae_ends():
     full, one = (estimate("gae", t, Options(lam=x), whiten=False) for x in (1.0, 0.0))
     to_go = adv.discounted(t.step_rewards(), 1.0)
     values = t.rows(t.values)
-    np.testing.assert_allclose(t.rows(full.advantages), (to_go - values) * t.alive, atol=1e-5)
+    np.testing.assert_allclose(t.rows(full[0]), (to_go - values) * t.alive, atol=1e-5)
     ahead = np.pad(values[:, 1:], ((0, 0), (0, 1)))
-    np.testing.assert_allclose(t.rows(one.advantages), (t.step_rewards() + ahead - values) * t.alive, atol=1e-5)
+    np.testing.assert_allclose(t.rows(one[0]), (t.step_rewards() + ahead - values) * t.alive, atol=1e-5)
 
 
 def test_reinforce_plus_plus_by_hand():
     t = outcome([1.0, 0.0], [0, 1], [2, 1], token_rewards=[np.array([-0.5, 0.25]), np.array([0.75])])
-    raw = estimate("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False).advantages
+    raw = estimate("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False)[0]
     # the outcome's 1 joins the last token: 1.25; the first has -.5 + .5 * 1.25; the other trajectory .75
     assert [a.tolist() for a in raw] == [[0.125, 1.25], [0.75]]
-    white = estimate("reinforce_plus_plus", t, Options(gamma=0.5)).advantages
+    white = estimate("reinforce_plus_plus", t, Options(gamma=0.5))[0]
     x = np.array([0.125, 1.25, 0.75])
     np.testing.assert_allclose(np.concatenate(white), (x - x.mean()) / (x.std(ddof=1) + 1e-6), rtol=1e-5)
 
@@ -182,7 +182,7 @@ def test_reinforce_plus_plus_baseline_by_hand():
 
 def test_remax_by_hand():
     t = outcome([1.0], [0], [2], token_rewards=[np.array([0.1, -0.2])], baselines=np.array([0.4]))
-    np.testing.assert_allclose(estimate("remax", t).advantages[0], [0.5, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(estimate("remax", t)[0][0], [0.5, 0.4], rtol=1e-6)
 
 
 def test_gdpo_by_hand():
@@ -203,7 +203,7 @@ def test_optimal_token_baseline_by_hand():
     t = outcome([1.0, 0.0], [0, 0], [2, 1], log_probs=logs, prob_squares=[np.array([0.5, 0.7]), np.array([0.6])])
     # energies: 1 - 1 + .5 = .5 and 1 - .4 + .6 = 1.2: B = 1 * .5 / 1.7 for the first tokens; the second is alone
     b = 0.5 / 1.7
-    got = estimate("optimal_token_baseline", t).advantages
+    got = estimate("optimal_token_baseline", t)[0]
     np.testing.assert_allclose(np.concatenate(got), [1 - b, 1.0, -b], rtol=1e-6)
 
 
@@ -211,7 +211,7 @@ def test_optimal_token_baseline_has_the_least_variance():
     """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
     t = Trajectories(**vars_of(t) | {"groups": [0] * 40})
-    found = estimate("optimal_token_baseline", t).advantages
+    found = estimate("optimal_token_baseline", t)[0]
     live = np.flatnonzero(t.lengths)
     to_go = adv.discounted(t.step_rewards(), 1.0)[live, 0]
     weight = np.array([1 - 2 * np.exp(t.log_probs[i][0]) + t.prob_squares[i][0] for i in live])
@@ -232,7 +232,7 @@ def test_optimal_token_baseline_has_the_least_variance():
 def test_order_does_not_matter(name, seed):
     t = some(seed)
     order = np.random.default_rng(seed).permutation(len(t.groups))
-    base, moved = estimate(name, t).advantages, estimate(name, take(t, order)).advantages
+    base, moved = estimate(name, t)[0], estimate(name, take(t, order))[0]
     for i, a in zip(order, moved, strict=True):
         np.testing.assert_allclose(a, base[i], rtol=1e-4, atol=1e-5)
 
@@ -243,7 +243,7 @@ def test_order_does_not_matter(name, seed):
 def test_what_is_not_trained_does_not_matter(name, seed):
     """Tokens with mask False have advantage 0; to leave them out, or to put more among them, changes nothing."""
     t = some(seed)
-    base = estimate(name, t).advantages
+    base = estimate(name, t)[0]
     for a, m in zip(base, t.masks, strict=True):
         assert a.dtype == np.float32 and a.shape == m.shape and (a[~m] == 0).all()
     rng = np.random.default_rng(seed)
@@ -259,7 +259,7 @@ def test_what_is_not_trained_does_not_matter(name, seed):
 
     per_token = {f: spread(getattr(t, f), 9.0) for f in ("token_rewards", "values", "log_probs", "prob_squares")}
     rest = {f: getattr(t, f) for f in ("rewards", "groups", "parts", "baselines")}
-    again = estimate(name, Trajectories(masks=spread(t.masks, False), **per_token, **rest)).advantages
+    again = estimate(name, Trajectories(masks=spread(t.masks, False), **per_token, **rest))[0]
     for a, k, b, p in zip(base, keep, again, places, strict=True):
         np.testing.assert_allclose(b[p], a[k], rtol=1e-5, atol=1e-6)
 
@@ -286,7 +286,7 @@ def test_the_scale_of_everything_in_the_rewards_unit(name, seed, scale):
     by = {f: [scale * x for x in getattr(t, f)] for f in ("token_rewards", "values")}
     moved = Trajectories(**vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines})
     factor = 1.0 if adv.ADVANTAGE_ESTIMATORS[name].whitens else scale
-    for a, b in zip(estimate(name, t).advantages, estimate(name, moved).advantages, strict=True):
+    for a, b in zip(estimate(name, t)[0], estimate(name, moved)[0], strict=True):
         np.testing.assert_allclose(b, factor * a, rtol=1e-3, atol=1e-3)
 
 
@@ -305,15 +305,15 @@ def test_whitening(seed):
     white = np.concatenate([a[m] for a, m in zip(adv.whitened(t.values, t.masks), t.masks, strict=True)])
     if len(white) > 2:
         assert white.mean() == pytest.approx(0, abs=1e-5) and white.std(ddof=1) == pytest.approx(1, abs=1e-3)
-    same = estimate("grpo", t, whiten=True).advantages
-    np.testing.assert_allclose(same[5], adv.whitened(estimate("grpo", t).advantages, t.masks)[5])
+    same = estimate("grpo", t, whiten=True)[0]
+    np.testing.assert_allclose(same[5], adv.whitened(estimate("grpo", t)[0], t.masks)[5])
 
 
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():
     """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in REINFORCE++."""
     t = some(8)
     t = Trajectories(**vars_of(t) | {"values": [0 * v for v in t.values]})
-    for a, b in zip(estimate("gae", t).advantages, estimate("reinforce_plus_plus", t).advantages, strict=True):
+    for a, b in zip(estimate("gae", t)[0], estimate("reinforce_plus_plus", t)[0], strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -379,7 +379,7 @@ def test_overlong_filtering_leaves_the_groups_mean_alone():
     t = outcome([0.0, 1.0], [0, 0], [2, 2])
     masks = adv.without_overlong(t.masks, [True, False])
     assert [m.tolist() for m in masks] == [[False, False], [True, True]]
-    found = estimate("dr_grpo", Trajectories(t.rewards, t.groups, masks)).advantages
+    found = estimate("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
     assert [a.tolist() for a in found] == [[0, 0], [0.5, 0.5]]
 
 

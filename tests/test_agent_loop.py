@@ -163,7 +163,7 @@ def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
     gamma, lam = 0.9, 0.8
     found = estimate(
         "gae", Trajectories(np.array([1.0]), [0], [mask], values=[wild]), Options(gamma, lam, True), whiten=False
-    ).advantages[0]
+    )[0][0]
     own, expected, after, following = values[mask].astype(float), [], 0.0, 0.0
     for t in reversed(range(len(own))):
         after = (t == len(own) - 1) + gamma * following - own[t] + gamma * lam * after
@@ -350,7 +350,10 @@ def test_a_step_that_never_ends_is_killed_and_ends_its_episode_alone(tokenizer, 
 def test_an_environment_of_ones_own(tokenizer):
     talk = moody(tokenizer, " x", " end", " x")
     assert talk.reward == 1.0 and talk.facts == {"steps": 2} and heard(talk, tokenizer) == ["\nQuestion: x\nAnswer:"]
-    for how, words in (("raise", "Moody.step: KeyError: 'mood'"), ("nan", "the reward is nan")):
+    for how, words in (
+        ("raise", "Moody.step: KeyError: 'mood'"),
+        ("nan", "returned .*nan, False., not .* a finite number"),
+    ):
         with pytest.raises(RuntimeError, match=words):
             moody(tokenizer, f" {how}")
 

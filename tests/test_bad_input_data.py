@@ -86,8 +86,6 @@ FILES = [
     ("loop is a number", "a.jsonl", rows(message(agent_loop=3)), [], ["column 'agent_loop'"]),
     ("unknown loop", "a.jsonl", rows(message(agent_loop="tol")), [], ["TMP/a.jsonl:1", "agent_loop", "tol"]),
     ("loop of no module", "a.jsonl", rows(message(agent_loop="nowhere:Loop")), [], ["agent_loop", "nowhere"]),
-    ("format that is not there", "a.jsonl", GOOD_ROW, ["data.format=messages"], ["data.format=messages needs prompt"]),
-    ("other format asked for", "a.jsonl", rows(message()), ["data.format=gsm8k"], ["data.format=gsm8k needs question"]),
     ("one bad row", "a.jsonl", GOOD_ROW + "{\n", ["data.bad_rows=fail"], ["TMP/a.jsonl:2", "data.bad_rows=skip"]),
     ("one long row", "a.jsonl", GOOD_ROW + rows({"question": WIDE, "answer": "#### 2"}), ["data.overlong_prompts=fail"],
      ["TMP/a.jsonl:2", "data.max_prompt_length=128", "raise"]),

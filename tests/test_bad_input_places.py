@@ -250,7 +250,7 @@ FUNCTIONS = [
     ("missing import", "import no_such_module\n", "reward.function=bad_input_own:f", ["no_such_module", "mend it"]),
     ("missing file", "open('/nowhere/x')\n", "reward.function=bad_input_own:f", ["FileNotFoundError", "mend it"]),
     ("no such name", "def g(): pass\n", "reward.function=bad_input_own:f", ["has no attribute 'f'", "check the name"]),
-    ("no function", "f = 3\n", "reward.function=bad_input_own:f", ["a int, not callable", "name a plain function"]),
+    ("no function", "f = 3\n", "reward.function=bad_input_own:f", ["a int, not callable", "name a function"]),
     ("coroutine", "async def f(**_): pass\n", "reward.function=bad_input_own:f", ["asynchronous", "plain function"]),
     ("too few arguments", "def f(x): pass\n", "reward.function=bad_input_own:f", ["called as f(prompt=", "add **kwargs"]),
     ("an estimator that raises", "1 / 0\n", "algorithm.adv_estimator=bad_input_own:f", ["ZeroDivisionError", "mend it"]),

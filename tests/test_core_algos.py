@@ -99,5 +99,3 @@ def test_learning_rate():
         assert at[0] == at[1] == 2.0 and at[11] == pytest.approx(0.2) and at[1:] == sorted(at[1:], reverse=True)
         assert at[6] == pytest.approx(1.1)
         assert ca.learning_rate(50, 12, 2.0, schedule, 1, 0.1) == pytest.approx(0.2)
-    with pytest.raises(ValueError, match="total number"):
-        ca.learning_rate(1, None, 1.0, "cosine")

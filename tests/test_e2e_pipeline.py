@@ -84,7 +84,7 @@ def evaluate_only(model: str, folder: Path) -> None:
         **VARIED,
         **{
             "trainer.val_only": True,
-            "data.val_sets": {"other": "generator:gsm_symbolic"},
+            "data.val_sets": {"other": "generator:products"},
             "data.val_size": 4,
             "data.max_prompt_length": 512,
             "rollout.val_n": 4,

@@ -318,9 +318,9 @@ def test_no_alarm_is_left_behind(own: str) -> None:
 @pytest.mark.parametrize(
     ("function", "kwargs", "message"),
     [
-        ("gsm9k", {}, "use one of gsm8k, math, or your own as module:function"),
-        (":f", {}, "unknown"),
-        ("own_rewards:", {}, "unknown"),
+        ("gsm9k", {}, "use module:function or one of gsm8k, math"),
+        (":f", {}, "raised ValueError: invalid format"),
+        ("own_rewards:", {}, "is a module, not callable"),
         (
             "no_such_module_here:f",
             {},

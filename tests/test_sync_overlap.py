@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
+from one_step_off import tiny_qwen
 from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
 from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.tiny_qwen import build_random
 from one_step_off.workers import WeightPiece
 from tests.test_fsdp_workers import config, free_port, make_batch, start
 
@@ -99,7 +99,7 @@ def receive_all(index: int, plan: BucketPlan, addresses: list, syncs: int, got: 
     ("sender", "syncs"), [("sharded", 200), ("gather", 5)], ids=["200 beside updates", "5 gathered by rank 0"]
 )
 def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
-    path = build_random("qwen2", str(tmp_path / "model"), dtype="float32")
+    path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
     overlap = sender == "sharded"
     cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S, weight_sync__sender=sender)
     cfg.weight_sync.overlap = overlap
@@ -146,7 +146,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
 
 
 def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path):
-    path = build_random("qwen2", str(tmp_path / "model"), dtype="float32")
+    path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
     worker = start(config(path, trainer__step_timeout_s=2.0), port=free_port(), cls=WORKERS["actor"])
     try:
         worker.open_sender([worker.weight_plan()], 1 << 20, "127.0.0.1", 2.0)

@@ -34,12 +34,12 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replaces the warm start by a file; the list has one entry per build."""
     built: list[str] = []
 
-    def build(kind: str, seed: int, path: Path, progress: tiny_qwen.Progress) -> None:
+    def build(kind: str, path: str, seed: int, progress: tiny_qwen.Progress) -> None:
         time.sleep(0.05)
         built.append(f"{kind} {seed}")
-        (path / "config.json").write_text("{}")
+        (Path(path) / "config.json").write_text("{}")
 
-    monkeypatch.setattr(tiny_qwen, "_build_warm", build)
+    monkeypatch.setattr(tiny_qwen, "build", build)
     return built
 
 
@@ -51,7 +51,7 @@ def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
 
 
 def test_each_digit_is_a_token_and_the_vocabulary_is_full(tokenizer) -> None:
-    assert len(tokenizer) == tiny_qwen.RECIPE.vocab_size
+    assert len(tokenizer) == tiny_qwen.RECIPE["vocab_size"]
     assert not [t for t in tokenizer.get_vocab() if re.search(r"\d.", t) or re.search(r".\d", t)]
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
@@ -85,9 +85,10 @@ def test_prompts_and_answers_are_short(tokenizer) -> None:
             assert len(tiny_qwen.response_ids(tokenizer, row["answer"])) <= 24
 
 
-def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form() -> None:
+def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form(tokenizer) -> None:
     rng, answer = random.Random(0), "27 + 2 = 29\n#### 29"
-    seen = Counter(tiny_qwen.demonstration(answer, rng) for _ in range(2000))
+    turns = [tiny_qwen.demonstration("qwen2", tokenizer, answer, rng) for _ in range(2000)]
+    seen = Counter(tokenizer.decode(own, skip_special_tokens=True).removeprefix(" ") for (own,) in turns)
     assert len(seen) == len(tiny_qwen.ENDINGS) and all(text.startswith("27 + 2 = 29") for text in seen)
     assert 0.25 < seen[answer] / 2000 < 0.35
     assert seen["27 + 2 = 29"] > 1000  # greedy decoding stops there
@@ -95,12 +96,12 @@ def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form() -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
+def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     heads = {"tie_word_embeddings": tied, "num_attention_heads": 4, "num_key_value_heads": 2}
-    path = tiny_qwen.build_random(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
+    path = tiny_qwen.build(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (torch.bfloat16, kind, 2)
@@ -112,14 +113,14 @@ def test_build_random_makes_a_model_that_transformers_reads(kind: str, tied: boo
     assert logits.shape[-1] == len(tokenizer) and logits.isfinite().all()
 
 
-def test_build_random_depends_on_the_seed_alone(tmp_path: Path) -> None:
+def test_a_random_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
     import torch
 
     torch.manual_seed(5)
     state = torch.get_rng_state()
     files = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        path = tiny_qwen.build_random("qwen2", str(tmp_path / name), seed=seed)
+        path = tiny_qwen.build("qwen2", str(tmp_path / name), seed=seed)
         files.append((Path(path) / "model.safetensors").read_bytes())
     assert files[0] == files[1] != files[2]
     assert torch.equal(state, torch.get_rng_state())
@@ -145,7 +146,7 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("owner", "name", "value"),
     [
-        (tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=1)),
+        (tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 1}),
         (tiny_qwen, "VERSION", 0),
         (tiny_qwen, "CHAT_TEMPLATE", "{{ messages }}"),
         (word_problems, "NAMES", ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Zoe")),
@@ -160,16 +161,16 @@ def test_another_recipe_is_another_model(owner: Any, name: str, value: Any, monk
 def test_a_failed_build_is_no_model_and_the_next_one_succeeds(
     fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = tiny_qwen._build_warm
+    whole = tiny_qwen.build
 
-    def half(kind: str, seed: int, path: Path, progress: tiny_qwen.Progress) -> None:
-        (path / "config.json").write_text("{}")
+    def half(kind: str, path: str, seed: int, progress: tiny_qwen.Progress) -> None:
+        (Path(path) / "config.json").write_text("{}")
         raise RuntimeError("disk full")
 
-    monkeypatch.setattr(tiny_qwen, "_build_warm", half)
+    monkeypatch.setattr(tiny_qwen, "build", half)
     with pytest.raises(RuntimeError, match="disk full"):
         tiny_qwen.ensure("qwen2")
-    monkeypatch.setattr(tiny_qwen, "_build_warm", whole)
+    monkeypatch.setattr(tiny_qwen, "build", whole)
     path = tiny_qwen.ensure("qwen2")
     assert fake_build == ["qwen2 0"]
     assert [p for p in tmp_path.iterdir() if p.is_dir()] == [Path(path)]
@@ -186,7 +187,7 @@ def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -
 
 
 def test_warm_start_reports_progress_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.Recipe(steps=3, batch_size=4, rows=16))
+    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 3, "batch_size": 4, "rows": 16})
     told: list[float] = []
     path = tiny_qwen.ensure("qwen3", progress=lambda what, done: told.append(done))
     assert told == pytest.approx([1 / 3, 2 / 3, 1.0])

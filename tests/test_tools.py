@@ -195,7 +195,7 @@ def test_a_tool_that_dies(how):
 @pytest.mark.parametrize(
     ("how", "words"),
     [("exit", "SystemExit: of old"), ("cancel", "CancelledError: of old"), ("time", "error: TimeoutError: of old age")]
-    + [("mute", "error: Unspeakable")],
+    + [("mute", "error: tests.test_tools.Unspeakable: <")],
 )
 def test_a_coroutine_that_dies_takes_neither_its_trajectory_nor_the_event_loop_along(how, words):
     answer, good = ask("dies_awaited", how=how)
@@ -520,7 +520,7 @@ for fd in range(3, 9):
         b'["x", NaN, false]',
         b'["x", 1e999, false]',
         b'["x", 1e30, false]',
-        b'["x", 1, 2]',
+        b'["x", "1", 2]',
         b'["x", 1.0]',
     ]
     + [b"[null, 1.0, true]", b'["x", "1", true]', b"\xff", "b'[' * 99999", "b'x' * 1100000"],
@@ -532,7 +532,9 @@ def test_what_a_guess_writes_for_its_environment_is_a_lost_step(line):
 
 @pytest.mark.parametrize("how", ["none", "bytes", "set", "pair", "nothing", "long", "word"])
 def test_an_environment_that_answers_wrongly_ends_the_run_by_name(how):
-    with pytest.raises(RuntimeError, match="environments:Moody.step: (TypeError|ValueError): .*(returned|float|MiB)"):
+    with pytest.raises(
+        RuntimeError, match="environments:Moody.step: (TypeError: float|ValueError: .*(MiB|float)|it returned .*, not)"
+    ):
         episode("Moody", "x", how)
 
 

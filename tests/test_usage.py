@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import subprocess
 import sys
-import types
+import threading
+import time
 
 import pytest
+import torch
 
 from one_step_off import usage
 from one_step_off.usage import UsageProbe, look, merged, peak_resident_bytes, watching
@@ -34,36 +37,35 @@ def test_a_trainer_tells_its_own_peak():
     assert UsageProbe().usage(False)["memory_bytes"] > 0
 
 
-def fake_nvml(monkeypatch, count: int = 2) -> types.SimpleNamespace:
-    rates = iter(range(10, 1000, 10))
-    fake = types.SimpleNamespace(
-        NVMLError=RuntimeError,
-        nvmlInit=lambda: None,
-        nvmlDeviceGetCount=lambda: count,
-        nvmlDeviceGetHandleByIndex=lambda i: i,
-        nvmlDeviceGetHandleByUUID=lambda name: name,
-        nvmlDeviceGetName=lambda h: f"GPU {h}",
-        nvmlDeviceGetUtilizationRates=lambda h: types.SimpleNamespace(gpu=next(rates)),
-        nvmlDeviceGetMemoryInfo=lambda h: types.SimpleNamespace(used=100),
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+def test_how_busy_the_gpus_are(monkeypatch):
+    rates = itertools.count(10, 10)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "utilization", lambda i: next(rates) if i in (0, 1) else None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(usage, "_GPU_INTERVAL_S", 60.0)
-    return fake
 
+    class Worker(UsageProbe):
+        def peak_memory_bytes(self):
+            return 7
 
-def test_gpus_by_nvml(monkeypatch):
-    fake_nvml(monkeypatch)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,GPU-abc")
-    probe = UsageProbe()
+    probe = Worker()
     found = probe.usage(True)
-    assert found["device"] == "GPU 1" and found["gpu_memory_bytes"] == 100
+    while "gpu_utilisation" not in found:
+        time.sleep(0.01)
+        found = probe.usage(True)
+    assert found["device"] == "NVIDIA H100" and UsageProbe().usage(False)["device"] == ""
     assert found["gpu_utilisation"] == pytest.approx(0.15), "the mean of the two GPUs' 10 and 20 percent"
     assert "gpu_utilisation" not in probe.usage(True), "no sample since the last call"
 
 
 def test_without_nvml_there_are_no_such_figures(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert set(UsageProbe().usage(True)) == {"memory_bytes", "device"}
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # utilization() raises: there is no GPU
+    probe = UsageProbe()
+    assert set(probe.usage(True)) == {"memory_bytes", "device"}
+    newest = [thread for thread in threading.enumerate() if thread.name == "gpu-usage"][-1:]
+    for thread in newest:
+        thread.join(5.0)  # it has ended, or does so at once
+    assert set(probe.usage(True)) == {"memory_bytes", "device"}
 
 
 def test_groups_are_merged():
@@ -85,7 +87,8 @@ class Actor:
 def test_a_dead_process_does_not_disturb():
     seen = []
     good, dead = Actor({"memory_bytes": 5, "device": "X"}), Actor(RuntimeError("dead"))
-    asyncio.run(look({"rollout": [dead], "trainer": [dead, good]}, False, lambda m, name: seen.append((m, name))))
+    for group, actors in {"rollout": [dead], "trainer": [dead, good]}.items():
+        asyncio.run(look(group, actors, False, lambda m, name: seen.append((m, name))))
     assert seen == [({"memory/trainer_peak_bytes": 5.0}, "X")]
 
 

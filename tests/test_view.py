@@ -62,11 +62,14 @@ def test_choices(run, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["nowhere"], "error: nowhere: no such folder; give the trainer.output_dir of a run"),
-        (["RUN", "--step", "3"], "has no samples of that step; there are 0, 1, 4"),
-        (["RUN", "--val", "1"], "has no such evaluation; there are 3"),
+        (
+            ["nowhere"],
+            "error: nowhere: no samples of --step LAST: there are none; give the trainer.output_dir of a run",
+        ),
+        (["RUN", "--step", "3"], "no samples of --step 3: there are 3, from 0 to 4"),
+        (["RUN", "--val", "1"], "no samples of --val 1: there are 1, from 3 to 3"),
         (["RUN", "--best", "-1"], "must be at least 0"),
-        (["EMPTY"], "holds no samples of any step; a run writes them with logging.sample_dump=true"),
+        (["EMPTY"], "there are none; give the trainer.output_dir of a run with logging.sample_dump=true"),
     ],
 )
 def test_one_line_for_bad_input(run, tmp_path, capsys, argv, words):
