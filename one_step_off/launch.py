@@ -321,6 +321,9 @@ def start_ray(cfg: Config) -> str:
     options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
     # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = joins
+    # Ray prints ten lines for a process that dies. Whoever needs it says so in one; the ten are in Ray's logs.
+    shown, known = ray._private.worker.print_to_stdstream, "killed while executing a task by an unexpected system error"
+    ray._private.worker.print_to_stdstream = lambda said, **how: known in said["lines"][0] or shown(said, **how)
     try:
         return ray.init(**({} if joins else options), **quiet).address_info["session_dir"]
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
@@ -475,19 +478,23 @@ def run(cfg: Config) -> int:
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
-        if not state and (tracker.folder / "metrics.jsonl").exists():
-            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
-        write_run_folder(prepared)
-        open_files(prepared, tracker, wandb)
-        observe(prepared, tracker)
-        run_on_ray(prepared, tracker)
+
+        def begin_files() -> None:
+            if not state and (tracker.folder / "metrics.jsonl").exists():
+                screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
+            write_run_folder(prepared)
+            open_files(prepared, tracker, wandb)
+            observe(prepared, tracker)
+
+        run_on_ray(prepared, tracker, begin_files)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
 
 @swept()
-def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
-    """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
+def run_on_ray(prepared: Prepared, tracker: Tracker, begun: Callable[[], None], alone: Any = None) -> None:
+    """From the start of Ray to its end, whatever happens between. `begun`: called when Ray has started: before that no
+    file of an earlier run is touched. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -495,6 +502,7 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
+        begun()
         _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))

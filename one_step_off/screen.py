@@ -30,7 +30,7 @@ _NAMES = 13
 
 
 class _Bars(progress.Progress):
-    """A line per task, and one about the last step."""
+    """A line per task, and one with the figures of the last step."""
 
     figures = ""
 
@@ -118,10 +118,10 @@ class Screen:
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
-        self.bars.figures, done = step_line(row, total), row["step"] + 1
-        if not self.live or done == total:
-            self.say(self.bars.figures)
+        if not self.live or row["step"] + 1 == total:
+            self.say(step_line(row, total))
         if self.live:
+            self.bars.figures, done = figures(row), row["step"] + 1
             self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
 
 
@@ -134,6 +134,17 @@ def step_line(row: dict[str, Any], total: int) -> str:
         f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
         f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
         f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
+    )
+
+
+def figures(row: dict[str, Any]) -> str:
+    """The second line of the bar: reward, length, speed, who waited for whom."""
+    tokens = row.get("tokens_per_s/rollout")
+    waits = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
+    return (
+        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:.1f}  "
+        + (f"{tokens:,.0f} tok/s  " if tokens else "")
+        + f"waits: rollout {waits:.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
     )
 
 

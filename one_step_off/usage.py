@@ -24,12 +24,13 @@ Report = Callable[[dict[str, float], str], None]
 class UsageProbe:
     """A mixin of actors. It needs no constructor, so that it fits any class."""
 
-    _busy: list[float] | None = None
+    _busy: list[tuple[float, int]] | None = None
+    _peak = 0
 
     def usage(self, cuda: bool) -> dict[str, Any]:
-        """What this process and its children use. `memory_bytes`: the peak; of the GPU where the class has
-        peak_memory_bytes() and runs on one, else resident. `device`: such a GPU's name, else "". With NVML also
-        `gpu_utilisation`: mean of the GPUs that it sees since the last call, 0 to 1."""
+        """What this process and its children use. `memory_bytes`: the peak; by the class's own peak_memory_bytes() if it
+        has one, else of all the GPUs that it sees, else resident. `device`: the GPU's name, of a class with that method,
+        else "". With NVML also `gpu_utilisation`: mean of the GPUs that it sees since the last call, 0 to 1."""
         own = getattr(self, "peak_memory_bytes", None)
         found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
         if cuda and own:
@@ -40,8 +41,11 @@ class UsageProbe:
             self._busy = []
             threading.Thread(target=_watch_gpus, args=(self._busy,), name="gpu-usage", daemon=True).start()
         if self._busy:
-            found["gpu_utilisation"] = fmean(self._busy)
+            busy, used = zip(*self._busy, strict=True)
+            found["gpu_utilisation"], self._peak = fmean(busy), max(self._peak, *used)
             self._busy.clear()
+        if self._peak and not own:  # an engine's memory is in its child
+            found["memory_bytes"] = self._peak
         return found
 
 
@@ -58,14 +62,16 @@ def peak_resident_bytes() -> int:
     return total
 
 
-def _watch_gpus(busy: list[float]) -> None:
-    """Append, until NVML fails, how busy the GPUs that this process sees are: one look at the end of a step tells
-    nothing. It begins no work on them: torch asks NVML."""
+def _watch_gpus(busy: list[tuple[float, int]]) -> None:
+    """Append, until NVML fails, how busy the GPUs that this process sees are, and the bytes in use: one look at the end of
+    a step tells nothing. It begins no work on them: torch asks NVML."""
     import torch
 
     with contextlib.suppress(Exception):  # any of NVML's: a run goes on without these figures
         while True:
-            busy.append(fmean(torch.cuda.utilization(i) / 100 for i in range(torch.cuda.device_count())))
+            seen = range(torch.cuda.device_count())
+            share = fmean(torch.cuda.utilization(i) / 100 for i in seen)
+            busy.append((share, sum(map(torch.cuda.device_memory_used, seen))))
             time.sleep(_GPU_INTERVAL_S)
 
 

@@ -184,17 +184,6 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
     assert {path: path.read_text() for path in kept} == kept
 
 
-def test_an_evaluation_alone_says_whose_weights_it_takes(tmp_path):
-    cfg = Config()
-    cfg.trainer.output_dir = str(tmp_path)
-    prepared = launch.Prepared(cfg, "cpu", None, [], None, {"model": "tiny:qwen2"}, [])
-    assert launch._evaluated(prepared) == f"evaluating model.path=tiny:qwen2: no checkpoint in {tmp_path}"
-    (tmp_path / "hf_model").mkdir()
-    assert launch._evaluated(prepared).endswith(f"; for the trained one set model.path={tmp_path}/hf_model")
-    prepared.resume_from = tmp_path / "checkpoints" / "step_000006"
-    assert launch._evaluated(prepared) == f"evaluating the weights of {prepared.resume_from}"
-
-
 def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -6,7 +6,6 @@ import io
 import logging
 import os
 import pty
-import re
 import subprocess
 import sys
 import textwrap
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from one_step_off.screen import Screen, quiet_libraries
+from one_step_off.screen import Screen, figures, quiet_libraries
 
 ROOT = Path(__file__).parents[1]
 
@@ -116,7 +115,8 @@ def test_the_bar_and_its_figures(width):
         "0:13:20 left 0:35:00",
         "reward 0.900 ",
         "length 12.3",
-        "gen 1.00",
+        "1,234 tok/s",
+        "waits: rollout 0.50 s, trainer 0.05 s",
     ):
         assert part in text
 
@@ -163,6 +163,10 @@ def test_an_error_ends_the_live_part_and_threads():
     assert threading.active_count() <= before
 
 
+def test_a_speed_that_is_not_known_is_left_out():
+    assert "tok/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k})
+
+
 PROGRAM = """
 import sys, time, warnings
 from one_step_off.screen import Screen
@@ -204,8 +208,8 @@ def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
 
 def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
     out = on_a_terminal(PROGRAM)
-    assert "━" in out and "step 1/3" in out
-    assert len(re.findall(r"canary \S+ *\r\n", out)) == 1, "the last step of a run leaves its line"
+    assert "━" in out and "step 1/3" in out and "tok/s" in out
+    assert out.count("gen 1.00, train") == 1, "the last step of a run leaves its line"
     assert "from a library" in out and "UserWarning: ours" in out
     last = out.rstrip().splitlines()[-1]
     assert last.endswith("error: engine 0 died") and out.rindex("\x1b[?25h") < out.rindex("error:")

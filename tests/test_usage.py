@@ -41,6 +41,7 @@ def test_how_busy_the_gpus_are(monkeypatch):
     rates = itertools.count(10, 10)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "utilization", lambda i: next(rates) if i in (0, 1) else None)
+    monkeypatch.setattr(torch.cuda, "device_memory_used", lambda i: (5 + i) << 30)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
     monkeypatch.setattr(usage, "_GPU_INTERVAL_S", 60.0)
 
@@ -56,6 +57,11 @@ def test_how_busy_the_gpus_are(monkeypatch):
     assert found["device"] == "NVIDIA H100" and UsageProbe().usage(False)["device"] == ""
     assert found["gpu_utilisation"] == pytest.approx(0.15), "the mean of the two GPUs' 10 and 20 percent"
     assert "gpu_utilisation" not in probe.usage(True), "no sample since the last call"
+    assert found["memory_bytes"] == 7, "a trainer knows its own"
+    engine = UsageProbe()
+    while "gpu_utilisation" not in engine.usage(True):
+        time.sleep(0.01)
+    assert engine.usage(True)["memory_bytes"] == 11 << 30, "of the whole GPUs, also between two looks"
 
 
 def test_without_nvml_there_are_no_such_figures(monkeypatch):
