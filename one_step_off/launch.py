@@ -478,23 +478,19 @@ def run(cfg: Config) -> int:
         wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
-
-        def begin_files() -> None:
-            if not state and (tracker.folder / "metrics.jsonl").exists():
-                screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
-            write_run_folder(prepared)
-            open_files(prepared, tracker, wandb)
-            observe(prepared, tracker)
-
-        run_on_ray(prepared, tracker, begin_files)
+        if not state and (tracker.folder / "metrics.jsonl").exists():
+            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
+        write_run_folder(prepared)
+        open_files(prepared, tracker, wandb)
+        observe(prepared, tracker)
+        run_on_ray(prepared, tracker)
         screen.table(end_facts(tracker.summary(), cfg))
     return 0
 
 
 @swept()
-def run_on_ray(prepared: Prepared, tracker: Tracker, begun: Callable[[], None], alone: Any = None) -> None:
-    """From the start of Ray to its end, whatever happens between. `begun`: called when Ray has started: before that no
-    file of an earlier run is touched. `alone`: what to do with the trainers, not a run."""
+def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
+    """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
     previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
@@ -502,7 +498,6 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, begun: Callable[[], None], 
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        begun()
         _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))

@@ -54,5 +54,5 @@ def replay(cfg: Config, folder: str) -> int:
     with Screen() as screen:
         screen.say(f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}")
         prepared = launch.prepare(cfg, screen.say, screen.progress)
-        launch.run_on_ray(prepared, Tracker(folder, 0, screen=screen), lambda: None, partial(_replayed, batch))
+        launch.run_on_ray(prepared, Tracker(folder, 0, screen=screen), partial(_replayed, batch))
     return 0

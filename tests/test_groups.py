@@ -244,7 +244,7 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
     """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
     late, first = Method(SyncError("sender 0: late"), delay=0.05), Method(SyncError("sender 1: first"))
-    sync.senders = sync.actor.ranks = [Actor(send_weights=late), Actor(send_weights=first)]
+    sync.senders = sync.taking_part = sync.actor.ranks = [Actor(send_weights=late), Actor(send_weights=first)]
 
     async def main():
         with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
@@ -260,7 +260,7 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_who_failed_waiting_fo
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
     sync.cfg.timeout_s = 0.05
     hung, waited = Method(None, delay=30), Method(SyncError("sender 1, phase header: timed out"), delay=0.02)
-    sync.senders = sync.actor.ranks = [Actor(send_weights=hung), Actor(send_weights=waited)]
+    sync.senders = sync.taking_part = sync.actor.ranks = [Actor(send_weights=hung), Actor(send_weights=waited)]
     with pytest.raises(PhaseTimeout, match="version 3, trainer rank 0: no answer"):
         asyncio.run(sync._transfer((0, 3), [0]))
 
