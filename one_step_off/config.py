@@ -167,7 +167,7 @@ class RewardModelConfig(BackendConfig):
 
     path: str = paths("", "HF sequence-classification model (role reward_model)")
     url: str = key("", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}")
-    weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function")
+    weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function", low=-1e6, high=1e6)
     timeout_s: float = key(60.0, "limit for one request to the server", above=0.0)
     retries: int = key(3, "how often a request that failed is repeated", low=0)
     max_concurrency: int = key(8, "requests at once", low=1)
@@ -212,7 +212,7 @@ class RewardConfig:
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function")
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
-    weight: float = key(1.0, "of its score in the reward; reward_model.weight is that of the reward model")
+    weight: float = key(1.0, "of its score in the reward; reward_model.weight is the model's", low=-1e6, high=1e6)
     on_error: str = key("stop", "scoring or a loop fails: end the run, score 0, drop prompt", choices="stop zero drop")
     overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
     overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)

@@ -15,7 +15,7 @@ import numpy as np
 
 from one_step_off.config import Config
 from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
-from one_step_off.rewards import RewardError
+from one_step_off.rewards import LARGEST, RewardError
 from one_step_off.samples import Batch, Find, Sample
 
 
@@ -100,10 +100,10 @@ class RemoteRewardModel:
 
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
     """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own.
-    Raises RoleError: a score is not finite and `reward.on_error=stop`; otherwise it counts as 0, and is an error."""
+    Raises RoleError: a score is not finite, or too large, and `reward.on_error=stop`; otherwise it counts as 0, and is an error."""
     for sample, score in zip(samples, scores, strict=True):
-        if not math.isfinite(score):
-            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}"
+        if not abs(score) <= LARGEST:
+            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}, no number up to {LARGEST:g}"
             if cfg.reward.on_error == "stop":
                 raise RoleError(sample.extra.get("error", what))
             sample.extra, score = {"error": what, "fault": "reward/errors"} | sample.extra, 0.0

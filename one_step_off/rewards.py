@@ -19,20 +19,23 @@ from functools import lru_cache
 from typing import Any
 
 from one_step_off.config import ConfigError, RewardConfig, first_line
+from one_step_off.config_checks import masked
 from one_step_off.registry import Registry
 from one_step_off.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
 Score = float | dict[str, float] | None
-"""A finite reward; or its parts by name, which sum to it; None: not judged in time."""
+"""A finite reward, of LARGEST at most; or its parts by name, which sum to it; None: not judged in time."""
+LARGEST = 1e30  # reward, or part of one: beyond, sums over a batch, or weighted ones, might be infinite
 GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
 
 
 class RewardError(Exception):
-    """A reward could not be had. One line: the function, the prompt, the sample and the cause. `kind`: of FAULTS."""
+    """A reward could not be had. One line without secrets, for samples keep it: the function, the prompt, the sample and
+    the cause. `kind`: of FAULTS."""
 
     def __init__(self, why: str, kind: str = "reward/errors") -> None:
-        super().__init__(" ".join(why[:1000].split()))
+        super().__init__(" ".join(masked(why[:2000])[:1000].split()))
         self.kind = kind
 
 
@@ -169,13 +172,13 @@ def to_score(result: Any) -> Score:
     if isinstance(result, dict) and "reward" not in result:
         parts = {name: to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
         good = all(isinstance(name, str) and part is not None for name, part in parts.items())
-        return parts if good and parts and "score" not in parts else None
+        return parts if good and parts and "score" not in parts and abs(sum(parts.values())) <= LARGEST else None
     value = result["reward"] if isinstance(result, dict) else result
     try:
         number = _math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-    return number if _math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def _on_alarm(signum: int, frame: Any) -> None:
@@ -237,7 +240,7 @@ class Scorer:
             result = self.function(**{name: getattr(item, name) for name in GIVEN}, **self.cfg.kwargs)
             score = to_score(result)
             if score is None:
-                wanted = 'not a finite number, nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
+                wanted = 'not a finite number (at most 1e+30), nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
                 others = ' (what others call "score" is "reward" here)' * (type(result) is dict and "score" in result)
                 raise RewardError(f"returned {result!r:.200}, {wanted}{others}")
             return score

@@ -26,6 +26,8 @@ from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
+from one_step_off.config_checks import masked
+
 _NAMES = 13
 
 
@@ -65,13 +67,13 @@ class Screen:
         self.bars.stop()
 
     def say(self, line: str) -> None:
-        """One line, left to the terminal to wrap: a command must copy as one line."""
-        self.console.print(Text(line), soft_wrap=True)
+        """One line without its secrets, left to the terminal to wrap: a command must copy as one line."""
+        self.console.print(Text(masked(line)), soft_wrap=True)
 
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
         """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
-            self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), text), soft_wrap=True)
+            self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), masked(text)), soft_wrap=True)
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:

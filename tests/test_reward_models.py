@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import json
 import math
 import time
@@ -12,10 +13,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from one_step_off.checkpoint import write_batch
 from one_step_off.config import Config
 from one_step_off.groups import RoleError
+from one_step_off.loggers import SampleDump
 from one_step_off.reward_models import RemoteRewardModel, mix, sequences_for
 from one_step_off.samples import Batch, Prompt, Sample
+from one_step_off.screen import Screen
 from one_step_off.tiny_qwen import build_tokenizer
 
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
@@ -131,6 +135,24 @@ def test_one_request_that_fails_for_good_costs_only_its_own_samples(monkeypatch,
     assert all(math.isfinite(s.reward) for s in samples)
 
 
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
+    """Neither on the screen nor in a file: of a step, of a checkpoint, of a batch that is kept."""
+    monkeypatch.setattr("one_step_off.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01)))
+    cfg, samples, out = Config(), [sample(0)], io.StringIO()
+    cfg.reward.on_error, cfg.reward_model.retries = on_error, 0
+    cfg.reward_model.url = "http://me:hunter2pass@127.0.0.1:9/v1?token=s3cr3tvalue"
+    batch = Batch(3, samples, (0, 0))
+    mix(samples, asyncio.run(RemoteRewardModel(cfg, PROMPTS.get).rewards(batch)), cfg)
+    assert "reward_model.url=http://***@127.0.0.1:9/v1?token=***" in samples[0].extra["error"]
+    write_batch(batch, tmp_path / "skipped")
+    SampleDump(tmp_path, PROMPTS.get).write({}, 3, "step_000003.jsonl", samples, [])
+    Screen(out).say(f"warning: the first: {samples[0].extra['error']}")
+    written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
+    assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))
+    assert not any(secret in text for text in (*written, out.getvalue()) for secret in ("hunter2pass", "s3cr3tvalue"))
+
+
 def test_a_server_that_hangs_is_not_waited_for(monkeypatch):
     server = Server()
     server.answers = [12.0]
@@ -176,3 +198,16 @@ def test_rewards_are_mixed_by_weight_and_keep_their_parts():
         mix(samples[:1], [2.0], cfg)
     with pytest.raises(RoleError, match=r"prompt \(0, 0\), sample 0 is nan"):
         mix(samples, [math.nan, 0.0], cfg)
+
+
+@pytest.mark.parametrize("score", [1e308, -1.7e308, math.inf, math.nan])
+def test_a_score_too_large_to_be_mixed_is_an_error_of_its_sample(score):
+    """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors would catch that."""
+    cfg, samples = Config(), [sample(0, reward=1.0), sample(1, reward=0.5)]
+    cfg.reward_model.weight, cfg.reward.on_error = 1e6, "zero"
+    mix(samples, [score, 1e-6], cfg)
+    assert [s.reward for s in samples] == [1.0, 1.5] and samples[0].extra["fault"] == "reward/errors"
+    assert "of prompt (0, 0), sample 0 is " in samples[0].extra["error"] and "error" not in samples[1].extra
+    cfg.reward.on_error = "stop"
+    with pytest.raises(RoleError, match=r"prompt \(0, 0\), sample 0 is .*1e\+30"):
+        mix([sample(0)], [score], cfg)

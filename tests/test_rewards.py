@@ -254,7 +254,8 @@ def test_parts_taken(own: str, result: str) -> None:
 @pytest.mark.parametrize(
     "result",
     ["None", "'1'", "float('nan')", "float('inf')", "{}", "{'reward': None}", "[1.0]", "np.zeros(2)", "10**400", "1j",
-     "{'right': 1.0, 'form': None}", "{'right': float('nan')}", "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}"],
+     "{'right': 1.0, 'form': None}", "{'right': float('nan')}", "{'right': 1.0, 2: 1.0}", "{'right': {'a': 1.0}}",
+     "{'a': 1e308, 'b': 1e308}", "1e31", "{'reward': -1e31}", "{'a': 8e29, 'b': 8e29}"],
 )  # fmt: skip
 def test_results_refused(own: str, result: str) -> None:
     assert "\n" not in refused(r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ", own, item(result, n=4))
@@ -267,6 +268,11 @@ def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
 
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
     refused(r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError", own, item("1 / 0"))
+
+
+def test_a_functions_error_shows_no_secret(own: str) -> None:
+    said = refused("own_rewards:value", own, item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"))
+    assert "http://***@h/v1?token=***" in said and "hunter2pass" not in said and "s3cr3tvalue" not in said
 
 
 @pytest.mark.parametrize("result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"])

@@ -66,6 +66,16 @@ class Clock:
         return self.now
 
 
+def test_what_is_said_while_running_shows_no_secret(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
+    url, out = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue", io.StringIO()
+    with Screen(out) as screen:
+        screen.say(f"warning: the first: reward_model.url={url}: 3 requests failed with hf_abcdefgh123")
+        screen.table([("model", url), ("", "hf_abcdefgh123")])
+    assert out.getvalue().count("http://***@h:1/v1?token=***") == 2
+    assert not any(secret in out.getvalue() for secret in ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123"))
+
+
 def test_what_takes_long_is_told_once_and_with_its_time():
     out, clock = io.StringIO(), Clock()
     with Screen(out, clock=clock) as screen, screen.working("reading"):
