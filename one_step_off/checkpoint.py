@@ -168,13 +168,14 @@ def write_batch(batch: Batch, folder: Path) -> None:
 
 
 def read_batch(folder: Path) -> Batch:
-    """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none."""
+    """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none, or it is torn."""
     try:
         samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"--replay {folder}: no batch ({e}); name a folder as OUTPUT_DIR/skipped/step_000012") from e
-    (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
-    return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
+        (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
+        return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
+    except Exception as e:  # broken bytes end in errors of any kind
+        mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
+        raise ConfigError(f"--replay {folder}: no batch ({type(e).__name__}: {first_line(e)}); {mend}") from e
 
 
 def _sync(path: Path) -> None:

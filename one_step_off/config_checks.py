@@ -122,6 +122,8 @@ def _run(cfg: Config) -> Iterator[str]:
         yield "data.train_files: not set; give files, a hub id, or generator:word_problems"
     if not (cfg.data.val_files.strip() or cfg.data.val_sets) and (t.test_freq > 0 or t.val_only):
         yield f"trainer.test_freq={t.test_freq}, trainer.val_only={show(t.val_only)}: has no data; set data.val_files"
+    if r.heartbeat_timeout_s <= r.heartbeat_s:
+        yield f"rollout.heartbeat_timeout_s={r.heartbeat_timeout_s:g}: must be above rollout.heartbeat_s={r.heartbeat_s:g}"
     if r.val_n > 1 and r.val_temperature == 0:
         yield f"rollout.val_n={r.val_n}: greedy samples are all alike; set rollout.val_temperature above 0"
     score = rf"val/(({'|'.join(map(re.escape, cfg.data.val_sets))})/)?(reward|(avg|pass)@\d+)"

@@ -85,7 +85,11 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
         if path.startswith("tiny:"):
             from one_step_off import tiny_qwen
 
-            getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
+            try:
+                getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
+            except OSError as e:
+                mend = "set ONE_STEP_OFF_CACHE to another folder"
+                raise ConfigError(f"{section}.path={path}: {tiny_qwen.cache_dir()}: {first_line(e)}; {mend}") from e
     for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
         own, plain = getattr(cfg, role), type(getattr(cfg, role))()
         if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:

@@ -3,15 +3,18 @@
 or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py."""
 
 import errno
+import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import masked, validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
 
-# A folder's or a disk's fault, which the user can mend.
-NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
+# A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
+FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
+NO_ROOM = *FULL, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
 FLAGS = ("--dry-run", "--help", "-h", "--replay")
 
 
@@ -59,8 +62,10 @@ def _main(argv: list[str]) -> int:
     except ConfigError:
         raise
     except Exception as e:
-        if isinstance(e, OSError) and e.errno in NO_ROOM:
-            raise ConfigError(f"{e.filename or cfg.trainer.output_dir}: {e.strerror}; name another folder") from e
+        own, at = cfg.trainer.output_dir, e.filename if isinstance(e, OSError) else None
+        inside = Path(os.path.realpath(str(at or own))).is_relative_to(os.path.realpath(own))
+        if isinstance(e, OSError) and inside and e.errno in (NO_ROOM if at else FULL):
+            raise ConfigError(f"{at or own}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1
 

@@ -107,13 +107,50 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
 
 
+OURS = [
+    (lambda run: PermissionError(errno.EACCES, "Permission denied", f"{run}/metrics.jsonl"), "run/metrics.jsonl: Permission"),
+    (lambda run: PermissionError(errno.EPERM, "Operation not permitted", f"{run}/samples/x"), "run/samples/x: Operation"),
+    (lambda run: OSError(errno.EROFS, "Read-only file system", f"{run}/x/../y"), "run/x/../y: Read-only"),
+    (lambda run: OSError(errno.EDQUOT, "Disk quota exceeded"), "run: Disk quota"),
+]  # fmt: skip
+OTHERS = [
+    lambda run: PermissionError(errno.EACCES, "Permission denied"),  # of a socket
+    lambda run: PermissionError(errno.EPERM, "Operation not permitted"),
+    lambda run: PermissionError(errno.EACCES, "Permission denied", "/somewhere/else"),
+    lambda run: PermissionError(errno.EACCES, "Permission denied", f"{run}_of_mine/x"),
+    lambda run: PermissionError(errno.EACCES, "Permission denied", 7),
+    lambda run: OSError(errno.ENOSPC, "No space left on device", "/dev/shm/x"),
+    lambda run: OSError(errno.ECONNREFUSED, "refused"),
+]
+
+
+@pytest.mark.parametrize("case", [*OURS, *((make, None) for make in OTHERS)])
+def test_only_a_fault_of_the_runs_own_folder_asks_for_another(case, models, tmp_path, capsys, monkeypatch):
+    """What else a run may not do, as open a user's socket, is an error of the run, whose traceback is kept."""
+    (make, said), run = case, tmp_path / "own_run"
+
+    def fail(*_: object) -> None:
+        raise make(run)
+
+    monkeypatch.setattr(launch, "run_on_ray", fail)
+    arguments = [*base(tmp_path, models()), f"trainer.output_dir={run}"]
+    capsys.readouterr()  # the model may just have been written
+    code = main(arguments)
+    err, log = capsys.readouterr().err, run / "error.log"
+    if said:
+        assert code == 2 and err.startswith(f"error: {tmp_path}/own_{said}") and not log.exists(), err
+        assert err.endswith("; name another folder\n") and err.count("\n") == 1
+    else:
+        assert code == 1 and "another folder" not in err and "Traceback" in log.read_text(), err
+
+
 def test_a_cache_that_may_not_be_written(models, tmp_path, capsys, monkeypatch):
     arguments = base(tmp_path, "tiny:qwen2")
     (tmp_path / "closed").mkdir(mode=0o500)
     for name in ("HF_HOME", "XDG_CACHE_HOME", "ONE_STEP_OFF_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / "closed"))
     with without_privileges():
-        refused(arguments, ["TMP/closed", "Permission denied"], tmp_path, capsys)
+        refused(arguments, ["TMP/closed", "Permission denied", "set ONE_STEP_OFF_CACHE"], tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

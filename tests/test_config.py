@@ -101,6 +101,8 @@ BAD = [
     (["actor.lr=-1e-6"], ["actor.lr=-1e-06", "above 0"]),
     (["actor.min_lr_ratio=2"], ["actor.min_lr_ratio=2", "at most 1"]),
     (["rollout.gpu_memory_utilization=1.5"], ["rollout.gpu_memory_utilization=1.5", "at most 1"]),
+    (["rollout.heartbeat_s=60"], ["rollout.heartbeat_timeout_s=60", "must be above rollout.heartbeat_s=60"]),
+    (["rollout.heartbeat_timeout_s=3"], ["rollout.heartbeat_timeout_s=3", "must be above rollout.heartbeat_s=5"]),
     (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
     (["rollout.top_p=0.9"], ["rollout.top_p=0.9: must be at least 1", "changes the log-probs and is refused"]),
     (["rollout.top_k=50"], ["rollout.top_k=50: must be at most -1", "changes the log-probs and is refused"]),

@@ -24,6 +24,7 @@ from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import RoleError
+from one_step_off.main_ppo import main
 from one_step_off.replay import findings
 from one_step_off.rewards import RewardError, RewardItem, Scorer
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
@@ -506,6 +507,39 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(ConfigError, match="--replay .*: no batch .*skipped/step_000012"):
             read_batch(folder)
+
+
+TORN = {
+    "no batch.npz": lambda b: (b / "batch.npz").unlink(),
+    "batch.npz cut off": lambda b: (b / "batch.npz").write_bytes((b / "batch.npz").read_bytes()[:-200]),
+    "samples.npz cut off": lambda b: (b / "samples.npz").write_bytes((b / "samples.npz").read_bytes()[:200]),
+    "a flipped byte": lambda b: (b / "batch.npz").write_bytes(flipped((b / "batch.npz").read_bytes())),
+    "no stamp": lambda b: np.savez(b / "batch.npz", advantages=np.zeros(9)),
+    "an array of nothing": lambda b: np.savez(b / "batch.npz", stamp=(1, 0, 0), other=np.zeros(9)),
+    "rows of other fields": lambda b: (b / "samples.jsonl").write_text('{"prompt_id": [0, 1]}\n' * 4),
+    "rows that are none": lambda b: (b / "samples.jsonl").write_text("3\n" * 4),
+    "a row too few": lambda b: (b / "samples.jsonl").write_text((b / "samples.jsonl").read_text().partition("\n")[2]),
+}
+
+
+def flipped(content: bytes) -> bytes:
+    """With another byte in the first array."""
+    at = content.index(b"NUMPY") + 130
+    return content[:at] + bytes([content[at] ^ 255]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("tear", TORN.values(), ids=TORN.keys())
+def test_a_torn_batch_is_refused_in_one_line(tear, tmp_path, capsys):
+    samples = [tiny(i // 2, i, length) for i, length in enumerate((3, 0, 1, 5))]
+    each = [np.ones(len(s.response_ids), np.float32) for s in samples]
+    write_batch(Batch(12, samples, (1, 11), advantages=each), tmp_path / "b")
+    tear(tmp_path / "b")
+    keys = ["model.path=tiny:qwen2", "data.train_files=generator:word_problems", "trainer.total_steps=1"]
+    keys += ["placement.device=cpu", f"trainer.output_dir={tmp_path}/out"]
+    assert main([*keys, "--replay", str(tmp_path / "b")]) == 2
+    line = capsys.readouterr().err.removesuffix("\n")
+    assert line.startswith(f"error: --replay {tmp_path}/b: no batch (") and "\n" not in line
+    assert line.endswith("; name a folder as OUTPUT_DIR/skipped/step_000012")
 
 
 def test_findings_name_the_tokens():
