@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import masked, validate
@@ -63,8 +62,8 @@ def _main(argv: list[str]) -> int:
         raise
     except Exception as e:
         own, at = cfg.trainer.output_dir, e.filename if isinstance(e, OSError) else None
-        inside = Path(os.path.realpath(str(at or own))).is_relative_to(os.path.realpath(own))
-        if isinstance(e, OSError) and inside and e.errno in (NO_ROOM if at else FULL):
+        ends = [os.path.realpath(str(path)) for path in (at or own, own)]  # the one in the other, or on the way to it
+        if isinstance(e, OSError) and os.path.commonpath(ends) in ends and e.errno in (NO_ROOM if at else FULL):
             raise ConfigError(f"{at or own}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1

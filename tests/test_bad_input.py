@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests import test_config
-from tests.bad_input import base, refused, write
+from tests.bad_input import base, has_mend, refused, write
 
 BOMB = (
     "rollout: {engine_kwargs: {a: &a [1,1,1,1,1,1,1,1,1,1]"
@@ -120,6 +120,13 @@ def text_keys(text: str) -> set[str]:
     """Keys of the base that a file means to set itself."""
     named = ("model.path", "data.train_files", "trainer.total_steps", "trainer.output_dir")
     return {key for key in named if key.split(".")[0] + ":" in text and key.split(".")[1] + ":" in text}
+
+
+def test_a_folder_called_run_is_no_mend():
+    """Or every line that names the run's folder would have one."""
+    assert not has_mend("error: /tmp/x/run: Permission denied")
+    assert not has_mend("error: trainer.output_dir=/tmp/x/run/use: it is broken (in ./name/it)")
+    assert has_mend("error: /tmp/x/run: Permission denied; name another folder")
 
 
 RAW = [
