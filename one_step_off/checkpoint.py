@@ -79,6 +79,24 @@ def finished(folder: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
+def put_aside(cfg: Config, past: Path | None) -> None:
+    """Before a run begins at the checkpoint `past` (None: anew): what is not of its own past goes to checkpoints/earlier,
+    in place of what was there, so that nothing takes it for this run's."""
+    own = finished(folder_of(cfg))
+    later = [path for path in own if past is None or not _not_after(path, past)]
+    aside = folder_of(cfg) / "earlier"
+    if later:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir()
+    for path in reversed(later):  # if this is killed, those that are left are of one past
+        path.rename(aside / path.name)
+
+
+def _not_after(path: Path, past: Path) -> bool:
+    """Whether a checkpoint is `past` or of the same folder and before it."""
+    return path.resolve().parent == past.resolve().parent and path.name <= past.name
+
+
 def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | None:
     """The checkpoint that `trainer.resume` means, or None to start anew; every file of it has been verified. With "auto"
     the newest good one: `say` is told of those passed over. Raises ConfigError: it is no good, or none is, or it was
@@ -191,11 +209,14 @@ class Checkpointer:
         """`save_trainer`: async (path) -> awaitable. When it returns the trainers have copied their part; when the
         answer has been awaited, it is written."""
         self.cfg, self.save_trainer, self.folder, self.model = cfg, save_trainer, folder_of(cfg), shapes(cfg)
-        self.newest: Path | None = None  # what it wrote last
 
     def is_due(self, step: int) -> bool:
         """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
         return self.cfg.trainer.save_freq > 0 and step > 0 and step % self.cfg.trainer.save_freq == 0
+
+    def has(self, step: int) -> bool:
+        """Whether there is one of this step. It is this run's: see `put_aside`."""
+        return (self.folder / f"step_{step:06d}").exists()
 
     @property
     def in_use(self) -> bool:
@@ -230,14 +251,10 @@ class Checkpointer:
         for path in (*work.rglob("*"), work):
             _sync(path)
         target = self.folder / work.stem[1:]
-        shutil.rmtree(target, ignore_errors=True)
         work.rename(target)
         _sync(self.folder)
-        self.newest = target
-        # Later steps are of an earlier run, of which this one went back.
         there = finished(self.folder)
-        upto = there[: there.index(target) + 1]
-        best = sorted((p for p in upto if p.name in scores), key=lambda p: scores[p.name])[-1:]
-        for old in {*there} - {*upto[-self.cfg.trainer.keep_checkpoints :], *best}:
+        best = sorted((p for p in there if p.name in scores), key=lambda p: scores[p.name])[-1:]
+        for old in {*there} - {*there[-self.cfg.trainer.keep_checkpoints :], *best}:
             shutil.rmtree(old, ignore_errors=True)
         return target, sum(manifest["bytes"].values())

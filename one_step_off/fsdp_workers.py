@@ -499,7 +499,8 @@ class PolicyWorker(TrainedWorker):
         fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
-        temporary = f"{path}.tmp-{os.getpid()}"
+        temporary = f"{path}.unfinished"
+        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
         self._write_model(whole, temporary)
         if adapter:
             lora.write(adapter, self.cfg.model, os.path.join(temporary, "adapter"))

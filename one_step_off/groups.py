@@ -26,6 +26,7 @@ OnSpan = Callable[[str, str, int, float, float], None]
 
 
 PING_S = 10.0  # so long a replica may take to say that it is there
+PAUSE_S = 0.2  # before one that may be ill is looked at again
 ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
 
 
@@ -303,12 +304,22 @@ class RolloutGroup:
     async def serving(self) -> list[int]:
         """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""
         while not (ready := [i for i in self.active if self.health[i].state is State.HEALTHY]):
-            suspects = [i for i in self.active if self.health[i].state is State.SUSPECT]
-            alive = [task for task in self.returning.values() if not task.done()]
-            if not suspects and not alive:
-                raise NoReplica(f"no replica is left, and none could be started anew: {self._failures()}")
-            await asyncio.wait([*alive, asyncio.create_task(asyncio.sleep(1.0))], return_when=asyncio.FIRST_COMPLETED)
+            if not any(self.health[i].state is State.SUSPECT for i in self.active):
+                await self._wait_for_one()
+            await asyncio.sleep(PAUSE_S)
         return ready
+
+    async def somebody(self) -> None:
+        """Wait until there is a replica for a sync, whatever weights it has. Raises NoReplica."""
+        while not self.active:
+            await self._wait_for_one()
+
+    async def _wait_for_one(self) -> None:
+        """Until one that is being started anew is there, or given up. Raises NoReplica: all are."""
+        alive = [task for task in self.returning.values() if not task.done()]
+        if not alive:
+            raise NoReplica(f"no replica is left, and none could be started anew: {self._failures()}")
+        await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
     def _failures(self) -> str:
         return "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"

@@ -341,7 +341,7 @@ def swept() -> Iterator[None]:
     """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
     short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"  # the path of a socket has 107 letters
     folder = tempfile.mkdtemp(prefix="one_step_off_", dir=short)
-    command = [sys.executable, "-P", leftovers.__file__, folder]
+    command = [sys.executable, "-P", leftovers.__file__, folder, str(time.time() - 1)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
         # The second, or setproctitle would write over what others see of the environment.
         os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
@@ -448,7 +448,8 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
             if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
                 raise died.__cause__ from None
-            if newest := (prepared.pipeline and prepared.pipeline.checkpointer.newest) or prepared.resume_from:
+            auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
+            if newest := checkpoint.find(auto, tracker.say) or prepared.resume_from:
                 prepared.go_on_from(newest)
             else:
                 stream.load_state_dict(beginning)
@@ -468,7 +469,9 @@ def run(cfg: Config) -> int:
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
-        if state and state["step"] >= total and not cfg.trainer.val_only:
+        # The summary is the last that a run writes: without it, this one was killed before its model was there.
+        over = (Path(cfg.trainer.output_dir) / "summary.json").exists() or not cfg.trainer.save_hf_model
+        if state and state["step"] >= total and over and not cfg.trainer.val_only:
             mend = "raise trainer.total_steps, or start anew with trainer.resume=never"
             screen.say(f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}")
             return 0
@@ -505,7 +508,8 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
         _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
-        how = f"the same command goes on from {newest[-1]}" if newest else "no checkpoint"
+        same = "the same command" if cfg.trainer.resume == "auto" else "with trainer.resume=auto it"
+        how = f"{same} goes on from {newest[-1]}" if newest else "no checkpoint"
         tracker.say(f"stopped at {e}; {how}")
         raise KeyboardInterrupt from e
     except asyncio.CancelledError as e:
@@ -527,6 +531,7 @@ def open_files(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> Non
     """Begin to write at the step of the checkpoint, or of nothing; open the loggers."""
     cfg = prepared.cfg
     state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
+    checkpoint.put_aside(cfg, prepared.resume_from)
     tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
     tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, wandb)
     tracker.repeat_evaluations()

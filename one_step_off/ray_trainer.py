@@ -148,6 +148,8 @@ class Pipeline:
             self._start_evaluation(self.start)
             return
         in_flight = await self._begin(total)
+        if self.start == total and all(e["val/version"] < total for e in self.tracker.evaluations):
+            await self._finish(total)  # an earlier life was killed between its last step and its end
         for step in range(self.start, total):
             begin, batch = time.perf_counter(), None
             if self.ahead:
@@ -203,11 +205,14 @@ class Pipeline:
             raise Stopped(f"step {step}")
 
     async def _save(self, step: int, batch: Batch | None) -> None:
-        """Go on as soon as the trainers have copied their state; it is written meanwhile, one checkpoint at a time."""
+        """Go on as soon as the trainers have copied their state; it is written meanwhile, one checkpoint at a time. Of one
+        step there is one: the next would hold the same."""
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
         begin = time.perf_counter()
         await asyncio.gather(*self.writing)
+        if self.checkpointer.has(step):
+            return
         state = {
             "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
             "incarnation": self.incarnation,

@@ -13,7 +13,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.checkpoint import TRAINED
 from one_step_off.config import Config, settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
+from one_step_off.groups import NoReplica, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
 from one_step_off.launch import Prepared
 from one_step_off.leftovers import RUN
 from one_step_off.placement import create_pools, spawn
@@ -128,14 +128,15 @@ class Spawned:
     async def lost(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another life may do better."""
         gone = ProcessDied, PhaseTimeout
-        if isinstance(error, gone) or not isinstance(error, (RoleError, SyncError)):
+        if isinstance(error, gone) or isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
             return isinstance(error, gone)
-        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": self.roles.rollout.all}
+        active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
+        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
         limit = self.cfg.trainer.step_timeout_s  # busy is not gone; whoever waited for what is may have failed first
         try:
             await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
-        except gone:
-            return True
+        except (RoleError, PhaseTimeout) as e:
+            return isinstance(e, gone)
         return False
 
     async def end(self) -> None:

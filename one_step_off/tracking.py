@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
@@ -77,6 +78,9 @@ class Tracker:
         gone = [name for name in kept if not kept[name]]
         for name in (*gone, "summary.json", "error.log", *(() if step else ("timeline.json",))):
             (self.folder / name).unlink(missing_ok=True)
+        for folder in self.folder.glob("skipped/step_*"):
+            if int(folder.name[5:]) >= step:
+                shutil.rmtree(folder)
         for name in kept.keys() - gone:  # in one move: this may be killed at any moment
             new = self.folder / f"{name}.new"
             new.write_text("".join(json.dumps(_without_nan(row)) + "\n" for row in kept[name]))

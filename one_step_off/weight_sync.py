@@ -88,8 +88,7 @@ class WeightSync:
         for i in self.rollout.active:
             self.rollout.health[i].to(State.STALE)
         while not metrics:
-            if not self.rollout.active:
-                await self.rollout.serving()  # the first that comes back has these weights by then, from `restore`
+            await self.rollout.somebody()  # who comes back now may have these weights by then, from `restore`
             metrics = await self._bring([])
         await self.release(stamp[1])
         # The replicas idle until the canary has passed, so it belongs to the sync.

@@ -77,6 +77,7 @@ CHILD = """
         child = subprocess.Popen([sys.executable, "-c", code.format(memory.name)], start_new_session=True, stdout=subprocess.PIPE)
         child.stdout.readline()
         print(os.environ["ONE_STEP_OFF_RUN"], child.pid, memory._name, flush=True)
+        memory.close()
         time.sleep(600 * (sys.argv[1] == "killed"))
 """
 
@@ -121,6 +122,52 @@ def _alive(pid: str) -> bool:
         return False
 
 
+LEAVES = """
+    import os, subprocess, sys, time
+    from multiprocessing import get_context, resource_tracker, shared_memory
+    from one_step_off.launch import swept
+    with swept():
+        code = "import os, time, multiprocessing as m, multiprocessing.shared_memory as s\\n"
+        code += "x, y = s.SharedMemory(create=True, size=64), m.get_context('spawn').Lock()\\n"
+        code += "print(x.name, 'sem.' + y._semlock.name.strip('/'), flush=True); os.kill(m.resource_tracker._resource_tracker._pid, 9); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        print(child.stdout.readline().strip(), flush=True)
+        child.kill()
+        time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_had_for_a_moment_goes_and_what_is_not_ours_stays(tmp_path):
+    """A segment and a semaphore, both there for less than a second; and a model that the run mapped."""
+    foreign = [Path(f"/dev/shm/{name}_{os.getpid()}.safetensors") for name in ("model", "psm")]
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    held, late = (shared_memory.SharedMemory(create=True, size=64) for _ in range(2))
+    try:
+        for path in foreign:
+            path.write_bytes(b"weights")
+        driver = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(LEAVES)], env=env, stdout=subprocess.PIPE, text=True
+        )
+        made = [Path("/dev/shm") / name for name in driver.stdout.readline().split()]
+        assert len(made) == 2 and all(path.exists() for path in made)
+        late.buf[0] = 1
+        os.utime(f"/dev/shm/{late.name}")
+        driver.kill()
+        driver.wait()
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and any(path.exists() for path in made):
+            time.sleep(0.05)
+        assert not [path for path in made if path.exists()]
+        assert all(path.exists() for path in foreign), "the user's own"
+        assert all(Path(f"/dev/shm/{one.name}").exists() for one in (held, late)), "another program's, in use"
+    finally:
+        for path in foreign:
+            path.unlink(missing_ok=True)
+        for one in (held, late):
+            one.close()
+            one.unlink()
+
+
 def test_another_run_is_left_alone(tmp_path):
     """The sweeper knows a run by the whole name of its folder."""
     mine, other = tmp_path / "a", tmp_path / "a1"
@@ -130,7 +177,7 @@ def test_another_run_is_left_alone(tmp_path):
     process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN: str(other)})
     try:
         subprocess.run(
-            [sys.executable, "-P", leftovers.__file__, str(mine)], stdin=subprocess.DEVNULL, check=True, timeout=30
+            [sys.executable, "-P", leftovers.__file__, str(mine), "0"], stdin=subprocess.DEVNULL, check=True, timeout=30
         )
         assert process.poll() is None and other.exists() and not mine.exists()
     finally:
@@ -139,6 +186,7 @@ def test_another_run_is_left_alone(tmp_path):
 
 
 def test_a_process_and_what_it_holds_are_found_by_its_mark():
+    holds = watch.Belongings()
     memory = shared_memory.SharedMemory(create=True, size=64)
     mark = f"test-{os.getpid()}."
     code = f"import socket, time, multiprocessing.shared_memory as s; m = s.SharedMemory({memory.name!r})\n"
@@ -151,18 +199,19 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
         assert process.pid in watch.marked(mark)  # with Python's tracker of shared memory, a child of it
         assert process.pid in watch.marked(f"{mark}3.")
         assert not watch.marked(f"{mark}2.")
-        holds = watch.Belongings()
         holds.look([process.pid])
-        assert holds.left() == [f"/dev/shm{memory._name}", f"port {port}"]
+        path = f"/dev/shm{memory._name}"
+        assert f"port {port}" in holds.left() and path not in holds.left(), "somebody has it mapped"
         watch.end_all(mark)
         process.wait(10)
-        assert holds.left() == [f"/dev/shm{memory._name}"]
+        memory.close()
+        assert path in holds.left() and f"port {port}" not in holds.left()
     finally:
         process.kill()
         memory.close()
         memory.unlink()
         resource_tracker.ensure_running()
-    assert not holds.left()
+    assert path not in holds.left()
 
 
 class Finished:

@@ -348,11 +348,37 @@ def test_the_best_stays_beside_the_last(tmp_path):
     assert kept == {1: [1], 2: [1, 2], 3: [2, 3], 4: [3, 4], 5: [3, 4, 5], 6: [5, 6]}
 
 
-def test_later_steps_of_an_earlier_run_go_when_this_one_has_its_own(tmp_path):
-    cfg = config("", trainer__output_dir=str(tmp_path), trainer__keep_checkpoints=3)
-    for step in (5, 10, 15, 8):
+def names(folder) -> list[str]:
+    return [p.name for p in checkpoint.finished(folder)]
+
+
+def test_a_run_that_begins_anew_or_goes_back_takes_no_checkpoint_of_another_past(tmp_path):
+    """Else a torn one would send it back to the earlier run's, or that would stay as the best, or be resumed while the
+    ledger has this run's rows."""
+    cfg = config("", trainer__output_dir=str(tmp_path), trainer__keep_checkpoints=9)
+    folder = tmp_path / "checkpoints"
+    for step in (5, 10, 15):
         save(cfg, step)
-    assert [p.name for p in checkpoint.finished(tmp_path / "checkpoints")] == ["step_000005", "step_000008"]
+    checkpoint.put_aside(cfg, folder / "step_000010")
+    assert names(folder) == ["step_000005", "step_000010"] and names(folder / "earlier") == ["step_000015"]
+    checkpoint.put_aside(cfg, tmp_path / "elsewhere/checkpoints/step_000099")
+    assert names(folder) == [] and names(folder / "earlier") == ["step_000005", "step_000010"], (
+        "the older ones are gone"
+    )
+    checkpoint.put_aside(cfg, None)
+    assert checkpoint.find(cfg) is None and len(names(folder / "earlier")) == 2, "nothing to put aside, nothing lost"
+    save(cfg, 3)
+    checkpoint.put_aside(cfg, None)
+    assert names(folder / "earlier") == ["step_000003"]
+
+
+def test_a_life_goes_on_from_the_newest_that_is_whole(tmp_path):
+    cfg = config("", trainer__output_dir=str(tmp_path), trainer__keep_checkpoints=9)
+    for step in (5, 10):
+        save(cfg, step)
+    (tmp_path / "checkpoints/step_000010/state.json").write_text("{}")
+    said = []
+    assert checkpoint.find(cfg, said.append) == tmp_path / "checkpoints/step_000005" and "step_000010" in said[0]
 
 
 @pytest.mark.parametrize(

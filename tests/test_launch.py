@@ -184,6 +184,34 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
     assert {path: path.read_text() for path in kept} == kept
 
 
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_run_that_was_killed_before_its_model_was_there_goes_on_to_write_it(
+    models, tmp_path, monkeypatch, ended, capsys
+):
+    cfg, ran = tiny_config(models(), str(tmp_path), **{"trainer.total_steps": 3}), []
+    state = {"step": 3, "evaluations": [], "unwritten": {}, "has_samples": False}
+    prepare = launch.prepare
+
+    def prepared(*args):
+        found = prepare(*args)
+        found.resume_from, found.state = tmp_path / "checkpoints/step_000003", state
+        return found
+
+    def run(prepared, tracker):
+        ran.append(tracker.first_step)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launch, "prepare", prepared)
+    monkeypatch.setattr(launch, "run_on_ray", run)
+    if ended:
+        (tmp_path / "summary.json").write_text("{}")
+        assert launch.run(cfg) == 0 and "nothing is left to do" in capsys.readouterr().out
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            launch.run(cfg)
+    assert ran == ([] if ended else [3])
+
+
 def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.data import PromptStream
-from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 from one_step_off.samples import Prompt, Sample, StalenessError
 from one_step_off.tracking import Tracker
 from one_step_off.vllm_rollout import Sampling
@@ -387,3 +387,16 @@ def test_the_loop_fits_on_one_screen():
     import inspect
 
     assert len(inspect.getsource(Pipeline._loop).splitlines()) <= 100
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_after_the_last_step_only_the_last_evaluation_may_be_missing(tmp_path, told):
+    """A run that was killed between its last checkpoint and its end: nothing is trained, and nothing is saved twice."""
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 4, 1)
+    world.version = 4
+    pipeline.start, pipeline.resumed = 4, Resumed(4, None, 0.0)
+    pipeline.tracker.evaluations = [{"val/version": 4.0, "val/reward": 0.5}] if told else []
+    asyncio.run(pipeline.fit())
+    assert not world.trained and len(pipeline.tracker.evaluations) == 1
+    assert any(event[1] == "generate" for event in world.events) is not told

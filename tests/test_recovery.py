@@ -150,6 +150,15 @@ def test_with_no_replica_left_the_sync_waits_for_the_first_that_starts():
     asyncio.run(main())
 
 
+def test_the_only_replica_comes_back_to_the_very_sync_it_died_in_though_nothing_is_kept():
+    async def main():
+        sync = Lossy(1, {0: 1})
+        sync.cfg.keep_sent = False
+        assert (await sync((0, 1)))["sync/bytes"] == 8 and await sync.rollout.serving() == [0]
+
+    asyncio.run(main())
+
+
 def test_a_replica_that_answers_but_did_not_get_the_weights_ends_the_run():
     with pytest.raises(SyncError, match="rollout 1: its process died"):
         asyncio.run(Lossy(2, {1: 1}, answers=True)((0, 1)))
@@ -312,6 +321,7 @@ GONE, HANGS, BUSY, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0
         (SyncError("checksum"), BUSY, False),
         (groups.RoleError("rollout 0: the reward raised"), BUSY, False),
         (ValueError("a mistake of ours"), GONE, False),
+        (NoReplica("all starts failed"), GONE, False),
     ],
 )
 def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer):
@@ -321,7 +331,7 @@ def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, othe
     ready[1].__ray_ready__ = Method(other if other is GONE else None, **how)
     cfg = Config()
     cfg.trainer.step_timeout_s = 0.2
-    roles = SimpleNamespace(rollout=SimpleNamespace(all=[]))
+    roles = SimpleNamespace(rollout=SimpleNamespace(all=[], active=[]))
     team = SimpleNamespace(cfg=cfg, roles=roles, groups={"actor": SimpleNamespace(ranks=ready)})
     assert asyncio.run(Spawned.lost(team, error)) is answer
 
@@ -329,7 +339,10 @@ def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, othe
 class Notes:
     """A checkpointer that keeps in memory what it is given."""
 
-    in_use, saved, newest = False, (), None
+    in_use, saved = False, ()
+
+    def has(self, step: int) -> bool:
+        return False
 
     def is_due(self, step: int) -> bool:
         return False

@@ -197,3 +197,14 @@ def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
 def test_staleness_is_over_all_tokens():
     batch = Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0))
     assert staleness(batch, 5) == {"staleness/min": 0.0, "staleness/max": 2.0}
+
+
+def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
+    """Only so many are kept, and --replay would show them with other weights."""
+    for step in (3, 8, 12):
+        (tmp_path / f"skipped/step_{step:06d}").mkdir(parents=True)
+    tracker = Tracker(str(tmp_path), 20, out=io.StringIO())
+    tracker.start(8)
+    assert [p.name for p in (tmp_path / "skipped").iterdir()] == ["step_000003"]
+    tracker.start(0)
+    assert not list((tmp_path / "skipped").iterdir())

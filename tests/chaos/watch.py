@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import time
 from pathlib import Path
 
 import psutil
 
+from one_step_off.leftovers import in_use
+
 MARK = "CHAOS_MARK"
-SEGMENT = re.compile(rb"/dev/shm/([^ /\n]+)$", re.M)
 
 
 def marked(mark: str) -> dict[int, str]:
@@ -29,18 +29,15 @@ def marked(mark: str) -> dict[int, str]:
 
 
 class Belongings:
-    """Shared memory and listening ports that a run's processes have been seen with."""
+    """Shared memory that was not there before and nobody maps, and ports that a run's processes listened on."""
 
     def __init__(self) -> None:
-        self.segments: set[str] = set()
+        self.before = set(os.listdir("/dev/shm"))
         self.ports: dict[int, int] = {}  # of each the last process that had it
 
     def look(self, pids: list[int]) -> None:
         """Note what these have now."""
         for pid in pids:
-            with contextlib.suppress(OSError):
-                names = SEGMENT.findall(Path(f"/proc/{pid}/maps").read_bytes())
-                self.segments |= {name.decode() for name in names}
             with contextlib.suppress(psutil.Error):
                 for link in psutil.Process(pid).net_connections("tcp"):
                     if link.status == psutil.CONN_LISTEN:
@@ -48,7 +45,11 @@ class Belongings:
 
     def left(self) -> list[str]:
         """What of it is still there; the processes should be gone by now."""
-        segments = [f"/dev/shm/{name}" for name in sorted(self.segments) if os.path.exists(f"/dev/shm/{name}")]
+        used, segments = in_use(), []
+        for path in Path("/dev/shm").iterdir():
+            with contextlib.suppress(OSError):  # somebody else's has just gone
+                new = path.name not in self.before and path.stat().st_uid == os.geteuid()
+                segments += [str(path)] * (new and path.stat().st_ino not in used)
         listening = {link.laddr.port: link.pid for link in psutil.net_connections("tcp") if link.status == "LISTEN"}
         ports = [f"port {port}" for port, pid in self.ports.items() if listening.get(port) == pid]
         return segments + ports
