@@ -207,7 +207,8 @@ def _speed(rows: list[Row]) -> dict[str, float | None]:
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
 
     def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:
-        return sum(r[name] for r in of) / sum(r["time/step_s"] for r in over)
+        # A step in which the last replica was lost has no sync.
+        return sum(r.get(name) or 0.0 for r in of) / sum(r["time/step_s"] for r in over)
 
     found["overlap_ratio"] = medians["time/step_s"] / max(medians["time/generate_s"], medians["time/train_s"])
     found |= {"idle_share/rollout": None, "idle_share/trainer": None}

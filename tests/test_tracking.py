@@ -208,3 +208,14 @@ def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
     assert [p.name for p in (tmp_path / "skipped").iterdir()] == ["step_000003"]
     tracker.start(0)
     assert not list((tmp_path / "skipped").iterdir())
+
+
+def test_a_step_without_a_sync_is_in_the_summary_too(tmp_path):
+    """The last replica was lost in it; the run was resumed and went on to its end."""
+    tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
+    for step in range(4):
+        found = times()
+        if step == 2:
+            found = {k: v for k, v in found.items() if k not in ("time/sync_s", "time/wait_trainer_s")}
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, found)
+    assert 0 < tracker.summary()["idle_share/rollout"] < 1
