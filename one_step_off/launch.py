@@ -439,15 +439,21 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     """The run, in as many lives as it takes: where one dies, the next goes on from the last checkpoint as a new
     incarnation, up to trainer.max_restarts times in a row without a step that is further than any before."""
     cfg, stream, furthest, left = prepared.cfg, prepared.data.stream, -1, prepared.cfg.trainer.max_restarts
-    beginning = stream.state_dict()
+    beginning, fault = stream.state_dict(), None
     while True:
         try:
             return asyncio.run(_to_the_end(prepared, tracker, prepared.pipeline is not None, alone))
+        except ConfigError as e:
+            if fault is None:
+                raise
+            fault.add_note(f"no other life could begin: {e}")  # as with a host that is lost: too little is left
+            raise fault from None
         except Died as died:
+            fault = died.__cause__
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
             if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
-                raise died.__cause__ from None
+                raise fault from None
             auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
             if newest := checkpoint.find(auto, tracker.say) or prepared.resume_from:
                 prepared.go_on_from(newest)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from one_step_off import launch
-from one_step_off.config import Config
+from one_step_off.config import Config, ConfigError
 from one_step_off.tracking import Tracker
 
 BEGINNING = {"at": 5}
@@ -59,7 +59,7 @@ def run(monkeypatch, tmp_path, max_restarts: int, reached: list, **of_pipeline: 
     found = SimpleNamespace(began=began, raised=None, out=out, prepared=prepared)
     try:
         launch._lives(prepared, tracker, None)
-    except (Killed, ValueError) as e:
+    except (Killed, ConfigError, ValueError) as e:
         found.raised = e
     assert not list(script), "it gave up before the end of what was to come"
     return found
@@ -110,3 +110,12 @@ def test_a_run_that_was_told_to_stop_begins_no_other_life(monkeypatch, tmp_path)
 def test_an_error_that_is_no_death_ends_the_run_at_once(monkeypatch, tmp_path):
     found = run(monkeypatch, tmp_path, 5, [ValueError("a mistake of ours")])
     assert str(found.raised) == "a mistake of ours" and len(found.began) == 1
+
+
+def test_where_no_other_life_can_begin_the_death_is_told_and_why(monkeypatch, tmp_path):
+    """As with a host that is lost: what failed there is the cause, and not the pool that has no room any more."""
+    found = run(monkeypatch, tmp_path, 3, [2, ConfigError("placement.pools.actor=[2]: too little")])
+    assert isinstance(found.raised, Killed) and str(found.raised) == "life 1"
+    assert found.raised.__notes__ == ["no other life could begin: placement.pools.actor=[2]: too little"]
+    found = run(monkeypatch, tmp_path, 3, [ConfigError("placement.pools.actor=[2]: too little")])
+    assert isinstance(found.raised, ConfigError), "what does not fit the first time is bad input"
