@@ -506,11 +506,14 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
 
-    previous = signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     cfg, logs = prepared.cfg, "none: Ray did not start"
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
+        signal.signal(
+            signal.SIGTERM, signal.default_int_handler
+        )  # Ray has put its own there, which prints a stack and aborts
         _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
