@@ -446,7 +446,7 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
         except ConfigError as e:
             if fault is None:
                 raise
-            fault.add_note(f"no other life could begin: {e}")  # as with a host that is lost: too little is left
+            fault.add_note(f"no other life could begin: {e}")  # as where a host is lost: too little is left
             raise fault from None
         except Died as died:
             fault = died.__cause__
@@ -511,9 +511,8 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     try:
         with tracker.screen.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
-        signal.signal(
-            signal.SIGTERM, signal.default_int_handler
-        )  # Ray has put its own there, which prints a stack and aborts
+        # Ray has put its own there, which prints a stack and aborts.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         _lives(prepared, tracker, alone)
     except Stopped as e:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
