@@ -8,7 +8,6 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 """
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -53,6 +52,11 @@ class Resumed:
 
 class Stopped(Exception):
     """The run was asked to stop and has done so, with or without a checkpoint."""
+
+
+def now() -> float:
+    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation counts its own."""
+    return asyncio.get_running_loop().time()
 
 
 def first_cause(error: BaseException) -> BaseException:
@@ -151,7 +155,7 @@ class Pipeline:
         if self.start == total and all(e["val/version"] < total for e in self.tracker.evaluations):
             await self._finish(total)  # an earlier life was killed between its last step and its end
         for step in range(self.start, total):
-            begin, batch = time.perf_counter(), None
+            begin, batch = now(), None
             if self.ahead:
                 batch, waited = await self._collect(step, in_flight)
             await self._checkpoint(step, batch)
@@ -161,7 +165,7 @@ class Pipeline:
             if not self.ahead:
                 batch, waited = await self._collect(step, in_flight)
             metrics = waited | await self._train(batch) | await renewal
-            metrics["time/step_s"], self.trained = time.perf_counter() - begin, step + 1
+            metrics["time/step_s"], self.trained = now() - begin, step + 1
             metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
             try:
                 if step + 1 == total:
@@ -209,7 +213,7 @@ class Pipeline:
         step there is one: the next would hold the same."""
         if self.evaluation is not None:
             await self.evaluation  # its result belongs to this side of the checkpoint
-        begin = time.perf_counter()
+        begin = now()
         await asyncio.gather(*self.writing)
         if self.checkpointer.has(step):
             return
@@ -222,12 +226,12 @@ class Pipeline:
             "kl_coef": self.kl.value,
         }
         written = await self.checkpointer.save(step, batch.samples if batch else None, state)
-        stall = self.tracker.spans["checkpoint/stall_s"] = time.perf_counter() - begin
+        stall = self.tracker.spans["checkpoint/stall_s"] = now() - begin
         self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
 
     async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
         path, size = await written
-        took = time.perf_counter() - begin
+        took = now() - begin
         self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
         waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
         self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
@@ -274,16 +278,16 @@ class Pipeline:
 
     def _rollouts_end(self, what: str, step: int, seconds: float) -> None:
         """They took so long; the wait for their turn before that is not theirs."""
-        self.rollouts_ended = time.perf_counter()
+        self.rollouts_ended = now()
         self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
 
     async def _collect(self, step: int, in_flight: deque[asyncio.Future]) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
-        begin = time.perf_counter()
+        begin = now()
         samples, seconds = await in_flight.popleft() if in_flight else ([], 0.0)
         if self.lost:
             raise self.lost
-        waited = time.perf_counter() - begin
+        waited = now() - begin
         self.last_generate_s = seconds
         resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
         made_by = resumed.incarnation if resumed else self.incarnation
@@ -295,12 +299,12 @@ class Pipeline:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
-        idle = {"time/wait_trainer_s": time.perf_counter() - self.rollouts_ended if self.rollouts_ended else 0.0}
+        idle = {"time/wait_trainer_s": now() - self.rollouts_ended if self.rollouts_ended else 0.0}
         if self.synced == version:
             return idle | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary
-        begin = time.perf_counter()
+        begin = now()
         metrics = await self.roles.sync((self.incarnation, version), self.expected)
-        self.tracker.span("sync", "weights", version, begin, time.perf_counter())
+        self.tracker.span("sync", "weights", version, begin, now())
         self.synced = version
         self.canary = {k: v for k, v in metrics.items() if k.startswith("canary/")}
         return idle | metrics
@@ -308,7 +312,7 @@ class Pipeline:
     async def _train(self, batch: Batch) -> dict[str, float]:
         """What the update needs, side by side; then advantages; then actor and critic side by side. Roles in different
         pools work at once, and those in one pool in turns: that is for the groups to see to."""
-        begin, samples = time.perf_counter(), batch.samples
+        begin, samples = now(), batch.samples
         await self._consult(batch)
         metrics = {name: float(sum(s.extra.get("fault") == name for s in samples)) for name in FAULTS}
         if self.cfg.reward.on_error == "drop":
@@ -316,7 +320,7 @@ class Pipeline:
         metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
         some = bool(batch.samples)  # without any the step counts, and nothing is learnt
         metrics |= self._advantages(batch) if some else {}
-        prepared = time.perf_counter() - begin
+        prepared = now() - begin
         updates = [self.roles.actor.update(batch, some and batch.step >= self.cfg.trainer.critic_warmup)]
         if self.roles.critic is not None:
             updates.append(self.roles.critic.update(batch, some))
@@ -326,7 +330,7 @@ class Pipeline:
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()
         waited = metrics.get("actor/sync_wait_s", 0.0)  # for the weights to be sent: that is no training
-        times = {"time/log_prob_s": prepared, "time/train_s": time.perf_counter() - begin - waited}
+        times = {"time/log_prob_s": prepared, "time/train_s": now() - begin - waited}
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 
     def _note_skipped(self, batch: Batch, metrics: dict[str, float]) -> None:
