@@ -42,7 +42,15 @@ PER_TOKEN = "advantages", "old_log_probs", "ref_log_probs", "values", "returns" 
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
-FIXED_KEYS = ("pipeline.staleness", "rollout.n", "data.train_batch_size", "trainer.seed", "model.dtype", "agent.loop")
+FIXED_KEYS = (
+    "pipeline.staleness",
+    "pipeline.partial_rollout",
+    "rollout.n",
+    "data.train_batch_size",
+    "trainer.seed",
+    "model.dtype",
+    "agent.loop",
+)
 FIXED_KEYS += ("model.lora_rank", "model.lora_alpha", "model.lora_target_modules")
 
 
@@ -182,15 +190,20 @@ def write_batch(batch: Batch, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     found = {name: np.concatenate(getattr(batch, name)) for name in PER_TOKEN if getattr(batch, name) is not None}
-    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected), **found)
+    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected, batch.older), **found)
 
 
 def read_batch(folder: Path) -> Batch:
     """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none, or it is torn."""
     try:
         samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
-        (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
-        return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
+        (step, *expected, older), ends = (
+            arrays.pop("stamp").tolist(),
+            np.cumsum([len(s.response_ids) for s in samples])[:-1],
+        )
+        return Batch(
+            step, samples, tuple(expected), older, **{name: np.split(array, ends) for name, array in arrays.items()}
+        )
     except Exception as e:  # broken bytes end in errors of any kind
         mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
         raise ConfigError(f"--replay {folder}: no batch ({type(e).__name__}: {first_line(e)}); {mend}") from e

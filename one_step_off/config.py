@@ -85,6 +85,7 @@ class RolloutConfig:
     sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
     routing: str = key("auto", "prompts to replicas; auto: static with seeds", choices="auto static least_loaded")
+    oversample: float = key(1.0, "partial_rollout: batches of prompts under way; those complete first win", low=1.0)
     heartbeat_s: float = key(5.0, "seconds between two questions whether a replica is there", above=0.0)
     heartbeat_timeout_s: float = key(60.0, "a replica that does not answer for so long is started anew", above=0.0)
     progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
@@ -238,6 +239,8 @@ class PipelineConfig:
     """The pipeline."""
 
     staleness: int = key(1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1)
+    partial_rollout: bool = key(False, "a sync interrupts what is unfinished; it goes on with the new weights")
+    max_carry: int = key(1, "partial_rollout: steps that a prompt may be trained on later than planned", low=0)
 
 
 @dataclass

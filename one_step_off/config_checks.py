@@ -102,7 +102,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
     device = resolved_device(cfg, num_gpus)
     groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
     groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
-    groups += [_sync(cfg, device), _machine(cfg, device, num_gpus)]
+    groups += [_carry(cfg), _sync(cfg, device), _machine(cfg, device, num_gpus)]
     for fault in itertools.chain(*groups):
         raise ConfigError(fault)
 
@@ -215,6 +215,18 @@ def _batch(cfg: Config) -> Iterator[str]:
 def _divisor(whole: int, near: int) -> int:
     """The largest divisor of `whole` that is not above `near`."""
     return next(d for d in range(min(whole, near), 0, -1) if whole % d == 0)
+
+
+def _carry(cfg: Config) -> Iterator[str]:
+    p, over, most = cfg.pipeline, cfg.rollout.oversample, cfg.algorithm.max_gen_batches
+    if p.partial_rollout and p.staleness == 0:
+        yield "pipeline.partial_rollout=true: carries samples over steps; set pipeline.staleness=1, or this to false"
+    if p.partial_rollout and most > 1:
+        yield f"algorithm.max_gen_batches={most}: needs whole batches; set it to 1, or pipeline.partial_rollout=false"
+    if over > 1 and not p.partial_rollout:
+        yield f"rollout.oversample={over:g}: carries what is not complete; set pipeline.partial_rollout=true, or this to 1"
+    if over > 1 + p.max_carry:
+        yield f"rollout.oversample={over:g}: more than pipeline.max_carry={p.max_carry} can carry; use {1 + p.max_carry} at most"
 
 
 def _roles(cfg: Config, device: str) -> Iterator[str]:

@@ -217,7 +217,7 @@ class RolloutGroup:
         self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
         self.changed: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(len(replicas))}  # set: it was lost
-        self.restarts = 0
+        self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
@@ -304,7 +304,7 @@ class RolloutGroup:
     async def serving(self) -> list[int]:
         """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""
         while not (ready := [i for i in self.active if self.health[i].state is State.HEALTHY]):
-            if not any(self.health[i].state is State.SUSPECT for i in self.active):
+            if not self.syncing and not any(self.health[i].state is State.SUSPECT for i in self.active):
                 await self._wait_for_one()
             await asyncio.sleep(PAUSE_S)
         return ready
@@ -340,13 +340,15 @@ class RolloutGroup:
             call.cancel()
             lost.cancel()
 
-    async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling) -> tuple[list[Sample], float]:
-        """All samples in the order of `prompts`, and the seconds of the slowest replica. Raises NoReplica, and what a
-        replica raised that is there."""
+    async def generate(
+        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
+    ) -> tuple[list[Sample], float]:
+        """All samples in the order of `prompts`, and the seconds of the slowest replica. `land` is told of each prompt's
+        samples as they come. Raises NoReplica, and what a replica raised that is there."""
         async with self.turn:
-            spread = self._fixed if self.static or len(self.all) == 1 else self._spread
-            limit = self.cfg.trainer.step_timeout_s
-            parts = await within(limit, f"{what}, rollout", spread(prompts, what, sampling))
+            whole = (self.static or len(self.all) == 1) and not land
+            spread = self._fixed(prompts, what, sampling) if whole else self._spread(prompts, what, sampling, land)
+            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", spread)
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
@@ -366,7 +368,9 @@ class RolloutGroup:
         shares = [share(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
         return [part for parts in await asyncio.gather(*shares) for part in parts]
 
-    async def _spread(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
+    async def _spread(
+        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
+    ) -> list[tuple[list[Sample], float]]:
         """One part per prompt; the first failure is raised at once."""
         begin, calls, asked = time.perf_counter(), [], {}
         try:
@@ -378,7 +382,7 @@ class RolloutGroup:
                             asked[i] = group.create_task(self._room(i, what))
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
                     i = await self._least(sampling)
-                    calls.append(group.create_task(self._one(i, prompt, what, sampling)))
+                    calls.append(group.create_task(self._one(i, prompt, what, sampling, land)))
                 for task in asked.values():
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
@@ -403,7 +407,7 @@ class RolloutGroup:
         with suppress(Lost):
             load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
 
-    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling) -> list[Sample]:
+    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling, land: Any) -> list[Sample]:
         losses = 0
         while True:
             load = self.loads[i]
@@ -414,6 +418,8 @@ class RolloutGroup:
                 i = await self._least(sampling)
                 continue
             load.back += len(samples)
+            if land:
+                land(samples)
             return samples
 
     async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:

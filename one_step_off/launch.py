@@ -380,7 +380,9 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
     if not prepared.cfg.trainer.val_only:
         tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
-    return Resumed(state["step"], samples, state["generate_s"], state.get("kl_coef"), state.get("incarnation", 0))
+    carried = [replace(prepared.data.find(id), id=id) for id in map(tuple, state["carried"])]
+    rest = state["generate_s"], state.get("kl_coef"), state.get("incarnation", 0), carried
+    return Resumed(state["step"], samples, *rest)
 
 
 @contextlib.contextmanager

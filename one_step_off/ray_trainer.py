@@ -8,14 +8,16 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from one_step_off import advantages
+from one_step_off.carry import Figures, Pool
 from one_step_off.checkpoint import Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
@@ -48,6 +50,7 @@ class Resumed:
     generate_s: float
     kl_coef: float | None = None
     incarnation: int = 0  # which made the samples
+    carried: list[Prompt] = field(default_factory=list)  # prompts that were under way besides
 
 
 class Stopped(Exception):
@@ -103,6 +106,9 @@ class Pipeline:
         # Where another role shares the replicas' pool, they take turns, and nothing runs beside the sync.
         pools = list(cfg.placement.roles.values())
         self.overlap = self.ahead and cfg.weight_sync.overlap and pools.count(cfg.placement.roles["rollout"]) == 1
+        # Prompts of several steps under way at once, see carry.py; None: each step waits for its own.
+        self.pool = Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry) if cfg.pipeline.partial_rollout else None
+        self.figures, self.carried, self.landed = Figures(), resumed.carried if resumed else [], asyncio.Event()
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
@@ -113,7 +119,7 @@ class Pipeline:
             self.kl.value = resumed.kl_coef
         self.incarnation = incarnation
         self.synced = -1
-        self.trained = self.start  # the trainer's version
+        self.trained = self.collected = self.start  # the trainer's version; the step whose samples come next
         self.lost: NoReplica | None = None  # nothing can be generated any more
         self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
@@ -156,13 +162,13 @@ class Pipeline:
             await self._finish(total)  # an earlier life was killed between its last step and its end
         for step in range(self.start, total):
             begin, batch = now(), None
-            if self.ahead:
+            if self.ahead and not self._must_wait(step, in_flight):
                 batch, waited = await self._collect(step, in_flight)
             await self._checkpoint(step, batch)
             renewal = self.background.create_task(self._renew(step, total, in_flight))
             if not self.overlap:
                 await renewal
-            if not self.ahead:
+            if batch is None:
                 batch, waited = await self._collect(step, in_flight)
             metrics = waited | await self._train(batch) | await renewal
             metrics["time/step_s"], self.trained = now() - begin, step + 1
@@ -175,6 +181,12 @@ class Pipeline:
         if self.checkpointer and self.checkpointer.in_use:
             await self._save(total, None)
 
+    def _must_wait(self, step: int, in_flight: deque[asyncio.Future]) -> bool:
+        """With partial rollouts: whether the samples of `step` are not complete, so that the replicas had better go on with
+        the newest weights and begin the next prompts. A checkpoint needs them before that."""
+        due = self.stopping or (self.checkpointer and step > self.start and self.checkpointer.is_due(step))
+        return bool(self.pool and not in_flight and not due and not self.pool.choose(step))
+
     async def _renew(self, step: int, total: int, in_flight: deque[asyncio.Future]) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer if `weight_sync.overlap`: take v(step) over,
         then generate with it."""
@@ -186,7 +198,7 @@ class Pipeline:
             return {}
         self._evaluate_if_due(step)
         if step + self.ahead < total:
-            in_flight.append(self._launch(step + self.ahead))
+            in_flight.extend(self._launch(step + self.ahead))
         return metrics
 
     async def _begin(self, total: int) -> deque[asyncio.Future]:
@@ -198,7 +210,7 @@ class Pipeline:
         await self._sync(self.start)
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
-        return deque(self._launch(step) for step in range(self.start, min(self.start + self.ahead, total)))
+        return deque(self._launch(self.start) if self.ahead and self.start < total else ())
 
     async def _checkpoint(self, step: int, batch: Batch | None) -> None:
         """Write a checkpoint if due; end the run if asked to. Trainer and samples are both complete here."""
@@ -219,6 +231,7 @@ class Pipeline:
             return
         state = {
             "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
+            "carried": [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)],
             "incarnation": self.incarnation,
             "generate_s": self.last_generate_s if batch else 0.0,
             "evaluations": self.tracker.evaluations,
@@ -245,10 +258,47 @@ class Pipeline:
             if self.lost:
                 raise self.lost
 
-    def _launch(self, step: int) -> asyncio.Task:
-        """Start generating the samples of `step` with the weights that the replicas hold now."""
+    def _launch(self, step: int) -> list[asyncio.Task]:
+        """Start generating the samples of `step` with the weights that the replicas hold now. What to await for them;
+        nothing where they come into the pool."""
+        if self.pool:
+            return self._fill(step)
         self.positions = {step: self.stream.state_dict()}
-        return self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))
+        return [self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))]
+
+    def _fill(self, step: int) -> list[asyncio.Task]:
+        """Bring what is under way up to `rollout.oversample` batches for `step`, beside one that is still waited for; but
+        not beyond what the run will train on."""
+        waiting, b = step - self.collected, self.pool.size
+        most = min(
+            math.ceil((waiting + self.cfg.rollout.oversample) * b), (self.stream.total_steps - self.collected) * b
+        )
+        more = most - len(self.pool.flights)
+        again, self.carried = self.carried[:more], self.carried[more:]
+        prompts = again + self.stream.next_batch(more - len(again))
+        self.pool.begin(prompts, self.synced, step, now())
+
+        def land(samples: list[Sample]) -> None:
+            self.pool.land(samples, now())
+            self.landed.set()
+
+        if prompts:
+            rollout = self.roles.rollout
+            self.background.create_task(
+                self._unless_lost(rollout.generate(prompts, f"step {step}", rollout.train, land))
+            )
+        return []
+
+    async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
+        """The first groups that are complete, and how long they took: since the last batch was, or since they were begun."""
+        while not self.pool.choose(step):
+            if self.lost:
+                return [], 0.0
+            self.landed.clear()
+            await self.landed.wait()
+        samples, seconds = self.pool.take(step)
+        self._rollouts_end("generate", step, seconds, self.pool.ended)
+        return samples, seconds
 
     async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
@@ -256,6 +306,7 @@ class Pipeline:
             return await work
         except NoReplica as e:
             self.lost = e
+            self.landed.set()
         return [], 0.0
 
     async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
@@ -276,30 +327,37 @@ class Pipeline:
         self._rollouts_end("generate", step, seconds)
         return samples, seconds
 
-    def _rollouts_end(self, what: str, step: int, seconds: float) -> None:
+    def _rollouts_end(self, what: str, step: int, seconds: float, ended: float | None = None) -> None:
         """They took so long; the wait for their turn before that is not theirs."""
-        self.rollouts_ended = now()
+        self.rollouts_ended = ended or now()
         self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
 
     async def _collect(self, step: int, in_flight: deque[asyncio.Future]) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
         begin = now()
-        samples, seconds = await in_flight.popleft() if in_flight else ([], 0.0)
+        coming = in_flight.popleft() if in_flight else self._first_complete(step) if self.pool else None
+        samples, seconds = await coming if coming else ([], 0.0)
         if self.lost:
             raise self.lost
         waited = now() - begin
-        self.last_generate_s = seconds
+        self.last_generate_s, self.collected = seconds, step + 1
         resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
         made_by = resumed.incarnation if resumed else self.incarnation
+        found = {"time/generate_s": seconds, "time/wait_rollout_s": waited}
         batch = Batch(step, samples, expected=(made_by, max(self.oldest, step - self.ahead)))
+        if self.pool:
+            older = min(step - self.oldest, self.ahead + self.pool.max_carry)
+            batch = Batch(step, samples, expected=(made_by, step), older=older)
+            found |= self.figures.of(samples, step) | {"carry/under_way": float(self.pool.missing)}
         assert_versions(batch)
-        return batch, {"time/generate_s": seconds, "time/wait_rollout_s": waited}
+        return batch, found
 
     async def _sync(self, version: int) -> dict[str, float]:
         """Bring the replicas to `version`, unless they hold it. They generate nothing meanwhile."""
         if self.evaluation is not None:
             await self.evaluation
-        idle = {"time/wait_trainer_s": now() - self.rollouts_ended if self.rollouts_ended else 0.0}
+        idles = self.rollouts_ended and not (self.pool and self.pool.missing)
+        idle = {"time/wait_trainer_s": now() - self.rollouts_ended if idles else 0.0}
         if self.synced == version:
             return idle | {"time/sync_s": 0.0, "sync/bytes": 0.0} | self.canary
         begin = now()

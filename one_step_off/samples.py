@@ -59,7 +59,7 @@ class Sample:
         extra: what only some have: reward_parts (name -> float), baseline (reward of the prompt's greedy response),
             greedy (this is that response: scored, never trained on), replaces, error (one line: why its reward is 0) and
             fault (which of FAULTS that is), dropped (taken out of its batch: there was an error in its group),
-            agent (name -> float: turns, tool_calls and the like of a conversation).
+            carried (steps by which it is late, see carry.py), agent (name -> float: turns, tool_calls and the like of a conversation).
     """
 
     prompt_id: PromptId
@@ -93,12 +93,14 @@ class Batch:
     `advantages`, `old_log_probs` and `ref_log_probs` hold one float32 [R] array per sample, or are None
     where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
     learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` sums its squared probabilities.
-    `expected` is the one stamp that every token must carry; `dropped` are samples that `drop` took out.
+    `expected` is the one stamp that every token must carry, or with `older` the newest: a version may be so much older.
+    `dropped` are samples that `drop` took out.
     """
 
     step: int
     samples: list[Sample]
     expected: Stamp
+    older: int = 0
     advantages: list[np.ndarray] | None = None
     old_log_probs: list[np.ndarray] | None = None
     ref_log_probs: list[np.ndarray] | None = None
@@ -125,15 +127,17 @@ class StalenessError(AssertionError):
 
 
 def assert_versions(batch: Batch) -> None:
-    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it. Raises
-    StalenessError: names the step, the sample, the token and both stamps."""
+    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it, or with
+    `batch.older` some of the versions before. Raises StalenessError: names the step, the sample, the token and the stamps."""
     incarnation, version = batch.expected
+    oldest = version - batch.older
     for s in batch.samples:
         whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)
         excused = (s.versions == OTHERS) & ~s.loss_mask if whole else np.zeros(len(s.versions), bool)
-        wrong = np.flatnonzero((s.versions != version) & ~excused)
+        wrong = np.flatnonzero(((s.versions < oldest) | (s.versions > version)) & ~excused)
         if s.incarnation != incarnation or len(wrong) or not whole:
             at = int(wrong[0]) if len(wrong) else 0
             made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
             where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"
-            raise StalenessError(f"{where}, but this step trains on (incarnation {incarnation}, version {version})")
+            right = f"versions {oldest} to {version}" if batch.older else f"version {version}"
+            raise StalenessError(f"{where}, but this step trains on (incarnation {incarnation}, {right})")

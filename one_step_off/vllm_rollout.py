@@ -257,11 +257,13 @@ class RolloutReplica(UsageProbe):
             raise SyncError(text[-1].removeprefix("Call to collective_rpc method failed: ")) from e
 
     async def sync(self, stamp: Stamp) -> list[dict[str, Any]]:
-        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches. Returns per worker seconds per
+        """Receive the weights `stamp`: pause, stream, verify, resume with empty caches; with partial rollouts what is
+        unfinished goes on then, its KV cache computed anew. Returns per worker seconds per
         phase (pause, wait, load, verify, ...), bytes, and what `Receiver.receive` tells besides. Raises SyncError: the
         engine stays paused then, and generates nothing until a sync has ended well."""
         self.stamp, begin = None, time.perf_counter()
-        await self.engine.pause_generation(mode="wait", clear_cache=True)
+        mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
+        await self.engine.pause_generation(mode=mode, clear_cache=True)
         pause = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])

@@ -85,11 +85,13 @@ class WeightSync:
         begin, metrics = time.perf_counter(), None
         trainer = await (expected or self.expect())
         asked, self.last = time.perf_counter() - begin, (stamp, trainer)
+        self.rollout.syncing = True  # prompts that come meanwhile wait
         for i in self.rollout.active:
             self.rollout.health[i].to(State.STALE)
         while not metrics:
             await self.rollout.somebody()  # who comes back now may have these weights by then, from `restore`
             metrics = await self._bring([])
+        self.rollout.syncing = False
         await self.release(stamp[1])
         # The replicas idle until the canary has passed, so it belongs to the sync.
         metrics["time/canary_s"] += asked
