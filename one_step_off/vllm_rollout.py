@@ -263,7 +263,8 @@ class RolloutReplica(UsageProbe):
         engine stays paused then, and generates nothing until a sync has ended well."""
         self.stamp, begin = None, time.perf_counter()
         mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
-        await self.engine.pause_generation(mode=mode, clear_cache=True)
+        # Not AsyncLLM.pause_generation, which sleeps 20 ms besides, for callers to whom the order of outputs matters.
+        await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
         pause = time.perf_counter() - begin
         if self.asleep:
             await self.engine.wake_up(["weights"])

@@ -166,12 +166,17 @@ def test_nothing_is_generated_before_verified_weights():
         asyncio.run(replica.rollout([], Sampling(1, 1.0, None)))
 
 
+class Scheduler:
+    """Of an engine that works on nothing."""
+
+    async def pause_scheduler_async(self, **_) -> None: ...
+
+
 class BrokenEngine:
+    engine_core = Scheduler()
+
     def __init__(self) -> None:
         self.resumed = False
-
-    async def pause_generation(self, **_):
-        pass
 
     async def collective_rpc(self, *_, **__):
         raise RuntimeError("checksum of bucket 1 differs")
@@ -193,6 +198,8 @@ def test_after_a_failed_sync_the_engine_stays_paused_and_unused():
 class SleepyEngine:
     """Writes down what it is told; awake it must not be woken, asleep it must not be put to sleep again."""
 
+    engine_core = Scheduler()
+
     def __init__(self) -> None:
         self.told: list = []
 
@@ -206,7 +213,6 @@ class SleepyEngine:
         self.told.append(method)
         return [{"bytes": 1.0}]
 
-    async def pause_generation(self, **_) -> None: ...
     async def update_weight_version(self, _) -> None: ...
     async def resume_generation(self) -> None: ...
 
