@@ -28,7 +28,12 @@ def test_interrupted_samples_go_on_with_the_new_weights_and_nothing_is_lost(mode
 
     monkeypatch.setattr(Pipeline, "_advantages", recorded)
     keys = {"pipeline.partial_rollout": True, "rollout.oversample": 1.5, "data.max_response_length": 384}
-    keys |= {"algorithm.old_log_probs": "recompute", "trainer.total_steps": 8, "actor.lr": 3e-3, "reward.function": TELLS}
+    keys |= {
+        "algorithm.old_log_probs": "recompute",
+        "trainer.total_steps": 8,
+        "actor.lr": 3e-3,
+        "reward.function": TELLS,
+    }
     assert launch.run(tiny_config(models("qwen2", True), str(tmp_path), **keys)) == 0
     newest, older, behind = [], [], 0
     for step, samples, scored in batches:
