@@ -1,6 +1,6 @@
 """Long-tailed lengths: plain one step off, partial rollouts, and oversampling besides. The same prompts, arms in turns.
 
-    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5 2.0] [--runs 3] [--warmup 3]
+    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5,2] [--runs 3] [--warmup 3]
         [section.key=value ...]
 
 Response lengths are drawn per sample (log-normal, see benchmarks/lengths.py), so all arms have the same work: over a whole
@@ -122,14 +122,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--most", type=int, default=256, help="longest response, in tokens")
-    parser.add_argument("--over", type=float, nargs="*", default=[1.5, 2.0], help="values of rollout.oversample")
+    parser.add_argument("--over", default="1.5,2", help="values of rollout.oversample, with commas")
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
     args, overrides = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
         parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
-    arms = arms_of(args.over)
     try:
+        arms = arms_of([float(factor) for factor in args.over.split(",") if factor])
         lengths, what = keys_of(f"longtail:{args.most}")
         keys = [*UNEVALUATED, *lengths, *overrides]
         for own in arms.values():

@@ -108,6 +108,7 @@ class BackendConfig:
     expert_parallel_size: Optional[int] = shared("megatron: ranks that share the experts", low=1)
     sequence_parallel: Optional[bool] = shared("megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
+    torch_compile: bool = key(False, "fsdp: compile each decoder layer by torch.compile; the first steps take long")
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
 

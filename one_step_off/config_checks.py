@@ -10,6 +10,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -173,6 +174,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
             if ranks % abs(own.fsdp_size):
                 use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
                 yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
+            if own.torch_compile and device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+                yield f"{role}.torch_compile=true: needs a C++ compiler on CPUs, as g++; install one or set it to false"
             for name, size in ((name, size) for name, size in sizes.items() if size > 1):
                 yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
             continue
@@ -189,7 +192,10 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         if (attention := cfg.model.attn_implementation) != "auto":
             own_choice = f"{role}.backend=megatron chooses its own, and packs no sequences"
             yield f"model.attn_implementation={attention}: {own_choice}; use auto"
-        for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
+        for name, off in (
+            ("fsdp_size", -1),
+            *((f, False) for f in ("torch_compile", "param_offload", "optimizer_offload")),
+        ):
             if getattr(own, name, off) != off:
                 yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
 

@@ -89,7 +89,9 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     if source is not None and not scalar:
         model.generation_config = source.generation_config
     offload = own.param_offload and device.type == "cuda"
-    _shard(model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing)
+    _shard(
+        model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing, own.torch_compile
+    )
     _load(model, source, torch.device("cpu") if offload else device, device)
     return model
 
@@ -151,15 +153,19 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _shard(model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool) -> None:
+def _shard(
+    model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool, compiled: bool
+) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
     compute = torch.bfloat16 if cfg.model.dtype == "bfloat16" else None
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
     home = CPUOffloadPolicy() if offload else OffloadPolicy()
     for layer in _decoder_layers(model):
+        # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
+        if compiled:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
-            # Wrapping the method, not the module, keeps parameter names as the checkpoint has them.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
     fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home)

@@ -294,6 +294,7 @@ LAYOUTS = {
     "packed": {"packed": True},
     "chunks": {"actor__log_prob_chunk": 7},
     "checkpointing": {"actor__activation_checkpointing": True},
+    "compiled": {"actor__torch_compile": True, "actor__activation_checkpointing": True},
 }
 
 
@@ -309,12 +310,14 @@ def reference(checkpoints):
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x == "compiled")) for x in LAYOUTS])
 def test_gradients_do_not_depend_on_the_layout(checkpoints, single, reference, layout):
     changes = dict(LAYOUTS[layout])
     packed = changes.pop("packed", None)
     worker = single(config(checkpoints["tied"], **OBJECTIVES["everything"], **changes), packed=packed)
     metrics = worker.update(make_batch(checkpoints["tied"]))
+    if layout == "compiled":
+        assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
     assert_gradients_equal(worker.gradients, reference["tied"][0])
     for key, value in reference["tied"][1].items():
         if not key.endswith("_s"):
