@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import cProfile
 import functools
+import gc
 import io
 import json
 import os
@@ -273,6 +274,8 @@ def measure(cell: Cell) -> dict[str, Any]:
     """Run the pipeline once. Per step, medians: `cpu_ms`, `excess_ms` of the step, `generate_excess_ms`, `phases_ms` (means)."""
     with tempfile.TemporaryDirectory() as folder:
         pipeline, log = built(cell, folder)
+        gc.collect()
+        gc.freeze()  # the samples made beforehand: a run has those of two steps, and no need to look through all
         marks, record, real_put = [], pipeline.tracker.step, groups._put
         groups._put = lambda batch: batch  # see `benchmarks.overhead_ray`
         profile = cProfile.Profile() if cell.profile else None

@@ -11,6 +11,7 @@ Only tokens whose mask is True exist for the estimators. Time steps go from one 
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.
 """
 
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -64,7 +65,12 @@ class Trajectories:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Trained tokens of each trajectory, int64 [B]."""
-        return np.array([int(m.sum()) for m in self.masks], dtype=np.int64)
+        return np.array([np.count_nonzero(m) for m in self.masks], dtype=np.int64)
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        """bool: the masks, one after the other."""
+        return np.concatenate([np.zeros(0, dtype=bool), *self.masks])
 
     @cached_property
     def alive(self) -> np.ndarray:
@@ -82,14 +88,15 @@ class Trajectories:
     @cached_property
     def totals(self) -> np.ndarray:
         """float64 [B]: the outcome's reward and those of the trained tokens together."""
-        return self.rewards + self.rows(self.token_rewards).sum(1)
+        return self.rewards + (self.rows(self.token_rewards).sum(1) if self.token_rewards is not None else 0.0)
 
     def rows(self, arrays: Arrays | None) -> np.ndarray:
         """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
         if arrays is not None:
-            trained = [a[m] for a, m in zip(arrays, self.masks, strict=True)]
-            result[self.alive] = np.concatenate(trained or [np.zeros(0)])
+            if [*map(len, arrays)] != [*map(len, self.masks)]:
+                raise ValueError("what is given for each token has other lengths than the responses")
+            result[self.alive] = np.concatenate([np.zeros(0, np.float32), *arrays])[self.trained]
         return result
 
     def step_rewards(self) -> np.ndarray:
@@ -101,10 +108,15 @@ class Trajectories:
 
     def per_token(self, rows: np.ndarray) -> Arrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
-        result = [np.zeros(len(m), dtype=np.float32) for m in self.masks]
-        for token, mask, row, n in zip(result, self.masks, rows, self.lengths, strict=True):
-            token[mask] = row[:n]
-        return result
+        flat = np.zeros(len(self.trained), dtype=np.float32)
+        flat[self.trained] = rows[self.alive]
+        return split(flat, self.masks)
+
+    def spread(self, values: np.ndarray) -> Arrays:
+        """Each trajectory's value [B] at all of its trained tokens: as `per_token`."""
+        flat = np.repeat(values.astype(np.float32), [len(m) for m in self.masks])
+        flat[~self.trained] = 0
+        return split(flat, self.masks)
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
         """Apply `function` to the columns [B] of every group; float64 [B]."""
@@ -156,12 +168,18 @@ def estimate(
     if isinstance(result, tuple):
         result, returns = result
     if isinstance(result, np.ndarray):
-        result = t.per_token(result[:, None] * t.alive)
+        result = t.spread(result)
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
         result = whitened(result, t.masks)
     return result, returns
+
+
+def split(flat: np.ndarray, like: Arrays) -> Arrays:
+    """Parts of `flat` in a row, as long as those of `like`: views."""
+    ends = list(itertools.accumulate(map(len, like)))
+    return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:

@@ -40,7 +40,8 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 def staleness(batch: Batch, version: int) -> dict[str, float]:
     """Trainer's version minus the version of each trained token: smallest and largest."""
-    made = np.concatenate([np.zeros(0), *(s.versions[s.versions != OTHERS] for s in batch.samples)])
+    made = np.concatenate([np.zeros(0, np.int32), *(s.versions for s in batch.samples)])
+    made = made[made != OTHERS] if OTHERS in made else made
     made = made if len(made) else np.array([np.nan])
     return {"staleness/min": float(version - made.max()), "staleness/max": float(version - made.min())}
 
@@ -108,14 +109,17 @@ class Tracker:
         trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
-        self.trace(role, what, step, begin + self.epoch, end + self.epoch)
+        self.trace([(role, what, step, begin + self.epoch, end + self.epoch)])
 
-    def trace(self, lane: str, what: str, step: int, begin: float, end: float) -> None:
-        """Draw it in `timeline.json` alone; times by the clock on the wall."""
-        event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
-        event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+    def trace(self, spans: list[tuple[str, str, int, float, float]]) -> None:
+        """Draw them in `timeline.json` alone: (lane, what, step, begin, end), times by the clock on the wall."""
+        lines = []
+        for lane, what, step, begin, end in spans:
+            event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
+            event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+            lines.append(json.dumps(event) + ",\n")
         with open(self.folder / "timeline.json", "a") as f:
-            f.write(("" if f.tell() else "[\n") + json.dumps(event) + ",\n")
+            f.write(("" if f.tell() else "[\n") + "".join(lines))
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
