@@ -11,7 +11,6 @@ Only tokens whose mask is True exist for the estimators. Time steps go from one 
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.
 """
 
-import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,6 +21,7 @@ import numpy as np
 
 from one_step_off.config import ConfigError
 from one_step_off.registry import Registry
+from one_step_off.samples import split
 
 Arrays = list[np.ndarray]
 
@@ -108,15 +108,13 @@ class Trajectories:
 
     def per_token(self, rows: np.ndarray) -> Arrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
-        flat = np.zeros(len(self.trained), dtype=np.float32)
-        flat[self.trained] = rows[self.alive]
-        return split(flat, self.masks)
+        return self.placed(rows[self.alive])
 
-    def spread(self, values: np.ndarray) -> Arrays:
-        """Each trajectory's value [B] at all of its trained tokens: as `per_token`."""
-        flat = np.repeat(values.astype(np.float32), [len(m) for m in self.masks])
-        flat[~self.trained] = 0
-        return split(flat, self.masks)
+    def placed(self, values: np.ndarray) -> Arrays:
+        """As `per_token`, of the trained tokens' values in a row."""
+        flat = np.zeros(len(self.trained), dtype=np.float32)
+        flat[self.trained] = values
+        return split(flat, [*map(len, self.masks)])
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
         """Apply `function` to the columns [B] of every group; float64 [B]."""
@@ -168,18 +166,12 @@ def estimate(
     if isinstance(result, tuple):
         result, returns = result
     if isinstance(result, np.ndarray):
-        result = t.spread(result)
+        result = t.placed(np.repeat(result.astype(np.float32), t.lengths))
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
         result = whitened(result, t.masks)
     return result, returns
-
-
-def split(flat: np.ndarray, like: Arrays) -> Arrays:
-    """Parts of `flat` in a row, as long as those of `like`: views."""
-    ends = list(itertools.accumulate(map(len, like)))
-    return [flat[begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:

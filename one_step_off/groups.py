@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -19,7 +19,7 @@ from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.health import Health, State
-from one_step_off.samples import Batch, Prompt, Sample, StalenessError
+from one_step_off.samples import COLUMNS, Arrays, Batch, Prompt, Sample, Samples, StalenessError
 from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
@@ -171,10 +171,13 @@ def merged(parts: list[dict[int, T]]) -> list[T]:
 
 
 def _put(batch: Batch) -> Any:
-    """Into Ray's object store once, however many ranks read it."""
+    """Into Ray's object store once, however many ranks read it; without what none of them reads."""
     import ray
 
-    return ray.put(batch)
+    samples, columns = Samples(batch.samples), {name: getattr(batch, name) for name in COLUMNS}
+    samples.leave = "response", "extra"
+    columns = {name: values and Arrays(values) for name, values in columns.items()}
+    return ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], **columns))
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
 import itertools
+import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,10 @@ class Sample:
         return int(np.count_nonzero(self.versions != OTHERS))
 
 
+TOKENS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
+COLUMNS = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch, for trainers
+
+
 @dataclass
 class Batch:
     """The samples of one training step, ordered by (position of the prompt in the step, index).
@@ -118,6 +123,48 @@ class Batch:
             if isinstance(values, list) and name != "dropped":
                 setattr(self, name, list(itertools.compress(values, stays)))
         self.dropped = [replace(s, extra=s.extra | {"dropped": True}) for s in all_of_it if s.prompt_id in prompts]
+
+
+def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """The parts of `flat`, which stand in a row there, as views."""
+    ends = list(itertools.accumulate(lengths))
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+class Arrays(list[np.ndarray]):
+    """Goes to another process as one long array, and is a list of its parts there, read-only. Ray takes longer over each
+    of a hundred thousand arrays than over its bytes."""
+
+    def __reduce__(self) -> tuple:
+        return (split, (np.concatenate(self), [*map(len, self)])) if self else (list, ())
+
+
+class Samples(list[Sample]):
+    """Goes to another process as a few long arrays, and is a list there. `leave`: fields that stay behind, and have their
+    defaults there."""
+
+    leave: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple:
+        names = [f.name for f in fields(Sample) if f.name not in (*TOKENS, *self.leave)]
+        rows = [*map(operator.attrgetter(*names), self)]
+        return _arrived, (names, rows, [Arrays(getattr(s, name) for s in self) for name in TOKENS])
+
+
+class Shares(dict[int, np.ndarray]):
+    """Position -> array of some samples of a batch: goes to another process like `Arrays`, and is a dict there."""
+
+    def __reduce__(self) -> tuple:
+        return _share, ([*self], Arrays(self.values()))
+
+
+def _share(positions: list[int], arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
+    return dict(zip(positions, arrays, strict=True))
+
+
+def _arrived(names: list[str], rows: list[tuple], columns: list[list[np.ndarray]]) -> list[Sample]:
+    known = (*names, *TOKENS)
+    return [Sample(**dict(zip(known, (*row, *own), strict=True))) for row, *own in zip(rows, *columns, strict=True)]
 
 
 class StalenessError(AssertionError):
