@@ -177,10 +177,10 @@ def estimate(
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
     """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean. Equal values, and
     a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps."""
-    if len(x) < 2 or x.max() == x.min():
+    if len(x) < 2 or (x == x[0]).all():
         return np.zeros(len(x))
-    centred = x - x.mean()
-    return centred / (x.std(ddof=1) + EPS) if scale else centred
+    centred = x - x.sum() / len(x)
+    return centred / (np.sqrt((centred * centred).sum() / (len(x) - 1)) + EPS) if scale else centred
 
 
 def whitened(advantages: Arrays, masks: Arrays) -> Arrays:

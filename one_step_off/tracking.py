@@ -26,8 +26,11 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
     rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
     found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
     found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean()}
-    found |= {"tokens/response": sum(s.generated for s in samples), "samples": len(samples)}
-    return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
+    return (
+        {name: float(figure) for name, figure in found.items()}
+        | {"samples": float(len(samples))}
+        | agent_stats(samples)
+    )
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
@@ -38,12 +41,13 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
     return {f"agent/{name}/mean": float(np.mean([one.get(name, 0.0) for one in found])) for name in names if some}
 
 
-def staleness(batch: Batch, version: int) -> dict[str, float]:
-    """Trainer's version minus the version of each trained token: smallest and largest."""
+def token_stats(batch: Batch, version: int) -> dict[str, float]:
+    """Of the tokens that the policy made: how many, and the trainer's version minus theirs, smallest and largest."""
     made = np.concatenate([np.zeros(0, np.int32), *(s.versions for s in batch.samples)])
     made = made[made != OTHERS] if OTHERS in made else made
-    made = made if len(made) else np.array([np.nan])
-    return {"staleness/min": float(version - made.max()), "staleness/max": float(version - made.min())}
+    oldest, newest = (made.min(), made.max()) if len(made) else (np.nan, np.nan)
+    found = {"tokens/response": len(made), "staleness/min": version - newest, "staleness/max": version - oldest}
+    return {name: float(figure) for name, figure in found.items()}
 
 
 class Tracker:
@@ -123,7 +127,7 @@ class Tracker:
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | staleness(batch, version)
+        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | token_stats(batch, version)
         row |= metrics | self.spans | self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
         for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
