@@ -21,6 +21,7 @@ import numpy as np
 
 from one_step_off.config import ConfigError
 from one_step_off.registry import Registry
+from one_step_off.samples import split
 
 Arrays = list[np.ndarray]
 
@@ -64,7 +65,12 @@ class Trajectories:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Trained tokens of each trajectory, int64 [B]."""
-        return np.array([int(m.sum()) for m in self.masks], dtype=np.int64)
+        return np.array([np.count_nonzero(m) for m in self.masks], dtype=np.int64)
+
+    @cached_property
+    def trained(self) -> np.ndarray:
+        """bool: the masks, one after the other."""
+        return np.concatenate([np.zeros(0, dtype=bool), *self.masks])
 
     @cached_property
     def alive(self) -> np.ndarray:
@@ -82,14 +88,15 @@ class Trajectories:
     @cached_property
     def totals(self) -> np.ndarray:
         """float64 [B]: the outcome's reward and those of the trained tokens together."""
-        return self.rewards + self.rows(self.token_rewards).sum(1)
+        return self.rewards + (self.rows(self.token_rewards).sum(1) if self.token_rewards is not None else 0.0)
 
     def rows(self, arrays: Arrays | None) -> np.ndarray:
         """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
         if arrays is not None:
-            trained = [a[m] for a, m in zip(arrays, self.masks, strict=True)]
-            result[self.alive] = np.concatenate(trained or [np.zeros(0)])
+            if [*map(len, arrays)] != [*map(len, self.masks)]:
+                raise ValueError("what is given for each token has other lengths than the responses")
+            result[self.alive] = np.concatenate([np.zeros(0, np.float32), *arrays])[self.trained]
         return result
 
     def step_rewards(self) -> np.ndarray:
@@ -101,10 +108,13 @@ class Trajectories:
 
     def per_token(self, rows: np.ndarray) -> Arrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
-        result = [np.zeros(len(m), dtype=np.float32) for m in self.masks]
-        for token, mask, row, n in zip(result, self.masks, rows, self.lengths, strict=True):
-            token[mask] = row[:n]
-        return result
+        return self.placed(rows[self.alive])
+
+    def placed(self, values: np.ndarray) -> Arrays:
+        """As `per_token`, of the trained tokens' values in a row."""
+        flat = np.zeros(len(self.trained), dtype=np.float32)
+        flat[self.trained] = values
+        return split(flat, [*map(len, self.masks)])
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
         """Apply `function` to the columns [B] of every group; float64 [B]."""
@@ -156,7 +166,7 @@ def estimate(
     if isinstance(result, tuple):
         result, returns = result
     if isinstance(result, np.ndarray):
-        result = t.per_token(result[:, None] * t.alive)
+        result = t.placed(np.repeat(result.astype(np.float32), t.lengths))
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
@@ -167,10 +177,10 @@ def estimate(
 def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
     """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean. Equal values, and
     a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps."""
-    if len(x) < 2 or x.max() == x.min():
+    if len(x) < 2 or (x == x[0]).all():
         return np.zeros(len(x))
-    centred = x - x.mean()
-    return centred / (x.std(ddof=1) + EPS) if scale else centred
+    centred = x - x.sum() / len(x)
+    return centred / (np.sqrt((centred * centred).sum() / (len(x) - 1)) + EPS) if scale else centred
 
 
 def whitened(advantages: Arrays, masks: Arrays) -> Arrays:

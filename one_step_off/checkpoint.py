@@ -32,13 +32,12 @@ import numpy as np
 import xxhash
 
 from one_step_off.config import Config, ConfigError, first_line, settings_of
-from one_step_off.samples import Batch, Sample
+from one_step_off.samples import COLUMNS, Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest
 MANIFEST = "manifest.json"
 TRAINED = ("actor", "critic")
 ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
-PER_TOKEN = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
@@ -189,7 +188,7 @@ def write_batch(batch: Batch, folder: Path) -> None:
     """What an update takes: the samples, and in `batch.npz` what goes with each of their tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
-    found = {name: np.concatenate(getattr(batch, name)) for name in PER_TOKEN if getattr(batch, name) is not None}
+    found = {name: np.concatenate(getattr(batch, name)) for name in COLUMNS if getattr(batch, name) is not None}
     np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected, batch.older), **found)
 
 

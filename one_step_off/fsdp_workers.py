@@ -33,7 +33,7 @@ from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
 from one_step_off.distributed_util import use_interface_towards
-from one_step_off.samples import Batch, Sample, assert_versions
+from one_step_off.samples import Batch, Sample, Shares, assert_versions
 from one_step_off.sending_end import SendingEnd
 from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
@@ -85,7 +85,8 @@ class ModelWorker(UsageProbe):
     def _of_responses(self, batch: Batch, more: str = "none") -> dict[int, np.ndarray]:
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
-        return self._scores([_sequence(s) for s in batch.samples], wanted, self.cfg.rollout.temperature, more=more)
+        sequences = [_sequence(s) for s in batch.samples]
+        return Shares(self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more))
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
         budget = self.own.micro_batch_tokens * self.own.context_parallel_size  # so many ranks share each sequence

@@ -5,10 +5,12 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 """
 
 import asyncio
+import heapq
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +19,7 @@ from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.health import Health, State
-from one_step_off.samples import Batch, Prompt, Sample, StalenessError
+from one_step_off.samples import COLUMNS, Arrays, Batch, Prompt, Sample, Samples, StalenessError
 from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
@@ -169,10 +171,13 @@ def merged(parts: list[dict[int, T]]) -> list[T]:
 
 
 def _put(batch: Batch) -> Any:
-    """Into Ray's object store once, however many ranks read it."""
+    """Into Ray's object store once, however many ranks read it; without what none of them reads."""
     import ray
 
-    return ray.put(batch)
+    samples, columns = Samples(batch.samples), {name: getattr(batch, name) for name in COLUMNS}
+    samples.leave = "response", "extra"
+    columns = {name: values and Arrays(values) for name, values in columns.items()}
+    return ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], **columns))
 
 
 @dataclass
@@ -216,7 +221,7 @@ class RolloutGroup:
         self.health = [Health(*limits) for _ in replicas]
         self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
-        self.changed: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(len(replicas))}  # set: it was lost
+        self.losses: dict[int, asyncio.Future] = {}  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
@@ -276,8 +281,9 @@ class RolloutGroup:
             raise ProcessDied(f"rollout {i}: {why}")
         self.say(f"rollout {i} is lost ({why}); it is started anew")
         self.health[i].to(State.DEAD)
-        self.changed[i].set()
-        self.changed[i], self.loads[i], self.restarts = asyncio.Event(), Load(), self.restarts + 1
+        if loss := self.losses.pop(i, None):
+            loss.set_result(None)
+        self.loads[i], self.restarts = Load(), self.restarts + 1
         self.returning[i] = asyncio.create_task(self._revive(i))
         self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `serving` raises it
 
@@ -326,7 +332,9 @@ class RolloutGroup:
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
-        name, lost = f"{what}, rollout {i}", asyncio.create_task(self.changed[i].wait())
+        name, lost = f"{what}, rollout {i}", self.losses.get(i)
+        if lost is None:  # one for all that is asked of it
+            lost = self.losses[i] = asyncio.get_running_loop().create_future()
         call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
         try:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -338,7 +346,6 @@ class RolloutGroup:
             return call.result()
         finally:
             call.cancel()
-            lost.cancel()
 
     async def generate(
         self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
@@ -372,17 +379,19 @@ class RolloutGroup:
         self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
     ) -> list[tuple[list[Sample], float]]:
         """One part per prompt; the first failure is raised at once."""
-        begin, calls, asked = time.perf_counter(), [], {}
+        begin, calls, asked, left = time.perf_counter(), [], {}, deque(prompts)
         try:
             async with asyncio.TaskGroup() as group:
-                for prompt in prompts:
-                    while all(self.loads[i].now >= self.most for i in await self.serving()):
+                while left:
+                    ready = await self._by_load()
+                    while left and ready[0][0] < self.most:
+                        i = self._give(ready, sampling)
+                        calls.append(group.create_task(self._one(i, left.popleft(), what, sampling, land)))
+                    if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
-                        for i in set(await self.serving()) - asked.keys():
+                        for i in {i for _, i in ready} - asked.keys():
                             asked[i] = group.create_task(self._room(i, what))
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
-                    i = await self._least(sampling)
-                    calls.append(group.create_task(self._one(i, prompt, what, sampling, land)))
                 for task in asked.values():
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
@@ -395,10 +404,15 @@ class RolloutGroup:
             raise ProcessDied(f"{lost}: {ATTEMPTS} replicas in a row were lost with the same prompts") from lost
         return losses + 1
 
-    async def _least(self, sampling: Sampling) -> int:
+    async def _by_load(self) -> list[tuple[int, int]]:
+        """A heap of those that may be given prompts: (trajectories under way, number)."""
+        return sorted((self.loads[i].now, i) for i in await self.serving())
+
+    def _give(self, ready: list[tuple[int, int]], sampling: Sampling) -> int:
         """The one that has least to do; a prompt more is counted as its own."""
-        i = min(await self.serving(), key=lambda i: self.loads[i].now)
-        self.loads[i].sent += sampling.n + sampling.greedy
+        (load, i), more = ready[0], sampling.n + sampling.greedy
+        heapq.heapreplace(ready, (load + more, i))
+        self.loads[i].sent += more
         return i
 
     async def _room(self, i: int, what: str) -> None:
@@ -415,7 +429,7 @@ class RolloutGroup:
                 samples, _ = await self._ask(i, what, "rollout", [prompt], sampling)
             except Lost as e:
                 losses = self._again(losses, e)
-                i = await self._least(sampling)
+                i = self._give(await self._by_load(), sampling)
                 continue
             load.back += len(samples)
             if land:

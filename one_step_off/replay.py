@@ -12,7 +12,7 @@ import numpy as np
 
 from one_step_off import checkpoint, launch
 from one_step_off.config import Config
-from one_step_off.samples import Batch, Sample
+from one_step_off.samples import COLUMNS, Batch, Sample
 from one_step_off.screen import Screen
 from one_step_off.tracking import Tracker
 
@@ -38,7 +38,7 @@ async def _replayed(batch: Batch, prepared: "launch.Prepared", team: Any, tracke
     mu, now = [s.log_probs for s in batch.samples], await team.groups["actor"].log_prob(batch)
     found = {"engine's log-prob": mu, "trainer's log-prob": now}
     found["ratio"] = [np.exp(x - y) for x, y in zip(now, mu, strict=True)]
-    found |= {name: getattr(batch, name) for name in checkpoint.PER_TOKEN if getattr(batch, name) is not None}
+    found |= {name: getattr(batch, name) for name in COLUMNS if getattr(batch, name) is not None}
     for line in findings(batch.samples, found):
         tracker.say(line)
     for role, group in team.groups.items():

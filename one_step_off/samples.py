@@ -1,8 +1,9 @@
 """What flows through the pipeline: prompts, samples and batches. Plain numpy, no torch."""
 
 import itertools
+import operator
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,11 @@ class Sample:
     @property
     def generated(self) -> int:
         """Tokens of the response that the policy made."""
-        return int((self.versions != OTHERS).sum())
+        return int(np.count_nonzero(self.versions != OTHERS))
+
+
+TOKENS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
+COLUMNS = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch, for trainers
 
 
 @dataclass
@@ -122,6 +127,48 @@ class Batch:
         self.dropped = [replace(s, extra=s.extra | {"dropped": True}) for s in all_of_it if s.prompt_id in prompts]
 
 
+def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+    """The parts of `flat`, which stand in a row there, as views."""
+    ends = list(itertools.accumulate(lengths))
+    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+class Arrays(list[np.ndarray]):
+    """Goes to another process as one long array, and is a list of its parts there, read-only. Ray takes longer over each
+    of a hundred thousand arrays than over its bytes."""
+
+    def __reduce__(self) -> tuple:
+        return (split, (np.concatenate(self), [*map(len, self)])) if self else (list, ())
+
+
+class Samples(list[Sample]):
+    """Goes to another process as a few long arrays, and is a list there. `leave`: fields that stay behind, and have their
+    defaults there."""
+
+    leave: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple:
+        names = [f.name for f in fields(Sample) if f.name not in (*TOKENS, *self.leave)]
+        rows = [*map(operator.attrgetter(*names), self)]
+        return _arrived, (names, rows, [Arrays(getattr(s, name) for s in self) for name in TOKENS])
+
+
+class Shares(dict[int, np.ndarray]):
+    """Position -> array of some samples of a batch: goes to another process like `Arrays`, and is a dict there."""
+
+    def __reduce__(self) -> tuple:
+        return _share, ([*self], Arrays(self.values()))
+
+
+def _share(positions: list[int], arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
+    return dict(zip(positions, arrays, strict=True))
+
+
+def _arrived(names: list[str], rows: list[tuple], columns: list[list[np.ndarray]]) -> list[Sample]:
+    known = (*names, *TOKENS)
+    return [Sample(**dict(zip(known, (*row, *own), strict=True))) for row, *own in zip(rows, *columns, strict=True)]
+
+
 class StalenessError(AssertionError):
     """A token was made by other weights than the pipeline promises."""
 
@@ -129,9 +176,15 @@ class StalenessError(AssertionError):
 def assert_versions(batch: Batch) -> None:
     """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it, or with
     `batch.older` some of the versions before. Raises StalenessError: names the step, the sample, the token and the stamps."""
-    incarnation, version = batch.expected
+    (incarnation, version), samples = batch.expected, batch.samples
     oldest = version - batch.older
-    for s in batch.samples:
+    whole = (len(s.versions) == len(s.loss_mask) == len(s.response_ids) for s in samples)
+    # All at once, for calls on thousands of small arrays are slow; one by one where it is to be told what is wrong.
+    if samples and all(whole) and all(s.incarnation == incarnation for s in samples):
+        made, masks = (np.concatenate([getattr(s, name) for s in samples]) for name in ("versions", "loss_mask"))
+        if not (((made < oldest) | (made > version)) & (masks | (made != OTHERS))).any():
+            return
+    for s in samples:
         whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)
         excused = (s.versions == OTHERS) & ~s.loss_mask if whole else np.zeros(len(s.versions), bool)
         wrong = np.flatnonzero(((s.versions < oldest) | (s.versions > version)) & ~excused)

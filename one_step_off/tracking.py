@@ -26,8 +26,11 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
     rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
     found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
     found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean()}
-    found |= {"tokens/response": sum(s.generated for s in samples), "samples": len(samples)}
-    return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
+    return (
+        {name: float(figure) for name, figure in found.items()}
+        | {"samples": float(len(samples))}
+        | agent_stats(samples)
+    )
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
@@ -38,11 +41,13 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
     return {f"agent/{name}/mean": float(np.mean([one.get(name, 0.0) for one in found])) for name in names if some}
 
 
-def staleness(batch: Batch, version: int) -> dict[str, float]:
-    """Trainer's version minus the version of each trained token: smallest and largest."""
-    made = np.concatenate([np.zeros(0), *(s.versions[s.versions != OTHERS] for s in batch.samples)])
-    made = made if len(made) else np.array([np.nan])
-    return {"staleness/min": float(version - made.max()), "staleness/max": float(version - made.min())}
+def token_stats(batch: Batch, version: int) -> dict[str, float]:
+    """Of the tokens that the policy made: how many, and the trainer's version minus theirs, smallest and largest."""
+    made = np.concatenate([np.zeros(0, np.int32), *(s.versions for s in batch.samples)])
+    made = made[made != OTHERS] if OTHERS in made else made
+    oldest, newest = (made.min(), made.max()) if len(made) else (np.nan, np.nan)
+    found = {"tokens/response": len(made), "staleness/min": version - newest, "staleness/max": version - oldest}
+    return {name: float(figure) for name, figure in found.items()}
 
 
 class Tracker:
@@ -108,18 +113,21 @@ class Tracker:
         trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
-        self.trace(role, what, step, begin + self.epoch, end + self.epoch)
+        self.trace([(role, what, step, begin + self.epoch, end + self.epoch)])
 
-    def trace(self, lane: str, what: str, step: int, begin: float, end: float) -> None:
-        """Draw it in `timeline.json` alone; times by the clock on the wall."""
-        event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
-        event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+    def trace(self, spans: list[tuple[str, str, int, float, float]]) -> None:
+        """Draw them in `timeline.json` alone: (lane, what, step, begin, end), times by the clock on the wall."""
+        lines = []
+        for lane, what, step, begin, end in spans:
+            event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
+            event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+            lines.append(json.dumps(event) + ",\n")
         with open(self.folder / "timeline.json", "a") as f:
-            f.write(("" if f.tell() else "[\n") + json.dumps(event) + ",\n")
+            f.write(("" if f.tell() else "[\n") + "".join(lines))
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | staleness(batch, version)
+        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | token_stats(batch, version)
         row |= metrics | self.spans | self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
         for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):

@@ -26,7 +26,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError, tokenizer_of
 from one_step_off.distributed_util import own_host
 from one_step_off.rewards import RewardError, RewardItem, Score, to_score
-from one_step_off.samples import Prompt, Sample, Stamp
+from one_step_off.samples import Prompt, Sample, Samples, Stamp
 from one_step_off.usage import UsageProbe
 
 
@@ -309,7 +309,7 @@ class RolloutReplica(UsageProbe):
         finally:
             for task in tasks:
                 task.cancel()
-        return list(samples), time.perf_counter() - begin
+        return Samples(samples), time.perf_counter() - begin
 
     async def vacancy(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start

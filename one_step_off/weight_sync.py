@@ -19,6 +19,7 @@ from one_step_off.health import State
 from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
+MOST_DRAWN = 4000  # spans of one sync in the timeline, of all ends together
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
 
@@ -37,7 +38,7 @@ class WeightSync:
         self.last: tuple[Stamp, list[np.ndarray]] | None = None  # what replicas are to hold, and the trainer's canary
         self.grouped: list[Any] = []  # the replicas that the groups were made for
         rollout.restore = self.restore
-        self.on_trace: Callable[[str, str, int, float, float], None] = lambda *_: None
+        self.on_trace: Callable[[list[tuple[str, str, int, float, float]]], None] = lambda spans: None
 
     async def connect(self) -> None:
         """Exchange the metadata, once."""
@@ -171,16 +172,18 @@ class WeightSync:
         phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
         for names, reports in phases:
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
-        wires = [(_on_wire(sent, w["each"]), w["raw"]) for workers in received for w in workers]
+        theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
+        wires = [(_on_wire(theirs, w["each"]), w["raw"]) for workers in received for w in workers]
         metrics["sync/wire_s"], raw = max(wires)
         if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
         held = [w["in_place"] for workers in received for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
-        for who, report in ranks.items():
-            for lane, phase, begin, end in report.pop("spans"):
-                self.on_trace(f"sync {who}{lane}", phase, self.last[0][1], begin, end)
+        spans = [
+            (f"sync {who}", *s) for who, r in ranks.items() for s in r.pop("spans")[: MOST_DRAWN // len(ranks) + 1]
+        ]
+        self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
         plain = ("bytes", *SENDING, *RECEIVING)
         metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
         return metrics
@@ -203,10 +206,9 @@ class WeightSync:
         return found
 
 
-def _on_wire(sent: list[dict[str, Any]], each: list[list[float]]) -> float:
-    """Seconds that a receiver's data travelled. Either end's time includes its wait for the other, so the shorter of the
-    two counts; a bucket's parts travel side by side, so the longest of them does."""
-    theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
+def _on_wire(theirs: dict[tuple[int, int], float], each: list[list[float]]) -> float:
+    """Seconds that a receiver's data travelled; `theirs`: the senders' (bucket, sender) -> seconds. Either end's time
+    includes its wait for the other, so the shorter of the two counts; a bucket's parts travel side by side, so the longest of them does."""
     buckets: dict[float, float] = {}
     for i, s, seconds in each:
         buckets[i] = max(buckets.get(i, 0.0), min(seconds, theirs[i, s]))

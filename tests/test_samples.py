@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
-from one_step_off.samples import Batch, Sample, StalenessError, assert_versions
+from one_step_off.samples import Arrays, Batch, Sample, Samples, Shares, StalenessError, assert_versions
 
 
 def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
@@ -38,3 +40,48 @@ def test_any_other_token_is_named(bad, words):
 def test_prompt_order_names_each_prompt_once():
     samples = [sample([1], prompt=p, index=i) for p in ((0, 9), (0, 2)) for i in range(3)]
     assert Batch(0, samples, (0, 1)).prompt_order() == [(0, 9), (0, 2)]
+
+
+def sent(what):
+    """As Ray does it: (what arrives, the arrays that travel)."""
+    arrays = []
+    data = pickle.dumps(what, protocol=5, buffer_callback=arrays.append)
+    return pickle.loads(data, buffers=[bytes(array.raw()) for array in arrays]), arrays
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (2, 0, 5), (1, 4, 0)])
+def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
+    ids, before = np.arange(2), []
+    for i, n in enumerate(sizes):
+        before.append(sample([i] * n, index=i))
+        before[-1].prompt_ids, before[-1].extra, before[-1].response = ids, {"baseline": float(i)}, f"so {i}"
+    found, arrays = sent(Samples(before))
+    assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
+    for old, new in zip(before, found, strict=True):
+        for name, value in vars(old).items():
+            if isinstance(value, np.ndarray):
+                assert value.dtype == getattr(new, name).dtype and np.array_equal(value, getattr(new, name))
+            elif name != "reward":
+                assert value == getattr(new, name)
+        assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
+    shortened = Samples(before)
+    shortened.leave = "response", "extra"
+    assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [("", {}, i) for i in range(len(sizes))]
+
+
+def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
+    torn = sample([3, 3], tokens=3)
+    found = sent(Samples([sample([3]), torn, sample([3])]))[0]
+    assert [len(s.versions) for s in found] == [1, 2, 1] and [len(s.response_ids) for s in found] == [1, 3, 1]
+    with pytest.raises(StalenessError, match="sample 0, token 0"):
+        assert_versions(Batch(4, found, expected=(0, 3)))
+
+
+def test_arrays_and_shares_arrive_as_lists_and_dicts():
+    given = {7: np.ones((2, 2)), 3: np.zeros((0, 2)), 5: np.arange(6.0).reshape(3, 2)}
+    for before, kind in ((Arrays(given.values()), list), (Shares(given), dict)):
+        found, arrays = sent(before)
+        assert type(found) is kind and len(arrays) == 1
+        keys = given if kind is dict else range(3)
+        assert all(np.array_equal(found[key], before[key]) for key in keys) and len(found) == 3
+    assert sent(Arrays())[0] == [] and sent(Shares())[0] == {}

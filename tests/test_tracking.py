@@ -12,7 +12,7 @@ import pytest
 from one_step_off.config import Config
 from one_step_off.performance import Meter, ModelShape
 from one_step_off.samples import Batch, Sample
-from one_step_off.tracking import Tracker, staleness
+from one_step_off.tracking import Tracker, token_stats
 
 
 def sample(reward, length, version=0, row=0, index=0, epoch=0):
@@ -196,7 +196,7 @@ def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
 
 def test_staleness_is_over_all_tokens():
     batch = Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0))
-    assert staleness(batch, 5) == {"staleness/min": 0.0, "staleness/max": 2.0}
+    assert token_stats(batch, 5) == {"tokens/response": 3.0, "staleness/min": 0.0, "staleness/max": 2.0}
 
 
 def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
