@@ -35,7 +35,7 @@ from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, 
 from one_step_off.distributed_util import use_interface_towards
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
-from one_step_off.update_stats import Clock, Stats
+from one_step_off.update_stats import Clock, Stats, profiled
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
@@ -185,10 +185,14 @@ class TrainedWorker(ModelWorker):
         # A group of its own: checkpoints are written while the others are at work.
         self._writers = dist.new_group(backend="gloo")
 
-    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
+    def update(self, batch: Batch, learn: bool = True, profile: str = "") -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
-        `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises StalenessError:
-        before anything is changed, on every rank."""
+        `learn` the step counts and nothing changes: the actor waits while the critic warms up. `profile`: a folder for
+        torch's profile of this rank. Raises StalenessError: before anything is changed, on every rank."""
+        with profiled(profile and f"{profile}/{self.role}_rank_{self.rank}.json.gz"):
+            return self._update(batch, learn)
+
+    def _update(self, batch: Batch, learn: bool) -> dict[str, float]:
         assert_versions(batch)
         if not learn:
             self.before_step()

@@ -5,6 +5,7 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
@@ -124,7 +125,9 @@ class TrainGroup:
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One training step on all ranks; returns its metrics. Without `learn` it counts and nothing changes."""
-        return (await self._in_turn(batch.step, "update", _put(batch), learn))[0]
+        own = self.cfg.trainer  # the workers may stand in another directory
+        profile = os.path.abspath(f"{own.output_dir}/profile") if batch.step == own.profile_step else ""
+        return (await self._in_turn(batch.step, "update", _put(batch), learn, profile))[0]
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
@@ -219,6 +222,8 @@ class RolloutGroup:
         self.changed: dict[int, asyncio.Event] = {i: asyncio.Event() for i in range(len(replicas))}  # set: it was lost
         self.restarts = 0
         self.say: Callable[[str], None] = lambda line: None
+        self.on_trace: Callable[[str, str, Any, float, float], None] = lambda *_: None
+        self.worked: dict[str, dict[int, tuple[float, float]]] = {}  # at what, who, from when to when
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
@@ -326,7 +331,7 @@ class RolloutGroup:
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
-        name, lost = f"{what}, rollout {i}", asyncio.create_task(self.changed[i].wait())
+        name, lost, begin = f"{what}, rollout {i}", asyncio.create_task(self.changed[i].wait()), time.time()
         call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
         try:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -335,6 +340,9 @@ class RolloutGroup:
             if isinstance(error := call.exception(), RoleError) and await self.missing([i]):
                 self.lose(i, str(error))
                 raise Lost(name) from error
+            if method == "rollout" and not error:
+                known = self.worked.setdefault(what, {}).get(i, (begin, 0.0))
+                self.worked[what][i] = min(begin, known[0]), time.time()
             return call.result()
         finally:
             call.cancel()
@@ -347,6 +355,9 @@ class RolloutGroup:
             spread = self._fixed if self.static or len(self.all) == 1 else self._spread
             limit = self.cfg.trainer.step_timeout_s
             parts = await within(limit, f"{what}, rollout", spread(prompts, what, sampling))
+        kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
+        for i, times in self.worked.pop(what, {}).items():
+            self.on_trace(f"rollout {i}{lane}", kind, what.partition(",")[0].split()[-1].strip("v"), *times)
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
