@@ -35,7 +35,7 @@ from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, 
 from one_step_off.distributed_util import use_interface_towards
 from one_step_off.samples import Batch, Sample, assert_versions
 from one_step_off.sending_end import SendingEnd
-from one_step_off.update_stats import Clock, Stats, profiled
+from one_step_off.update_stats import Clock, Stats
 from one_step_off.usage import UsageProbe, peak_resident_bytes
 from one_step_off.workers import WeightPiece
 
@@ -189,10 +189,11 @@ class TrainedWorker(ModelWorker):
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
         `learn` the step counts and nothing changes: the actor waits while the critic warms up. `profile`: a folder for
         torch's profile of this rank. Raises StalenessError: before anything is changed, on every rank."""
-        with profiled(profile and f"{profile}/{self.role}_rank_{self.rank}.json.gz"):
-            return self._update(batch, learn)
-
-    def _update(self, batch: Batch, learn: bool) -> dict[str, float]:
+        if profile:
+            os.makedirs(profile, exist_ok=True)
+            path = f"{profile}/{self.role}_rank_{self.rank}.json.gz"
+            with torch.profiler.profile(on_trace_ready=lambda found: found.export_chrome_trace(path)):
+                return self.update(batch, learn)
         assert_versions(batch)
         if not learn:
             self.before_step()

@@ -108,9 +108,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     for line in data.lines():
         say(line)
     used = check_rows(loops, data, say)
-    if (profiled := cfg.trainer.profile_step) is not None and profiled >= data.stream.total_steps:
-        wrong = f"the run has {data.stream.total_steps} steps, counted from 0"
-        raise ConfigError(f"trainer.profile_step={profiled}: {wrong}; name one of them")
+    if (at := cfg.trainer.profile_step or 0) >= (steps := data.stream.total_steps):
+        raise ConfigError(f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0")
     resolve_reward(cfg.reward)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)

@@ -106,8 +106,7 @@ class Prometheus:
         """What the library asks for whenever the page is."""
         from prometheus_client.core import GaugeMetricFamily
 
-        gauges = {"one_step_off_" + re.sub(r"\W", "_", name): (name, value) for name, value in self.newest.items()}
-        return [GaugeMetricFamily(name, *rest) for name, rest in gauges.items()]
+        return [GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", k), k, x) for k, x in self.newest.items()]
 
     def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """Each figure is a gauge, and so is the step."""
@@ -121,9 +120,8 @@ class Prometheus:
 
 def started_first(cfg: Config, resumed: bool) -> dict[str, Any]:
     """The loggers that may refuse, by ConfigError: made before anything else is begun."""
-    port = cfg.logging.prometheus_port
-    found: dict[str, Any] = {"Prometheus": Prometheus(port)} if port else {}
-    return found | ({"W&B": Wandb(cfg, resumed)} if cfg.logging.wandb else {})
+    served = {"Prometheus": Prometheus(port)} if (port := cfg.logging.prometheus_port) else {}
+    return served | ({"W&B": Wandb(cfg, resumed)} if cfg.logging.wandb else {})
 
 
 class SampleDump:

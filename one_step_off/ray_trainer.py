@@ -331,9 +331,7 @@ class Pipeline:
         for found in await asyncio.gather(*updates):
             metrics |= found
         if batch.step == self.cfg.trainer.profile_step:
-            self.tracker.say(
-                f"step {batch.step}: torch's profile of its updates is in {self.tracker.folder / 'profile'}"
-            )
+            self.tracker.say(f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}")
         self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()

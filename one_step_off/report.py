@@ -6,9 +6,7 @@ What cannot be read is left out: a run may have been killed at any moment, or st
 
 import contextlib
 import json
-import math
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,8 @@ from one_step_off.config_checks import masked
 from one_step_off.loggers import STEP, numbered
 from one_step_off.tracking import Row, speed
 
-MOST_EVENTS, MOST_SAMPLES = 20_000, 8
-SAMPLE_BYTES, LETTERS = 50_000_000, 2000  # of samples that are looked through, newest first; of each text that is shown
+# Of the timeline; of samples, their texts' letters, and the newest steps that are looked through for them.
+MOST_EVENTS, SHOWN, LETTERS, NEWEST = 20_000, 8, 2000, 8
 
 
 def text_of(path: Path) -> str:
@@ -28,28 +26,20 @@ def text_of(path: Path) -> str:
 
 
 def objects(*texts: str) -> list[Row]:
-    """The JSON objects of these texts, without those that are broken; NaN and infinity are None in them."""
-    found, plain = [], {"parse_constant": lambda _: None, "parse_float": lambda x: _finite(float(x))}
+    """The JSON objects of these texts, without those that are broken. NaN is None in them, and no number infinite."""
+    found, plain = [], {"parse_constant": lambda _: None, "parse_float": lambda x: max(-1e300, min(float(x), 1e300))}
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(text.strip().rstrip(","), **plain))
     return [row for row in found if isinstance(row, dict)]
 
 
-def _finite(number: float) -> float | None:
-    return number if math.isfinite(number) else None
-
-
 def longest(folder: Path) -> list[Row]:
     """The longest samples of the newest steps."""
-    found, left = [], SAMPLE_BYTES
-    for step, path in reversed(numbered(folder, STEP).items()):
-        left -= path.stat().st_size
-        if left >= 0 or not found:
-            rows = objects(*text_of(path).split("\n"))
-            found += [row | {"step": step} for row in rows if isinstance(row.get("length"), int)]
-            found = sorted(found, key=lambda row: -row["length"])[:MOST_SAMPLES]
-    return [{k: masked(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()} for row in found]
+    files = list(numbered(folder, STEP).items())[-NEWEST:]
+    rows = [row | {"step": step} for step, path in files for row in objects(*text_of(path).split("\n"))]
+    found = sorted((row for row in rows if isinstance(row.get("length"), int)), key=lambda row: -row["length"])
+    return [{k: masked(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()} for row in found[:SHOWN]]
 
 
 def collect(folder: Path, ended: str = "") -> dict[str, Any]:
@@ -57,15 +47,13 @@ def collect(folder: Path, ended: str = "") -> dict[str, Any]:
     names = "metrics.jsonl", "timeline.json", "evaluations.jsonl"
     rows, events, evaluations = (objects(*text_of(folder / name).split("\n")) for name in names)
     summary, versions = (objects(text_of(folder / f"{name}.json")) for name in ("summary", "versions"))
-    left_out = max(0, len(events) - MOST_EVENTS)
+    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError, IndexError):  # no rows, or of something else
+        summary = summary or [speed(rows[1:] or rows)]
     columns = dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, (int, float)))
     found = {"columns": {name: [row.get(name) for row in rows] for name in columns}, "evaluations": evaluations}
-    found |= {"events": events[left_out // 2 :][:MOST_EVENTS], "left_out": left_out, "samples": longest(folder)}
-    found |= {"config": masked(text_of(folder / "config.yaml")), "versions": versions, "ended": masked(ended)}
-    found |= {"whole": bool(summary), "failed": (folder / "error.log").exists(), "name": folder.resolve().name}
-    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError, IndexError):  # none, or rows of something else
-        summary = summary or [speed(rows[1:] or rows)]
-    return found | {"summary": summary, "written": time.strftime("%Y-%m-%d %H:%M")}
+    found |= {"events": events[max(0, len(events) - MOST_EVENTS) // 2 :][:MOST_EVENTS], "all_events": len(events)}
+    found |= {"config": masked(text_of(folder / "config.yaml")), "versions": versions, "summary": summary}
+    return found | {"samples": longest(folder), "name": folder.resolve().name, "ended": masked(ended)}
 
 
 def write(folder: Path, ended: str = "") -> Path:
@@ -79,26 +67,21 @@ def write(folder: Path, ended: str = "") -> Path:
 @contextlib.contextmanager
 def at_the_end(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Write the report once the block has ended, however it did. Where it cannot be written one line says so."""
-    ended = ""
     try:
         yield
-    except BaseException as e:
-        ended = f"{type(e).__name__}: {first_line(e)}"
-        raise
     finally:
+        error = sys.exc_info()[1]
         try:
-            write(folder, ended)
+            write(folder, f"{type(error).__name__}: {first_line(error)}" if error else "")
         except Exception as e:  # whatever it is, the run is what counts
             say(f"warning: no report.html: {type(e).__name__}: {first_line(e)}")
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: no run is there, or nothing can be written."""
-    folder = Path(argv[0] if argv else "")
-    if len(argv) != 1 or not any((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
-        raise ConfigError(
-            f"{' '.join(argv) or 'no folder'}: no run has written there; give the trainer.output_dir of one"
-        )
+    folder = Path(" ".join(argv))
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one")
     try:
         print(write(folder))
     except OSError as e:

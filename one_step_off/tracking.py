@@ -122,20 +122,20 @@ class Tracker:
         trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
-        lane = "evaluation" if what == "evaluate" else role  # it runs beside the generation of the next samples
-        self.trace(lane, what, step, begin + self.epoch, end + self.epoch)
+        # An evaluation runs beside the generation of the next samples.
+        self.trace("evaluation" if what == "evaluate" else role, what, step, begin + self.epoch, end + self.epoch)
 
     def trace(self, lane: str, what: str, step: int, begin: float, end: float) -> None:
         """Draw it in `timeline.json` alone; times by the clock on the wall."""
         process, pid, tid = numbers_of(lane)
-        event = {"name": f"{what} {step}", "cat": lane, "ph": "X", "pid": pid, "tid": tid}
-        event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
         named = {"process_name": process, "process_sort_index": pid, "thread_name": lane, "thread_sort_index": tid}
         named, self.lanes = {} if lane in self.lanes else named, self.lanes | {lane}
-        of = {"ph": "M", "pid": pid, "tid": tid}
-        events = [{"name": name, "args": {name.partition("_")[2]: x}} | of for name, x in named.items()]
+        events = [{"name": name, "ph": "M", "args": {name.partition("_")[2]: x}} for name, x in named.items()]
+        times = {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+        events.append({"name": f"{what} {step}", "cat": lane, "ph": "X"} | times)
+        lines = "".join(json.dumps(event | {"pid": pid, "tid": tid}) + ",\n" for event in events)
         with open(self.folder / "timeline.json", "a") as f:
-            f.write(("" if f.tell() else "[\n") + "".join(json.dumps(event) + ",\n" for event in [*events, event]))
+            f.write(("" if f.tell() else "[\n") + lines)
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""

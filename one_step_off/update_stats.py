@@ -1,22 +1,13 @@
 """What a training update counts and times on each rank, without a micro-batch ever waiting for the GPU."""
 
 import itertools
-import os
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-
-
-def profiled(path: str) -> AbstractContextManager:
-    """Torch's profiler, of CPU and GPUs, which writes a Chrome trace to `path` when the block ends; empty: nothing."""
-    if not path:
-        return nullcontext()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    return torch.profiler.profile(on_trace_ready=lambda found: found.export_chrome_trace(path))
 
 
 class Stats:
