@@ -120,7 +120,12 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
     for name in ("training", "held out (at its version)", "mean", "longest", "step", "generate", "train", "entropy"):
         assert re.fullmatch(r"M[\d. -]+(L[\d. -]+)+", curves[name]), name
     titles = [html.unescape(t) for t in re.findall(r"<figcaption>([^<]+)", dom)]
-    assert {"Reward", "KL", "Entropy of the policy, nats", "Ratio of trained to sampling policy"} <= set(titles)
+    assert {
+        "Reward",
+        "KL to the sampling policy, nats",
+        "Entropy of the policy, nats",
+        "Ratio of trained to sampling policy",
+    } <= set(titles)
     text = html.unescape(re.sub(r"<script.*?</script>|<[^>]+>", " ", dom, flags=re.S))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert f"{summary['idle_share/trainer']:.0%} idle" in text and f"{summary['idle_share/rollout']:.0%} idle" in text
