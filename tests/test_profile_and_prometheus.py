@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import importlib.util
 import io
 import json
 import re
@@ -17,6 +18,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import ray
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
 from one_step_off import loggers
 from one_step_off.config import Config, ConfigError
@@ -25,7 +29,7 @@ from one_step_off.groups import TrainGroup
 from one_step_off.main_ppo import main
 from one_step_off.samples import Batch, Sample
 from one_step_off.tracking import Tracker
-from tests.test_fsdp_workers import checkpoints, config, free_port, make_batch, single  # noqa: F401
+from tests.test_fsdp_workers import checkpoints, config, free_port, make_batch, single, start  # noqa: F401
 
 DASHBOARD = Path(__file__).parent.parent / "docs" / "grafana.json"
 
@@ -44,6 +48,26 @@ def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(checkp
     events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
     names = {e["name"] for e in events}
     assert {"aten::mm", "aten::embedding"} <= names and any("backward" in name.lower() for name in names)
+
+
+def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None:
+    """One of two ranks of Megatron-core's actor."""
+    from one_step_off.megatron_workers import WORKERS
+
+    torch.set_num_threads(1)
+    cfg = config(path, actor__backend="megatron")
+    worker = start(cfg, rank=rank, world=2, port=port, cls=WORKERS["actor"])
+    worker.update(make_batch(path), True, folder)
+    dist.destroy_process_group()
+
+
+@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+def test_each_rank_of_megatron_writes_its_own_profile(checkpoints, tmp_path):  # noqa: F811
+    mp.spawn(profiled_megatron_rank, (checkpoints["untied"], free_port(), str(tmp_path)), nprocs=2)
+    assert {path.name for path in tmp_path.iterdir()} == {f"actor_rank_{rank}.json.gz" for rank in (0, 1)}
+    for path in tmp_path.iterdir():
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        assert "aten::mm" in {e["name"] for e in events}
 
 
 @pytest.mark.parametrize(("step", "wanted"), [(3, True), (4, False)])
