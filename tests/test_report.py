@@ -134,6 +134,30 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
 
 
 @needs_browser
+def test_the_buttons_move_the_picture(tmp_path):
+    """Each is pressed, and what it shows then is noted in the page."""
+    make_run(tmp_path)
+    page = report.write(tmp_path)
+    press = """<script>{
+    const log = [], note = what => log.push(what + ": " + document.querySelector(".controls > span").textContent);
+    note("first");
+    for (const button of document.querySelectorAll("button")) { button.click(); note(button.textContent); }
+    const lanes = document.querySelectorAll("g[data-lane]").length, step = document.querySelector("input");
+    step.value = 3; step.dispatchEvent(new Event("change")); note("step 3");
+    document.body.append(Object.assign(document.createElement("pre"), { textContent: log.join(";") + ";" + lanes }));
+    }</script></body>"""
+    page.write_text(page.read_text().replace("</body>", press))
+    dom, said = opened(tmp_path)
+    noted = html.unescape(re.search(r"first: [^<]+", dom)[0]).split(";")
+    assert said == []
+    assert noted == [
+        "first: steps 3 to 7, 10.40 s", "◀: steps 1 to 5, 10.40 s", "▶: steps 3 to 7, 10.40 s",
+        "closer: steps 4 to 6, 5.20 s", "wider: steps 3 to 7, 10.40 s", "whole run: steps 0 to 11, 24.00 s",
+        "sync, process by process: steps 0 to 11, 24.00 s", "step 3: steps 3 to 5, 6.00 s", str(len(LANES) - 3),
+    ]  # fmt: skip
+
+
+@needs_browser
 def test_what_a_model_wrote_is_shown_and_not_run(tmp_path):
     make_run(tmp_path, steps=2, text=EVIL)
     report.write(tmp_path)
