@@ -148,10 +148,10 @@ def test_the_buttons_move_the_picture(tmp_path):
     }</script></body>"""
     page.write_text(page.read_text().replace("</body>", press))
     dom, said = opened(tmp_path)
-    noted = html.unescape(re.search(r"first: [^<]+", dom)[0]).split(";")
+    noted = html.unescape(re.search(r"<pre>(first: [^<]+)", dom)[1]).split(";")
     assert said == []
     assert noted == [
-        "first: steps 3 to 7, 10.40 s", "◀: steps 1 to 5, 10.40 s", "▶: steps 3 to 7, 10.40 s",
+        "first: steps 3 to 7, 10.40 s", "◀: steps 0 to 5, 10.40 s", "▶: steps 3 to 7, 10.40 s",
         "closer: steps 4 to 6, 5.20 s", "wider: steps 3 to 7, 10.40 s", "whole run: steps 0 to 11, 24.00 s",
         "sync, process by process: steps 0 to 11, 24.00 s", "step 3: steps 3 to 5, 6.00 s", str(len(LANES) - 3),
     ]  # fmt: skip
