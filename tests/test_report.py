@@ -129,6 +129,7 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
     text = html.unescape(re.sub(r"<script.*?</script>|<[^>]+>", " ", dom, flags=re.S))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert f"{summary['idle_share/trainer']:.0%} idle" in text and f"{summary['idle_share/rollout']:.0%} idle" in text
+    assert re.search(r"cpu  ·  20\d\d-\d\d-\d\d \d\d:\d\d\s", text)
     assert re.search(r"replicas started anew\s+1\b", text) and "The run has not ended" not in text
     assert re.search(r"replica: load\s+50 ms", text) and re.search(r"replica: wait for data\s+100 ms", text)
 
