@@ -83,6 +83,7 @@ def _places(cfg: Config) -> Facts:
     evaluated = f" --val {max(numbered(folder, VAL), default=0)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
+        ((folder / "report.html").exists(), "report", str(folder / "report.html")),
         (any(folder.glob("tensorboard/*")), "tensorboard", f"{interpreter()} -m tensorboard.main --logdir {events}"),
         (any(folder.glob("wandb/offline-run-*")), "wandb", f"{interpreter()} -m wandb sync {offline}/offline-run-*"),
         (any(folder.glob("samples/*.jsonl")), "samples", f"{interpreter()} -m one_step_off.view {run}{evaluated}"),

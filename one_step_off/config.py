@@ -280,6 +280,7 @@ class TrainerConfig:
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)
     max_skipped_updates: int = key(10, "so many skipped optimiser steps in a row end the run", low=1)
+    profile_step: Optional[int] = key(None, "torch's profile of the updates of this step, counted from 0", low=0)
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
 
@@ -292,6 +293,7 @@ class LoggingConfig:
     wandb: bool = key(False, "log to Weights & Biases; needs the package wandb")
     wandb_project: str = key("one_step_off", "project in W&B")
     wandb_mode: str = key("online", "offline: in the run folder until `wandb sync`", choices="online offline")
+    prometheus_port: Optional[int] = key(None, "serve each step's figures on this port of 127.0.0.1", low=1, high=65535)
     sample_dump: bool = key(True, "write all samples to samples/ (read them with python -m one_step_off.view)")
 
 

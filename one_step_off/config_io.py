@@ -256,7 +256,7 @@ def resolved_yaml(cfg: Config) -> str:
     return masked(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout))
 
 
-USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--replay FOLDER]
+USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]
   to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
   all keys:          python -m one_step_off.main_ppo --help"""
 
@@ -269,6 +269,7 @@ def help_text() -> str:
       config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
       section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
       --dry-run            check everything, print the resolved config and the placement, start nothing
+      --profile STEP       torch's profile of the updates of that step, counted from 0, into OUTPUT_DIR/profile
       --help               this text
 
     Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.

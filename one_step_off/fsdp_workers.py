@@ -186,10 +186,15 @@ class TrainedWorker(ModelWorker):
         # A group of its own: checkpoints are written while the others are at work.
         self._writers = dist.new_group(backend="gloo")
 
-    def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
+    def update(self, batch: Batch, learn: bool = True, profile: str = "") -> dict[str, float]:
         """ppo_epochs passes over the batch in mini-batches of whole prompt groups (collective): v(N) -> v(N+1). Without
-        `learn` the step counts and nothing changes: the actor waits while the critic warms up. Raises StalenessError:
-        before anything is changed, on every rank."""
+        `learn` the step counts and nothing changes: the actor waits while the critic warms up. `profile`: a folder for
+        torch's profile of this rank. Raises StalenessError: before anything is changed, on every rank."""
+        if profile:
+            os.makedirs(profile, exist_ok=True)
+            path = f"{profile}/{self.role}_rank_{self.rank}.json.gz"
+            with torch.profiler.profile(on_trace_ready=lambda found: found.export_chrome_trace(path)):
+                return self.update(batch, learn)
         assert_versions(batch)
         if not learn:
             self.before_step()

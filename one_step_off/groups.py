@@ -6,6 +6,7 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 
 import asyncio
 import heapq
+import os
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -126,7 +127,9 @@ class TrainGroup:
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One training step on all ranks; returns its metrics. Without `learn` it counts and nothing changes."""
-        return (await self._in_turn(batch.step, "update", _put(batch), learn))[0]
+        own = self.cfg.trainer  # the workers may stand in another directory
+        profile = os.path.abspath(f"{own.output_dir}/profile") if batch.step == own.profile_step else ""
+        return (await self._in_turn(batch.step, "update", _put(batch), learn, profile))[0]
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
         """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
@@ -224,6 +227,8 @@ class RolloutGroup:
         self.losses: dict[int, asyncio.Future] = {}  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
+        self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: None
+        self.worked: dict[str, dict[int, tuple[float, float]]] = {}  # at what, who, from when to when
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
@@ -332,7 +337,7 @@ class RolloutGroup:
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
-        name, lost = f"{what}, rollout {i}", self.losses.get(i)
+        name, lost, begin = f"{what}, rollout {i}", self.losses.get(i), time.time()
         if lost is None:  # one for all that is asked of it
             lost = self.losses[i] = asyncio.get_running_loop().create_future()
         call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
@@ -343,6 +348,9 @@ class RolloutGroup:
             if isinstance(error := call.exception(), RoleError) and await self.missing([i]):
                 self.lose(i, str(error))
                 raise Lost(name) from error
+            if method == "rollout" and not error:
+                known = self.worked.setdefault(what, {}).get(i, (begin, 0.0))
+                self.worked[what][i] = min(begin, known[0]), time.time()
             return call.result()
         finally:
             call.cancel()
@@ -356,6 +364,9 @@ class RolloutGroup:
             whole = (self.static or len(self.all) == 1) and not land
             spread = self._fixed(prompts, what, sampling) if whole else self._spread(prompts, what, sampling, land)
             parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", spread)
+        kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
+        step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
+        self.on_trace([(f"rollout {i}{lane}", kind, step, *times) for i, times in worked.items()])
         position = {p.id: i for i, p in enumerate(prompts)}
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)

@@ -25,14 +25,14 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint, leftovers
+from one_step_off import checkpoint, leftovers, report
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError, first_line, path_of, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
-from one_step_off.loggers import Wandb, open_loggers
+from one_step_off.loggers import open_loggers, started_first
 from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
@@ -108,6 +108,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     for line in data.lines():
         say(line)
     used = check_rows(loops, data, say)
+    if (at := cfg.trainer.profile_step or 0) >= (steps := data.stream.total_steps):
+        raise ConfigError(f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0")
     resolve_reward(cfg.reward)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
@@ -465,7 +467,7 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
             from_where = prepared.resume_from or "the beginning"
             tracker.say(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
             tracker.close()
-            open_files(prepared, tracker, Wandb(cfg, True) if cfg.logging.wandb else None)
+            open_files(prepared, tracker, started_first(cfg, True))
 
 
 def run(cfg: Config) -> int:
@@ -490,16 +492,18 @@ def run(cfg: Config) -> int:
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
-        wandb = Wandb(cfg, state is not None) if cfg.logging.wandb else None
+        started = started_first(cfg, state is not None)
         tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         write_run_folder(prepared)
-        open_files(prepared, tracker, wandb)
+        open_files(prepared, tracker, started)
         observe(prepared, tracker)
-        run_on_ray(prepared, tracker)
-        screen.table(end_facts(tracker.summary(), cfg))
+        with report.at_the_end(tracker.folder, screen.say):
+            run_on_ray(prepared, tracker)
+            found = tracker.summary()
+        screen.table(end_facts(found, cfg))
     return 0
 
 
@@ -537,13 +541,13 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
         signal.signal(signal.SIGTERM, previous)
 
 
-def open_files(prepared: Prepared, tracker: Tracker, wandb: Wandb | None) -> None:
+def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) -> None:
     """Begin to write at the step of the checkpoint, or of nothing; open the loggers."""
     cfg = prepared.cfg
     state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
     checkpoint.put_aside(cfg, prepared.resume_from)
     tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-    tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, wandb)
+    tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, started)
     tracker.repeat_evaluations()
 
 

@@ -1,4 +1,5 @@
-"""What a run writes for other eyes than programs': TensorBoard, Weights & Biases, and the samples themselves.
+"""What a run writes for other eyes than programs': TensorBoard, Weights & Biases, Prometheus, and the samples
+themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
 broken dashboard must not end a run of days. A logger has the methods close(failed) and
@@ -9,6 +10,7 @@ write(figures, at, name, samples, advantages): the finite figures of step `at`, 
 import json
 import math
 import queue
+import re
 import secrets
 import threading
 from collections.abc import Callable
@@ -84,6 +86,42 @@ class Wandb:
     def close(self, failed: bool) -> None:
         """Send what is left."""
         self.run.finish(exit_code=int(failed))
+
+
+class Prometheus:
+    """The newest figures as gauges at http://127.0.0.1:PORT/metrics: "reward/mean" is one_step_off_reward_mean."""
+
+    def __init__(self, port: int) -> None:
+        """Raises ConfigError: the port is not to be had."""
+        from prometheus_client import CollectorRegistry, start_http_server
+
+        self.newest, registry = {}, CollectorRegistry()
+        registry.register(self)
+        try:
+            self.server, _ = start_http_server(port, "127.0.0.1", registry)
+        except OSError as e:
+            raise ConfigError(f"logging.prometheus_port={port}: {e.strerror}; name another port") from e
+
+    def collect(self) -> list[Any]:
+        """What the library asks for whenever the page is."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        return [GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", k), k, x) for k, x in self.newest.items()]
+
+    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
+        """Each figure is a gauge, and so is the step."""
+        self.newest = self.newest | figures | ({} if "val/version" in figures else {"step": at})
+
+    def close(self, failed: bool) -> None:
+        """Give the port back."""
+        self.server.shutdown()
+        self.server.server_close()
+
+
+def started_first(cfg: Config, resumed: bool) -> dict[str, Any]:
+    """The loggers that may refuse, by ConfigError: made before anything else is begun."""
+    served = {"Prometheus": Prometheus(port)} if (port := cfg.logging.prometheus_port) else {}
+    return served | ({"W&B": Wandb(cfg, resumed)} if cfg.logging.wandb else {})
 
 
 class SampleDump:
@@ -188,10 +226,10 @@ class Loggers:
 
 
 def open_loggers(
-    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], wandb: Wandb | None = None
+    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict[str, Any]
 ) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
-    also its event files, for it was another run. `wandb` is made by the caller, before all this: it may refuse."""
+    also its event files, for it was another run. `started`: see `started_first`."""
     folder = Path(cfg.trainer.output_dir)
     gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
     for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
@@ -199,8 +237,8 @@ def open_loggers(
     for path in gone:
         path.unlink()
     loggers = Loggers(say)
-    if wandb:
-        loggers.link, loggers.live["W&B"] = wandb.link, wandb
+    loggers.live |= started
+    loggers.link = started["W&B"].link if "W&B" in started else ""
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

@@ -1,6 +1,7 @@
 """The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
 
-or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py."""
+or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py. `--profile STEP`
+stands for trainer.profile_step=STEP."""
 
 import errno
 import os
@@ -14,7 +15,7 @@ from one_step_off.config_io import USAGE, help_text, load, placement_text, resol
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 NO_ROOM = *FULL, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
-FLAGS = ("--dry-run", "--help", "-h", "--replay")
+FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
 
 
 def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -45,6 +46,9 @@ def _main(argv: list[str]) -> int:
     if {"--help", "-h"} & set(argv):
         print(help_text(), end="", flush=True)
         return 0
+    if "--profile" in argv:
+        at = argv.index("--profile")
+        argv = [*argv[:at], f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}", *argv[at + 2 :]]
     folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
     cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     validate(cfg)

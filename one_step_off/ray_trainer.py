@@ -135,7 +135,8 @@ class Pipeline:
 
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
-        self.roles.sync.on_trace, self.roles.rollout.say = self.tracker.trace, self.tracker.say
+        self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
+        self.roles.rollout.say = self.tracker.say
         try:
             async with asyncio.TaskGroup() as self.background:
                 watch = self.background.create_task(self.roles.rollout.watch())
@@ -246,6 +247,9 @@ class Pipeline:
         path, size = await written
         took = now() - begin
         self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
+        start = begin + self.tracker.epoch
+        spans = [("checkpoint", "stall", 0.0, stall), ("checkpoint write", "write", stall, took)]
+        self.tracker.trace([(lane, what, step, start + a, start + b) for lane, what, a, b in spans])
         waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
         self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
 
@@ -384,6 +388,8 @@ class Pipeline:
             updates.append(self.roles.critic.update(batch, some))
         for found in await asyncio.gather(*updates):
             metrics |= found
+        if batch.step == self.cfg.trainer.profile_step:
+            self.tracker.say(f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}")
         self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import statistics
 import time
@@ -18,6 +19,18 @@ from one_step_off.samples import FAULTS, OTHERS, Batch, Sample
 from one_step_off.screen import Screen
 
 Row = dict[str, Any]
+# What the pipeline as a whole does, in the timeline's order.
+LANES = "rollout", "evaluation", "sync", "actor", "critic", "ref", "reward_model", "checkpoint", "checkpoint write"
+
+
+def numbers_of(lane: str) -> tuple[str, int, int]:
+    """The process that a lane of the timeline belongs to, its pid there and the lane's tid: the same in each life of a
+    run, and sorted as they are to be shown. "sync rollout 0.1 wire" is of the second worker of the first replica."""
+    if own := re.search(r"(rollout|trainer) (\d+)(?:\.(\d+))?", lane):
+        pid = (20_000 if own[1] == "trainer" else 10_000) + int(own[2])
+        tid = 2 * int(own[3] or 0) + 2 * lane.startswith("sync") + lane.endswith(("evaluation", "wire"))
+        return f"{own[1]} {own[2]}", pid, 100 * pid + tid
+    return "pipeline", 1, 1 + (LANES.index(lane) if lane in LANES else len(LANES))
 
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
@@ -70,6 +83,7 @@ class Tracker:
         self.usage: dict[str, float] = {}
         self.spans: dict[str, float] = {}  # of this step, for its row
         self.epoch = time.time() - time.perf_counter()
+        self.lanes: set[str] = set()  # that this process has named in the timeline
 
     def start(
         self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
@@ -81,7 +95,7 @@ class Tracker:
         self.steps, self.steps_before = kept["metrics.jsonl"], len(kept["metrics.jsonl"])
         kept["evaluations.jsonl"] = self.evaluations
         gone = [name for name in kept if not kept[name]]
-        for name in (*gone, "summary.json", "error.log", *(() if step else ("timeline.json",))):
+        for name in (*gone, "summary.json", "error.log", "report.html", *(() if step else ("timeline.json",))):
             (self.folder / name).unlink(missing_ok=True)
         for folder in self.folder.glob("skipped/step_*"):
             if int(folder.name[5:]) >= step:
@@ -113,15 +127,20 @@ class Tracker:
         trace (chrome://tracing, Perfetto). Its last bracket is left out, as the format allows: it is always whole."""
         name, since = f"time/{role}_{what}", self.begin
         self.spans |= {f"{name}_s": end - begin, f"{name}_begin_s": begin - since, f"{name}_end_s": end - since}
-        self.trace([(role, what, step, begin + self.epoch, end + self.epoch)])
+        # An evaluation runs beside the generation of the next samples.
+        self.trace([("evaluation" if what == "evaluate" else role, what, step, begin + self.epoch, end + self.epoch)])
 
-    def trace(self, spans: list[tuple[str, str, int, float, float]]) -> None:
+    def trace(self, spans: list[tuple[str, str, Any, float, float]]) -> None:
         """Draw them in `timeline.json` alone: (lane, what, step, begin, end), times by the clock on the wall."""
         lines = []
         for lane, what, step, begin, end in spans:
-            event = {"name": f"{what} {step}", "ph": "X", "pid": 1, "tid": lane}
-            event |= {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
-            lines.append(json.dumps(event) + ",\n")
+            process, pid, tid = numbers_of(lane)
+            named = {"process_name": process, "process_sort_index": pid, "thread_name": lane, "thread_sort_index": tid}
+            named, self.lanes = {} if lane in self.lanes else named, self.lanes | {lane}
+            events = [{"name": name, "ph": "M", "args": {name.partition("_")[2]: x}} for name, x in named.items()]
+            times = {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
+            events.append({"name": f"{what} {step}", "cat": lane, "ph": "X"} | times)
+            lines += [json.dumps(event | {"pid": pid, "tid": tid}) + ",\n" for event in events]
         with open(self.folder / "timeline.json", "a") as f:
             f.write(("" if f.tell() else "[\n") + "".join(lines))
 
@@ -176,7 +195,7 @@ class Tracker:
             k = max(1, min(5, len(rewards) // 2))
             first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
             found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
-            found |= _speed(self.steps[1:] or self.steps)
+            found |= speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
         if self.evaluations:
             scores, versions = ([e[name] for e in self.evaluations] for name in ("val/reward", "val/version"))
@@ -205,7 +224,7 @@ def _without_nan(row: Row) -> Row:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
 
 
-def _speed(rows: list[Row]) -> dict[str, float | None]:
+def speed(rows: list[Row]) -> dict[str, float | None]:
     """Medians, idle shares and rates over these steps; a rate is None where no step has it."""
     medians: dict[str, float | None] = {}
     for name in rows[-1]:

@@ -123,7 +123,7 @@ def overrides(words: list[str]) -> list[str] | None:
             return None
         rest = [*SCRIPTS[script], *words[words.index(script) + 1 :]]
     assert not [w for w in rest if w.startswith("-") and w not in FLAGS], words
-    rest = [w for before, w in zip(["", *rest], rest, strict=False) if before != "--replay"]
+    rest = [w for before, w in zip(["", *rest], rest, strict=False) if before not in ("--replay", "--profile")]
     return [re.sub(r"^config=(?=\w)", f"config={ROOT}/", w) for w in rest if w not in FLAGS]
 
 

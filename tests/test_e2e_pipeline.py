@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import json
 import os
 import re
@@ -19,6 +20,8 @@ import psutil
 import pytest
 
 from tests.conftest import tiny_config
+from tests.test_fsdp_workers import free_port
+from tests.test_profile_and_prometheus import dashboard_names
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -126,6 +129,27 @@ def listeners() -> Iterator[dict[str, set[str]]]:
         thread.join()
 
 
+def assert_watched(folder: Path) -> None:
+    """The report, the timeline, torch's profile of step 2; the dashboard asks for nothing that a run does not have."""
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', (folder / "report.html").read_text())
+    found = json.loads(data[1])
+    assert found["columns"]["step"] == [0, 1, 2, 3] and found["ended"] == "" and len(found["evaluations"]) == 3
+    assert found["summary"] == [json.loads((folder / "summary.json").read_text())] and found["samples"][0]["response"]
+    events = json.loads((folder / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    assert found["all_events"] == len(events) == len(found["events"])
+    works = {(e["cat"], e["name"]) for e in events if e["ph"] == "X"}
+    names = (
+        "rollout 0/generate 3, rollout 0 evaluation/evaluate 2, sync/weights 3, actor/update 3, sync rollout 0/load 2"
+    )
+    names += ", sync trainer 0/wire 2, evaluation/evaluate 4"
+    assert {tuple(name.split("/")) for name in names.split(", ")} <= works
+    (profile,) = (folder / "profile").iterdir()
+    assert profile.name == "actor_rank_0.json.gz"
+    assert json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
+    known = {name for row in rows(folder, "metrics.jsonl") + rows(folder, "evaluations.jsonl") for name in row}
+    assert dashboard_names() <= {"one_step_off_" + re.sub(r"\W", "_", name) for name in known}
+
+
 def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     """Staleness 1 by version stamps; the run folder; and its hf_model starts the next run (transformers and vLLM)."""
     from transformers import AutoModelForCausalLM
@@ -133,10 +157,12 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     from one_step_off import launch
 
     first = tmp_path / "first"
-    cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4})
+    watched = {"trainer.profile_step": 2, "logging.prometheus_port": free_port()}
+    cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4}, **watched)
     with listeners() as found:
         assert launch.run(cfg) == 0
     assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
+    assert_watched(first)
     metrics, ledger = rows(first, "metrics.jsonl"), rows(first, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == [0, 1, 2, 3]
     assert [r["weight_version"] for r in metrics] == [0, 1, 2, 3]
@@ -251,6 +277,11 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     assert all(r["staleness/max"] == min(1, r["step"]) for r in metrics)
     prompts = [tuple(p) for row in ledger for p in row["prompts"]]
     assert len(prompts) == len(set(prompts)) == 9 * 16
+    events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
+    works = [(e["cat"], e["name"]) for e in events if e["ph"] == "X"]
+    assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), "both lives are in it"
+    assert works.count(("actor", "update 0")) == 1 and ("actor", "update 8") in works
+    assert '"restarts/trainer": [0, ' in (tmp_path / "report.html").read_text()
     assert "Traceback" not in said
     assert_all_gone(family)
 

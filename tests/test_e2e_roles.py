@@ -134,10 +134,10 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     assert [row["weight_version"] for row in found] == [0, 1, 2] and all(row["staleness/max"] == 0 for row in found)
     assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), "both replicas hold the trainer's weights"
     events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    spans = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and not e["tid"].startswith("sync")
-    )
-    assert {e["name"].split()[0] for e in events if e.get("tid") == "rollout"} == {"generate", "evaluate"}
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("rollout", "evaluation", "actor"))
+    lanes = {(e["cat"], e["name"].split()[0]) for e in events if e.get("cat", "").startswith(("rollout", "eval"))}
+    work = ("rollout", "generate"), ("evaluation", "evaluate")
+    assert lanes == {*work, *((f"rollout {i}{' evaluation' * k}", work[k][1]) for i in (0, 1) for k in (0, 1))}
     assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
     said = capfd.readouterr().out
     assert re.search(r"created pool all \[2\] on [0-9.]+: rollout, actor\n", said), said
@@ -158,7 +158,7 @@ def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
     sample = rows(whole, "samples/step_000003.jsonl")[0]
     assert sample["reward"] is not None
     events = (whole / "timeline.json").read_text().rstrip().rstrip(",") + "]"
-    names = {(e["tid"], e["name"].split()[0]) for e in json.loads(events)}
+    names = {(e.get("cat"), e["name"].split()[0]) for e in json.loads(events)}
     assert {("rollout", "generate"), ("sync", "weights"), ("actor", "update"), ("critic", "update")} <= names
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / "step_000004")

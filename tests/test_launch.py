@@ -20,7 +20,7 @@ import ray
 import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from one_step_off import launch
+from one_step_off import launch, loggers
 from one_step_off.config import Config, ConfigError
 from one_step_off.tracking import Tracker
 from tests.conftest import tiny_config
@@ -178,7 +178,7 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
     (tmp_path / "samples").mkdir()
     for path, text in kept.items():
         path.write_text(text)
-    monkeypatch.setattr(launch, "Wandb", refuse)
+    monkeypatch.setattr(loggers, "Wandb", refuse)
     with pytest.raises(ConfigError, match="not logged in"):
         launch.run(tiny_config(models(), str(tmp_path), **{"logging.wandb": True}))
     assert {path: path.read_text() for path in kept} == kept

@@ -15,7 +15,7 @@ import pytest
 from one_step_off import loggers
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
-from one_step_off.loggers import Loggers, open_loggers
+from one_step_off.loggers import Loggers, open_loggers, started_first
 from one_step_off.samples import Batch, Prompt, Sample
 from one_step_off.tracking import Tracker
 from tests.test_screen import on_a_terminal
@@ -42,8 +42,7 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
     # one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
-    wandb = loggers.Wandb(cfg, steps[0] > 0) if cfg.logging.wandb else None
-    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, wandb)
+    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, started_first(cfg, steps[0] > 0))
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
     found.evaluation(figures, [sample(text="held out")])
     for step in steps:
@@ -101,7 +100,7 @@ def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
     log_steps(cfg, range(2), [])
     for first in (0, 2):
         tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
-        tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print)
+        tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print, {})
         tracker.start(first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}])
         tracker.repeat_evaluations()
         if not first:
@@ -115,7 +114,7 @@ def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
     cfg = config(tmp_path, tensorboard=False)
     log_steps(cfg, range(4), [])
     (tmp_path / "samples" / "mine.jsonl").write_text("kept")
-    open_loggers(cfg, 2, PROMPTS.get, print).close()
+    open_loggers(cfg, 2, PROMPTS.get, print, {}).close()
     assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
         "mine.jsonl", "step_000000.jsonl", "step_000001.jsonl", "val_v000000.jsonl",
     ]  # fmt: skip
