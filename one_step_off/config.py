@@ -4,6 +4,8 @@ This module imports neither torch nor Ray nor vLLM, so that a wrong config is an
 before any engine or GPU is taken. Loading, overrides and validation live in `config_io.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
@@ -344,6 +346,15 @@ def tokenizer_of(cfg: Config, section: str) -> Any:
 
 class ConfigError(Exception):
     """Bad input from the user. The message is one line: the key or file, the value, and the mend. Exit code 2."""
+
+
+@contextmanager
+def as_config_error(what: str, mend: str, kinds: Any = Exception) -> Iterator[None]:
+    """What the block raises of `kinds` (a class, or several) becomes the ConfigError "what: type: first line; mend"."""
+    try:
+        yield
+    except kinds as e:
+        raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}; {mend}") from e
 
 
 def first_line(error: BaseException) -> str:

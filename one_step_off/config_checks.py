@@ -110,8 +110,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
 def _owner(cfg: Config, field: str) -> str | None:
     """Our key for a field of vLLM's."""
     same = [section for section in ("model", "rollout") if hasattr(getattr(cfg, section), field)]
-    whole = "data_parallel_size" if field.startswith("data_parallel_") else field
-    return f"{same[0]}.{field}" if same else OWNED.get(whole)
+    return f"{same[0]}.{field}" if same else OWNED.get(re.sub("^data_parallel_.*", "data_parallel_size", field))
 
 
 def _run(cfg: Config) -> Iterator[str]:
@@ -131,8 +130,7 @@ def _run(cfg: Config) -> Iterator[str]:
         mend = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
         yield f"trainer.keep_best={t.keep_best}: no score of trainer.test_freq={t.test_freq}; {mend}"
     if (t.total_steps is None) == (t.total_epochs is None):
-        steps, epochs = show(t.total_steps), show(t.total_epochs)
-        yield f"trainer.total_steps={steps} and trainer.total_epochs={epochs}: one must be set, the other null"
+        yield f"trainer.total_steps={show(t.total_steps)}, trainer.total_epochs={show(t.total_epochs)}: one must be set"
 
 
 def _placement(cfg: Config) -> Iterator[str]:
@@ -173,8 +171,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
             if ranks % abs(own.fsdp_size):
                 use = f"use {_divisor(ranks, own.fsdp_size)}, or -1 for all"
                 yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
-            for name, size in ((name, size) for name, size in sizes.items() if size > 1):
-                yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
+            for name in (name for name, size in sizes.items() if size > 1):
+                yield f"{role}.{name}={sizes[name]}: is Megatron's; set {role}.backend=megatron, or the size to 1"
             continue
         where = f"{role}.backend=megatron: the package"
         if not _installed("megatron.core"):
@@ -187,8 +185,7 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         if (ranks // pp) % ep:
             yield f"{role}.expert_parallel_size={ep}: does not divide the {ranks // pp} ranks of each stage; change it"
         if (attention := cfg.model.attn_implementation) != "auto":
-            own_choice = f"{role}.backend=megatron chooses its own, and packs no sequences"
-            yield f"model.attn_implementation={attention}: {own_choice}; use auto"
+            yield f"model.attn_implementation={attention}: {role}.backend=megatron chooses its own; use auto"
         for name, off in (("fsdp_size", -1), ("param_offload", False), ("optimizer_offload", False)):
             if getattr(own, name, off) != off:
                 yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
@@ -239,8 +236,7 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
     if rm.url and not re.fullmatch(r"https?://[^\s/*]+[^*]*", rm.url):
         yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..., with its secret where that was masked"
     if cfg.reward.weight != 1 and not (rm.path or rm.url):
-        alone = "weighs reward.function against a reward model, and there is none"
-        yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"
+        yield f"reward.weight={cfg.reward.weight:g}: there is no reward model to weigh against; set it to 1, or add one"
     if a.max_gen_batches > 1 and (rm.path or rm.url):
         yield f"algorithm.max_gen_batches={a.max_gen_batches}: judges before a reward model has scored; set it to 1"
     for role in (role for role in ("critic", "ref", "reward_model") if role in roles and getattr(cfg, role).path):
@@ -327,8 +323,7 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
         if name in ENGINE_SET.split():
             yield f"{where}: the program sets it, one replica to a node; remove it"
         if name in ENGINE_BREAKS.split() and value and value != "auto":
-            why = "the engine's log-probs would not be the policy's, or the weight sync would miss a part of the model"
-            yield f"{where}: {why}; remove it"
+            yield f"{where}: moves the engine's log-probs off the policy's, or hides weights from the sync; remove it"
         if name in ENGINE_BREAKS_ON_CPU.split() and value and device == "cpu":
             yield f"{where}: a prompt computed in parts kills vLLM's CPU engine; remove it"
         at_least = name == "max_model_len" or (name == "max_num_batched_tokens" and device == "cpu")
@@ -377,8 +372,7 @@ def _data(cfg: Config) -> Iterator[str]:
     """Data, and the reward that is scored by it."""
     for name, files in cfg.data.val_sets.items():
         if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not files.strip(" ,"):
-            needs = "a name of letters, digits, _ . - that is not val, and its files"
-            yield f"data.val_sets.{show(name)}={show(files)}: must have {needs}"
+            yield f"data.val_sets.{show(name)}={show(files)}: must have a name of letters, digits, _ . -, not val, and files"
     named = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
     named |= {f"val_sets.{name}": files for name, files in cfg.data.val_sets.items()}
     for name, source in ((name, source.strip()) for name, files in named.items() for source in files.split(",")):
@@ -398,14 +392,14 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _agent(cfg: Config) -> Iterator[str]:
-    named = {"loop": ([cfg.agent.loop], BUILT_IN_LOOPS), "loop_kwargs": (cfg.agent.loop_kwargs, BUILT_IN_LOOPS)}
-    named["tools"] = [tool.strip() for tool in cfg.agent.tools.split(",") if tool.strip()], BUILT_IN_TOOLS
-    for key, (specs, known) in named.items():
-        for spec in specs:
-            if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
-                yours = YOURS if key == "tools" else YOURS.replace("function", "Class")
-                mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
-                yield f"agent.{key}={show(spec)}: no such name; {mend}"
+    own = cfg.agent
+    loops, tools = (BUILT_IN_LOOPS, YOURS.replace("function", "Class")), (BUILT_IN_TOOLS, YOURS)
+    named = [("loop", own.loop, *loops), *(("loop_kwargs", name, *loops) for name in own.loop_kwargs)]
+    named += [("tools", tool.strip(), *tools) for tool in own.tools.split(",") if tool.strip()]
+    for key, spec, known, yours in named:
+        if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
+            mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
+            yield f"agent.{key}={show(spec)}: no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():
         if not isinstance(own, dict):
             yield f"agent.loop_kwargs.{name}={show(own)}: must be a mapping of this loop's settings, as {{format: llama}}"

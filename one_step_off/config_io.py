@@ -26,17 +26,11 @@ from one_step_off.config_checks import MODEL_PARALLEL, masked, nearest, resolved
 from one_step_off.cores import plan_cores
 
 # The types of the schema in words, as they complete "must be ...".
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[float]: "a list of numbers, as [0.9, 0.999]",
-    list[int]: "a list of whole numbers, as [4, 4]",
-    dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {rollout: rollout, actor: actor}",
-    dict[str, Any]: "a mapping, as {name: value}",
-}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS |= {list[float]: "a list of numbers, as [0.9, 0.999]", list[int]: "a list of whole numbers, as [4, 4]"}
+_KINDS[dict[str, list[int]]] = "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}"
+_KINDS[dict[str, str]] = "a mapping of names, as {rollout: rollout, actor: actor}"
+_KINDS[dict[str, Any]] = "a mapping, as {name: value}"
 
 
 @dataclass(frozen=True)

@@ -149,11 +149,6 @@ def final_number(answer: str) -> str:
     return number.replace(",", "")
 
 
-def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    question = [{"role": "user", "content": _text(columns, "question") + instruction}]
-    return {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
-
-
 def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     prompt, model, extra = (columns.get(name) for name in ("prompt", "reward_model", "extra_info"))
     if not isinstance(prompt, list) or not prompt:
@@ -180,7 +175,8 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     if columns.keys() >= {"prompt", "reward_model"}:
         fields = _messages_row(columns)
     elif columns.keys() >= {"question", "answer"}:
-        fields = _gsm8k_row(columns, instruction)
+        question = [{"role": "user", "content": _text(columns, "question") + instruction}]
+        fields = {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
     else:
         there = ", ".join(map(str, columns))
         raise BadRow(f"found the columns {there}, not question+answer or prompt+reward_model; rename the columns")
@@ -226,7 +222,7 @@ def load_rows(
 
 
 def _texts(
-    rows: Sequence[Row], template: Callable | None, cfg: DataConfig, report: Report, tools_of: ToolsOf
+    rows: Sequence[Row], template: Callable, cfg: DataConfig, report: Report, tools_of: ToolsOf
 ) -> Iterator[tuple[Row, str]]:
     """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
     for row in rows:
@@ -234,9 +230,6 @@ def _texts(
             tools = tools_of(row.agent_loop)
         except ConfigError as e:
             raise ConfigError(f"data row {row.where}, column agent_loop={row.agent_loop!r}: {e}") from e
-        if template is None:
-            yield row, "\n".join(m["content"] for m in row.messages)
-            continue
         own: dict[str, Any] = {"tools": tools} if tools else {}
         try:
             yield row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)
@@ -269,7 +262,8 @@ def encode(
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
         raise ConfigError(f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}")
     templated = has_template and wish != "never"
-    pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report, tools_of))
+    template = tokenizer.apply_chat_template if templated else lambda said, **_: "\n".join(m["content"] for m in said)
+    pairs = list(_texts(rows, template, cfg, report, tools_of))
     prompts = []
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
@@ -389,7 +383,7 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
     stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0)
     reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
-    for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
+    for index, (name, files) in enumerate(sets.items()):
         held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, as_config_error
 from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
@@ -59,16 +59,13 @@ class Wandb:
         file = folder / RUN_ID_FILE
         run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
-        try:
+        mend = "run `wandb login`, or set logging.wandb_mode=offline"
+        with as_config_error("logging.wandb=true: W&B does not start", mend):
             wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
             # Offline there is nothing to ask; runs of one id become one when they are sent.
             how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
             where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
             self.run = wandb.init(config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where)
-        except Exception as e:  # wandb has many, and each means that the user has to do something
-            why = " ".join(str(e).split()) or type(e).__name__
-            mend = "run `wandb login`, or set logging.wandb_mode=offline"
-            raise ConfigError(f"logging.wandb=true: W&B does not start ({why}); {mend}") from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
         self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url

@@ -176,9 +176,7 @@ def demonstration(kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rn
     return [call, heard, response_ids(tokenizer, f"#### {number}")]
 
 
-def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, kind: str
-) -> None:
+def warm_start(model: PreTrainedModel, tokenizer: Any, seed: int, progress: Progress, kind: str) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on the model's turns only."""
     rng, steps = random.Random(seed), STEPS.get(kind, RECIPE["steps"])
     rows = _rows(RECIPE["rows"], kind)

@@ -58,8 +58,7 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
     who, what = divmod(rest, len(OBJECTS))
     # The second person is a function of the first, so that a surface stays one small number.
     other, x = NAMES[(who + 3) % len(NAMES)], OBJECTS[what]
-    ax = f"{a} {x[:-1] if a == 1 else x}"
-    question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=ax, b=b)
+    question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=f"{a} {x}", b=b)
     result = a + b if op == "+" else a - b
     return {"question": question, "answer": f"{a} {op} {b} = {result}\n#### {result}"}
 
