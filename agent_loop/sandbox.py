@@ -55,13 +55,10 @@ ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 SET_DEATH_SIGNAL, THREAD = 1, 0x10000
 
+# The older Landlocks know nothing of truncating, so only where a file is opened to be written, which they know.
+_TRUNCATES = [(ANY_BIT, 0, "allow", os.O_TRUNC), (AND, 0, 0, os.O_ACCMODE)]
+_TRUNCATES += [(EQUAL, "allow", 0, os.O_WRONLY), (EQUAL, "allow", "refuse", os.O_RDWR)]
 # What an argument decides: (x86-64, arm64), which argument, what is asked of it.
-_TRUNCATES = [  # the older Landlocks know nothing of it, so only where a file is opened to be written, which they know
-    (ANY_BIT, 0, "allow", os.O_TRUNC),
-    (AND, 0, 0, os.O_ACCMODE),
-    (EQUAL, "allow", 0, os.O_WRONLY),
-    (EQUAL, "allow", "refuse", os.O_RDWR),
-]
 BY_ARGUMENT = (
     ((56, 220), 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
     ((157, 167), 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl

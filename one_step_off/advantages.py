@@ -88,9 +88,7 @@ class Trajectories:
         """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
         if arrays is not None:
-            result[self.alive] = np.concatenate(
-                [a[m] for a, m in zip(arrays, self.masks, strict=True)] or [np.zeros(0)]
-            )
+            result[self.alive] = np.concatenate([a[m] for a, m in zip(arrays, self.masks, strict=True)] or [[]])
         return result
 
     def step_rewards(self) -> np.ndarray:

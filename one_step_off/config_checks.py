@@ -40,13 +40,9 @@ _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_betwe
 SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXT, "stop_token_ids": _IDS}
 SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
-OWNED = {
-    "model": "model.path",
-    "kv_cache_memory_bytes": "rollout.kv_cache_mb",
-    "seed": "trainer.seed",
-    "max_tokens": "data.max_response_length",
-    "data_parallel_size": "placement.pools: each tensor_parallel_size of its GPUs is a replica",
-}
+OWNED = {"model": "model.path", "kv_cache_memory_bytes": "rollout.kv_cache_mb", "seed": "trainer.seed"}
+OWNED["max_tokens"] = "data.max_response_length"
+OWNED["data_parallel_size"] = "placement.pools: each tensor_parallel_size of its GPUs is a replica"
 # Fields of AsyncEngineArgs that are refused whatever their value, and those that are unless they are off: with these the
 # engine's log-probs would not be the policy's, it would hold another model, or parts of one (adapters, drafters,
 # offloaded or quantised weights, values cached with older ones) that the weight sync does not write.
@@ -130,7 +126,8 @@ def _run(cfg: Config) -> Iterator[str]:
         mend = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
         yield f"trainer.keep_best={t.keep_best}: no score of trainer.test_freq={t.test_freq}; {mend}"
     if (t.total_steps is None) == (t.total_epochs is None):
-        yield f"trainer.total_steps={show(t.total_steps)}, trainer.total_epochs={show(t.total_epochs)}: one must be set"
+        steps, epochs = show(t.total_steps), show(t.total_epochs)
+        yield f"trainer.total_steps={steps} and trainer.total_epochs={epochs}: one must be set, the other null"
 
 
 def _placement(cfg: Config) -> Iterator[str]:
@@ -236,7 +233,8 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
     if rm.url and not re.fullmatch(r"https?://[^\s/*]+[^*]*", rm.url):
         yield f"reward_model.url={show(rm.url)}: must be http://HOST:PORT/PATH or https://..., with its secret where that was masked"
     if cfg.reward.weight != 1 and not (rm.path or rm.url):
-        yield f"reward.weight={cfg.reward.weight:g}: there is no reward model to weigh against; set it to 1, or add one"
+        alone = "weighs reward.function against a reward model, and there is none"
+        yield f"reward.weight={cfg.reward.weight:g}: {alone}; set it to 1, or set reward_model.path or reward_model.url"
     if a.max_gen_batches > 1 and (rm.path or rm.url):
         yield f"algorithm.max_gen_batches={a.max_gen_batches}: judges before a reward model has scored; set it to 1"
     for role in (role for role in ("critic", "ref", "reward_model") if role in roles and getattr(cfg, role).path):
@@ -323,7 +321,8 @@ def _engine(cfg: Config, device: str) -> Iterator[str]:
         if name in ENGINE_SET.split():
             yield f"{where}: the program sets it, one replica to a node; remove it"
         if name in ENGINE_BREAKS.split() and value and value != "auto":
-            yield f"{where}: moves the engine's log-probs off the policy's, or hides weights from the sync; remove it"
+            why = "the engine's log-probs would not be the policy's, or the weight sync would miss a part of the model"
+            yield f"{where}: {why}; remove it"
         if name in ENGINE_BREAKS_ON_CPU.split() and value and device == "cpu":
             yield f"{where}: a prompt computed in parts kills vLLM's CPU engine; remove it"
         at_least = name == "max_model_len" or (name == "max_num_batched_tokens" and device == "cpu")

@@ -383,7 +383,7 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
     stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0)
     reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
-    for index, (name, files) in enumerate(sets.items()):
+    for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
         held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)

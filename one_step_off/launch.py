@@ -155,7 +155,7 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
-            raise ConfigError(f"{name}: its tokens mean others than those of model.path; give one of its family")
+            raise ConfigError(f"{name}: its tokens mean something else than model.path's; give one of its family")
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
