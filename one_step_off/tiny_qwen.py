@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.pre_tokenizers import Digits, Sequence
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
@@ -124,18 +125,14 @@ def _rows(count: int, kind: str = "") -> list[word_problems.Row]:
 
 def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
-    core = Tokenizer(models.BPE())
-    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    core.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    core.decoder = decoders.ByteLevel()
-    known = {"special_tokens": [PAD, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=RECIPE["vocab_size"], show_progress=False, **known)
+    core = ByteLevelBPETokenizer()
+    core.pre_tokenizer = Sequence([Digits(individual_digits=True), core.pre_tokenizer])
     texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE["corpus_rows"], kind)]
     if kind == "tools":
         texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE["corpus_rows"], kind)]
-    core.train_from_iterator(texts, trainer)
+    core.train_from_iterator(texts, RECIPE["vocab_size"], 0, show_progress=False, special_tokens=[PAD, EOS])
     names = {"pad_token": PAD, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, clean_up_tokenization_spaces=False, **names)
 
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
