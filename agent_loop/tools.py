@@ -126,13 +126,8 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
     Raises:
         ConfigError: the server does not list its tools within `seconds`.
     """
-    try:
+    with as_config_error(f"agent.tools=mcp:{url}: the server lists no tools", "start it, or remove it"):
         found = LISTED[url] = LISTED.get(url) or completed(asyncio.wait_for(_list(url), seconds))
-    except Exception as e:
-        while isinstance(e, BaseExceptionGroup):
-            e = e.exceptions[0]
-        why = " ".join(str(e).split()) or type(e).__name__
-        raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
     return [({"type": "function", "function": own}, functools.partial(_call, url, own["name"])) for own in found]
 
 

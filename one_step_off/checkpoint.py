@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from one_step_off.config import Config, ConfigError, first_line, settings_of
+from one_step_off.config import Config, ConfigError, as_config_error, first_line, settings_of
 from one_step_off.samples import Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest
@@ -187,13 +187,11 @@ def write_batch(batch: Batch, folder: Path) -> None:
 
 def read_batch(folder: Path) -> Batch:
     """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none, or it is torn."""
-    try:
+    mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
+    with as_config_error(f"--replay {folder}: no batch", mend):  # broken bytes end in errors of any kind
         samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
         (step, *expected), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])[:-1]
         return Batch(step, samples, tuple(expected), **{name: np.split(array, ends) for name, array in arrays.items()})
-    except Exception as e:  # broken bytes end in errors of any kind
-        mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
-        raise ConfigError(f"--replay {folder}: no batch ({type(e).__name__}: {first_line(e)}); {mend}") from e
 
 
 def _sync(path: Path) -> None:

@@ -354,7 +354,18 @@ def as_config_error(what: str, mend: str, kinds: Any = Exception) -> Iterator[No
     try:
         yield
     except kinds as e:
+        while isinstance(e, BaseExceptionGroup):  # of tasks: its first says enough
+            e = e.exceptions[0]
         raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}; {mend}") from e
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Put a place, as file and line, in front of what a ConfigError says."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{where}{e}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError, DataConfig, first_line
+from one_step_off.config import Config, ConfigError, DataConfig, first_line, placed
 from one_step_off.config_checks import FILE_ENDINGS
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
@@ -221,22 +221,6 @@ def load_rows(
     return rows
 
 
-def _texts(
-    rows: Sequence[Row], template: Callable, cfg: DataConfig, report: Report, tools_of: ToolsOf
-) -> Iterator[tuple[Row, str]]:
-    """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
-    for row in rows:
-        try:
-            tools = tools_of(row.agent_loop)
-        except ConfigError as e:
-            raise ConfigError(f"data row {row.where}, column agent_loop={row.agent_loop!r}: {e}") from e
-        own: dict[str, Any] = {"tools": tools} if tools else {}
-        try:
-            yield row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)
-        except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
-
-
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
     """Token ids of each text. Templates write their own special tokens; plain text gets BOS where the model has it. We
     add BOS ourselves: `add_special_tokens` could also end the prompt with EOS, and doubles a BOS that is there."""
@@ -263,8 +247,15 @@ def encode(
         raise ConfigError(f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}")
     templated = has_template and wish != "never"
     template = tokenizer.apply_chat_template if templated else lambda said, **_: "\n".join(m["content"] for m in said)
-    pairs = list(_texts(rows, template, cfg, report, tools_of))
-    prompts = []
+    prompts, pairs = [], []
+    for row in rows:
+        with placed(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
+            tools = tools_of(row.agent_loop)
+        own: dict[str, Any] = {"tools": tools} if tools else {}
+        try:
+            pairs.append((row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)))
+        except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
+            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
             fields = row.ground_truth, row.data_source, row.extra, row.messages, row.agent_loop

@@ -21,6 +21,7 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 from tokenizers.pre_tokenizers import Digits, Sequence
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from one_step_off import word_problems
@@ -181,19 +182,13 @@ def warm_start(model: PreTrainedModel, tokenizer: Any, seed: int, progress: Prog
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay, fall = RECIPE["weight_decay"], steps * RECIPE["decay"]
-    optimizers = [
-        torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay),
-        torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay),
-    ]
-
-    def rate(step: int) -> float:  # warm-up, plateau, then a straight fall
-        return min(1.0, (step + 1) / RECIPE["warmup_steps"], (steps - step) / fall)
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
+    decay, rise, fall = RECIPE["weight_decay"], RECIPE["warmup_steps"], steps * RECIPE["decay"]
+    muon = torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay)
+    adamw = torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay)
+    # Warm-up, plateau, then a straight fall.
+    schedules = [LambdaLR(o, lambda i: min(1.0, (i + 1) / rise, (steps - i) / fall)) for o in (muon, adamw)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
-    model.train()
     for step in range(steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE["batch_size"])]
         talks = [[prompts[i], *demonstration(kind, tokenizer, rows[i]["answer"], rng)] for i in chosen]
@@ -205,9 +200,8 @@ def warm_start(model: PreTrainedModel, tokenizer: Any, seed: int, progress: Prog
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["grad_clip"])
-        for each in (*optimizers, *schedules):
+        for each in (muon, adamw, *schedules):
             each.step()
         model.zero_grad()
         progress(f"building tiny:{kind} (once, then cached)", (step + 1) / steps)
-    model.eval()
     torch.set_num_threads(threads)
