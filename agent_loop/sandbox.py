@@ -138,12 +138,11 @@ def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int =
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     program = filter_program(platform.machine())
-    filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
     _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
     _see_only(folder)
-    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
 
 
 def _end(pid: int) -> None:

@@ -160,8 +160,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
 def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """DPPO's loss: tokens outside the trust region (not `near`) that the update would push still further out are cut."""
     ratio = x.ratio().detach()
-    outward = ((x.advantage > 0) & (ratio > 1)) | ((x.advantage < 0) & (ratio < 1))
-    keep = near | ~outward
+    keep = near | (x.advantage * (ratio - 1) <= 0)
     return -x.advantage * ratio.clamp(max=cap) * keep * x.log_probs, ~keep
 
 
