@@ -80,7 +80,7 @@ class ToolLoop(AgentLoop):
         llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
         if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
-            raise ConfigError("agent.loop=tool: no text shows <tool_call>, a special token; take another model")
+            raise ConfigError("agent.loop=tool: <tool_call> is a special token, which no text shows; take another")
         self.tools = self.box.schemas
         self._frame(("tool", "tool"))  # the answers to two calls in one turn
         if not taught:
