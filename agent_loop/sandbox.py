@@ -34,19 +34,19 @@ LONGEST_LINE = 1 << 20
 # Name, number on x86-64, on arm64. No network, no other process, nothing that outlives this one (shared memory, queues,
 # keys) or is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a
 # file by its name or of its metadata, neither of which every Landlock covers.
-FORBIDDEN = """socket 41 198, connect 42 203, bind 49 200, fork 57 -, vfork 58 -, setsid 112 157, kill 62 129, tkill 200 130,
-    tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424, pidfd_open 434 434,
-    pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271, process_madvise 440 440,
-    migrate_pages 256 238, move_pages 279 239, prlimit64 302 261, setpriority 141 140, ioprio_set 251 30,
-    sched_setparam 142 118, sched_setscheduler 144 119, sched_setaffinity 203 122, sched_setattr 314 274, shmget 29 194,
-    shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191, semtimedop 220 192, msgget 68 186,
-    msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180, memfd_create 319 279, memfd_secret 447 447,
-    add_key 248 217, request_key 249 218, keyctl 250 219, unshare 272 97, setns 308 268, bpf 321 280,
-    userfaultfd 323 282, perf_event_open 298 241, io_uring_setup 425 425, truncate 76 45, chmod 90 -, fchmod 91 52,
-    fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -, fchownat 260 54, utime 132 -,
-    utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7,
-    removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463, removexattrat 466 466,
-    file_setattr 469 469"""
+FORBIDDEN = """socket 41 198, connect 42 203, bind 49 200, fork 57 -, vfork 58 -, setsid 112 157, kill 62 129,
+    tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
+    pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+    process_madvise 440 440, migrate_pages 256 238, move_pages 279 239, prlimit64 302 261, setpriority 141 140,
+    ioprio_set 251 30, sched_setparam 142 118, sched_setscheduler 144 119, sched_setaffinity 203 122,
+    sched_setattr 314 274, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
+    semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+    memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219, unshare 272 97,
+    setns 308 268, bpf 321 280, userfaultfd 323 282, perf_event_open 298 241, io_uring_setup 425 425, truncate 76 45,
+    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
+    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
+    fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463,
+    removexattrat 466 466, file_setattr 469 469"""
 # Their arguments are structs, which a filter cannot read; libc then takes clone and openat.
 UNKNOWN = {"clone3": 435, "openat2": 437}
 X32 = 0x40000000  # that architecture's calls are numbered from here

@@ -371,7 +371,7 @@ def _data(cfg: Config) -> Iterator[str]:
     """Data, and the reward that is scored by it."""
     for name, files in cfg.data.val_sets.items():
         if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not files.strip(" ,"):
-            yield f"data.val_sets.{show(name)}={show(files)}: must have a name of letters, digits, _ . -, not val, and files"
+            yield f"data.val_sets.{show(name)}={show(files)}: must have a name of letters, digits, _.- (not val), files"
     named = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
     named |= {f"val_sets.{name}": files for name, files in cfg.data.val_sets.items()}
     for name, source in ((name, source.strip()) for name, files in named.items() for source in files.split(",")):

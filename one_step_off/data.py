@@ -191,9 +191,7 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
-def load_rows(
-    spec: str, split: str, cfg: DataConfig, seed: int, report: Report | None = None, limit: int = -1
-) -> list[Row]:
+def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report, limit: int = -1) -> list[Row]:
     """Read and check the rows of `spec`: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
 
     `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
@@ -201,7 +199,6 @@ def load_rows(
     ConfigError: a source cannot be read or is empty, has only bad rows, or has one bad row and
     `data.bad_rows` is "fail".
     """
-    report = report if report is not None else Report(split)
     instruction = f" {cfg.instruction}" if cfg.instruction[:1].strip() else cfg.instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
