@@ -9,8 +9,6 @@
 What the policy said is never tokenised again: the ids and log-probs that are trained on are those that were sampled.
 """
 
-from __future__ import annotations
-
 import re
 import secrets
 import time
@@ -21,12 +19,13 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, as_config_error
 from one_step_off.registry import Registry
 from one_step_off.rewards import Score
 from one_step_off.samples import OTHERS, Prompt, Sample
 
 LOOPS = Registry("agent.loop", "module:Class")
+AGAIN = "That is wrong. Try again."
 _MARKS = secrets.token_hex(16), secrets.token_hex(16)  # nobody can say them by chance or on purpose
 
 
@@ -158,8 +157,7 @@ class Trajectory:
             raise RuntimeError(f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy")
         columns = ((s.ids, s.log_probs, np.full(len(s.ids), s.train), s.versions) for s in self.segments[: last + 1])
         own = (*map(np.concatenate, zip(*columns, strict=True)), self.incarnation)
-        facts = {"turns": float(self.turns)} | self.facts if self.facts or self.turns > 1 else {}
-        extra = {"agent": facts} if facts else {}
+        extra = {"agent": {"turns": float(self.turns)} | self.facts} if self.facts or self.turns > 1 else {}
         return Sample(prompt.id, index, self.prompt_ids, *own, finish_reason=self.finish_reason, extra=extra)
 
 
@@ -207,13 +205,11 @@ class AgentLoop:
         """What the template writes after a turn of the policy. It rewrites earlier turns (drops thoughts, strips
         blanks), so a mark stands for that one. Raises ConfigError: the template does not take such messages."""
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKS[0]}]
-        try:
+        what = f"agent.loop: the model's chat template does not take {messages[0]['role']!r}"
+        with as_config_error(what, "take another model"):
             whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
             if whole.count(_MARKS[0]) != 1:
                 raise ValueError("it does not show what the assistant said, once")
-        except Exception as e:  # templates are programs of the model's author
-            role = messages[0]["role"]
-            raise ConfigError(f"agent.loop: the model's chat template does not take {role!r}: {e}") from e
         return whole.partition(_MARKS[0])[2]
 
     def _frame(self, roles: tuple[str, ...]) -> tuple[list[str], int]:
@@ -260,6 +256,36 @@ class SingleTurn(AgentLoop):
         return talk
 
 
+@LOOPS.register("retry_with_feedback")
+class RetryWithFeedback(AgentLoop):
+    """Up to `agent.max_turns` tries, while the verifier says wrong; the reward is that of the last one, times `discount`
+    for each try before it."""
+
+    hears = "user"
+
+    def __init__(
+        self, cfg: Config, tokenizer: Any, *, feedback: str = AGAIN, passes_at: float = 1.0, discount: float = 1.0
+    ) -> None:
+        """`feedback`: what the user says then. `passes_at`: the reward from which on an answer counts as right."""
+        super().__init__(cfg, tokenizer)
+        self.message = [{"role": "user", "content": feedback}]
+        self.passes_at, self.discount = passes_at, discount
+
+    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+        """See `AgentLoop.run`."""
+        talk = Trajectory(prompt.ids, limits)
+        while said := await talk.say(generate):
+            found, factor = await score(self.text(said.ids)), self.discount ** (talk.turns - 1)
+            parts, talk.late = found if isinstance(found, dict) else {"": found or 0.0}, found is None
+            scaled = {name: value * factor for name, value in parts.items()}
+            talk.reward = scaled if isinstance(found, dict) else scaled[""]
+            done = sum(parts.values()) >= self.passes_at or talk.turns >= limits.turns
+            if done or not talk.hear("user", self.turn(self.message, said.ids)):
+                break
+        talk.count("tries", talk.turns)
+        return talk
+
+
 class Loops:
     """The loops of a run by name, each made once."""
 
@@ -276,12 +302,10 @@ class Loops:
         if name not in self.made:
             own, found = self.cfg.agent.loop_kwargs.get(name) or {}, LOOPS.find(name).function
             if not (isinstance(found, type) and issubclass(found, AgentLoop)):
-                mend = "name a class made of agent_loop.base.AgentLoop, as module:Class"
-                raise ConfigError(f"agent.loop={name!r}: is no agent loop; {mend}")
-            try:
+                raise ConfigError(f"agent.loop={name!r}: is no agent loop; name a class over agent_loop.base.AgentLoop")
+            what = f"agent.loop_kwargs={{{name}: {own}}}: do not fit"
+            with as_config_error(what, "mend these settings", (TypeError, ValueError)):
                 self.made[name] = found(self.cfg, self.tokenizer, **own)
-            except (TypeError, ValueError) as e:
-                raise ConfigError(f"agent.loop_kwargs={{{name}: {own}}}: {e}; mend these settings") from e
         return self.made[name]
 
     def limits(self, tokens: int) -> Limits:

@@ -1,7 +1,5 @@
 """Environments with reset and step; the one that ships makes a puzzle of reasoning-gym."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json
@@ -10,7 +8,7 @@ from typing import Any, Protocol
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off import registry
-from one_step_off.config import Config, ConfigError, first_line
+from one_step_off.config import Config, as_config_error
 from one_step_off.samples import Prompt
 
 LARGEST = 1e9  # a reward; one whose square is infinite would end the run
@@ -78,19 +76,16 @@ class EnvironmentLoop(AgentLoop):
     def __init__(self, cfg: Config, tokenizer: Any, *, env: str = "agent_loop.environment:Puzzle") -> None:
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
-        made = registry.load("agent.loop_kwargs.environment.env", env)
-        self.env, self.confined = env, bool(getattr(made, "confined", False))
+        self.env, made = env, registry.load("agent.loop_kwargs.environment.env", env)
+        self.confined = bool(getattr(made, "confined", False))
         self.processes = Processes(env, self.confined)
 
     async def check(self, prompt: Prompt) -> None:
         """See `AgentLoop.check`."""
-        try:
+        what = f"agent.loop=environment: {self.env} does not begin with the ground truth {prompt.ground_truth!r:.80}"
+        with as_config_error(what, "give it rows of its own"):
             async with self.processes.one() as streams:
                 await self._ask(streams, "reset", prompt.ground_truth)
-        except Exception as e:
-            what = f"{self.env} does not begin with the ground truth {prompt.ground_truth!r:.80}"
-            why = f"{type(e).__name__}: {first_line(e)}"
-            raise ConfigError(f"agent.loop=environment: {what}: {why}; give it rows of its own") from e
 
     async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
         """See `AgentLoop.run`."""

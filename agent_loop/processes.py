@@ -1,7 +1,5 @@
 """Processes that can be killed and confined, forked in milliseconds off one that has imported what they need."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

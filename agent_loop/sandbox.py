@@ -31,28 +31,22 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 LONGEST_LINE = 1 << 20
 """Bytes of a call's answer."""
 
-# name: (x86-64, arm64). No network, no other process, nothing that outlives this one (shared memory, queues, keys) or
-# is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a file by
-# its name or of its metadata, neither of which every Landlock covers.
-FORBIDDEN = {
-    "socket": (41, 198), "connect": (42, 203), "bind": (49, 200), "fork": (57, None), "vfork": (58, None),
-    "setsid": (112, 157), "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424), "pidfd_open": (434, 434), "pidfd_getfd": (438, 438),
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271),
-    "process_madvise": (440, 440), "migrate_pages": (256, 238), "move_pages": (279, 239), "prlimit64": (302, 261),
-    "setpriority": (141, 140), "ioprio_set": (251, 30), "sched_setparam": (142, 118), "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122), "sched_setattr": (314, 274), "shmget": (29, 194), "shmat": (30, 196),
-    "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193), "semctl": (66, 191), "semtimedop": (220, 192),
-    "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188), "msgctl": (71, 187), "mq_open": (240, 180),
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "add_key": (248, 217), "request_key": (249, 218),
-    "keyctl": (250, 219), "unshare": (272, 97), "setns": (308, 268), "bpf": (321, 280),
-    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_uring_setup": (425, 425),
-    "truncate": (76, 45), "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452),
-    "chown": (92, None), "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None),
-    "utimes": (235, None), "futimesat": (261, None), "utimensat": (280, 88), "setxattr": (188, 5), "lsetxattr": (189, 6),
-    "fsetxattr": (190, 7), "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16),
-    "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
-}  # fmt: skip
+# Name, number on x86-64, on arm64. No network, no other process, nothing that outlives this one (shared memory, queues,
+# keys) or is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a
+# file by its name or of its metadata, neither of which every Landlock covers.
+FORBIDDEN = """socket 41 198, connect 42 203, bind 49 200, fork 57 -, vfork 58 -, setsid 112 157, kill 62 129,
+    tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
+    pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
+    process_madvise 440 440, migrate_pages 256 238, move_pages 279 239, prlimit64 302 261, setpriority 141 140,
+    ioprio_set 251 30, sched_setparam 142 118, sched_setscheduler 144 119, sched_setaffinity 203 122,
+    sched_setattr 314 274, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
+    semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
+    memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219, unshare 272 97,
+    setns 308 268, bpf 321 280, userfaultfd 323 282, perf_event_open 298 241, io_uring_setup 425 425, truncate 76 45,
+    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
+    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
+    fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463,
+    removexattrat 466 466, file_setattr 469 469"""
 # Their arguments are structs, which a filter cannot read; libc then takes clone and openat.
 UNKNOWN = {"clone3": 435, "openat2": 437}
 X32 = 0x40000000  # that architecture's calls are numbered from here
@@ -61,13 +55,10 @@ ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 SET_DEATH_SIGNAL, THREAD = 1, 0x10000
 
+# The older Landlocks know nothing of truncating, so only where a file is opened to be written, which they know.
+_TRUNCATES = [(ANY_BIT, 0, "allow", os.O_TRUNC), (AND, 0, 0, os.O_ACCMODE)]
+_TRUNCATES += [(EQUAL, "allow", 0, os.O_WRONLY), (EQUAL, "allow", "refuse", os.O_RDWR)]
 # What an argument decides: (x86-64, arm64), which argument, what is asked of it.
-_TRUNCATES = [  # the older Landlocks know nothing of it, so only where a file is opened to be written, which they know
-    (ANY_BIT, 0, "allow", os.O_TRUNC),
-    (AND, 0, 0, os.O_ACCMODE),
-    (EQUAL, "allow", 0, os.O_WRONLY),
-    (EQUAL, "allow", "refuse", os.O_RDWR),
-]
 BY_ARGUMENT = (
     ((56, 220), 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
     ((157, 167), 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl
@@ -102,7 +93,8 @@ def filter_program(machine: str) -> bytes:
     column, audit = ARCHITECTURES[machine]
     ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
     steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", audit), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
-    steps += [(EQUAL, "refuse", 0, both[column]) for both in FORBIDDEN.values() if both[column] is not None]
+    numbers = (call.split()[1 + column] for call in FORBIDDEN.split(","))
+    steps += [(EQUAL, "refuse", 0, int(number)) for number in numbers if number != "-"]
     steps += [(EQUAL, "unknown", 0, number) for number in UNKNOWN.values()]
     for both, argument, asked in BY_ARGUMENT:
         if both[column] is not None:
@@ -113,8 +105,7 @@ def filter_program(machine: str) -> bytes:
     def jump(at: int, to: "int | str") -> int:
         return place[to] - at - 1 if isinstance(to, str) else to
 
-    packed = (struct.pack("HBBI", op, jump(i, yes), jump(i, no), value) for i, (op, yes, no, value) in enumerate(steps))
-    return b"".join(packed)
+    return b"".join(struct.pack("HBBI", op, jump(i, yes), jump(i, no), k) for i, (op, yes, no, k) in enumerate(steps))
 
 
 def _require(result: int, what: str) -> int:
@@ -147,12 +138,11 @@ def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int =
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     program = filter_program(platform.machine())
-    filled = _Program(len(program) // 8, program)
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
     _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
     _see_only(folder)
-    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(filled), 0, 0), "seccomp")
+    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
 
 
 def _end(pid: int) -> None:

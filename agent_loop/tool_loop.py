@@ -1,7 +1,5 @@
 """Function calling: the model asks for tools in the form of its family, reads what they say, and goes on."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -10,7 +8,7 @@ from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.tools import Toolbox
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, ConfigError, as_config_error
 from one_step_off.samples import Prompt
 
 Call = tuple[str, Any]
@@ -82,8 +80,7 @@ class ToolLoop(AgentLoop):
         llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
         if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
-            unseen = "<tool_call> is a special token, which text never shows; take another model"
-            raise ConfigError(f"agent.loop=tool: {unseen}")
+            raise ConfigError("agent.loop=tool: <tool_call> is a special token, which no text shows; take another")
         self.tools = self.box.schemas
         self._frame(("tool", "tool"))  # the answers to two calls in one turn
         if not taught:
@@ -93,11 +90,9 @@ class ToolLoop(AgentLoop):
         """Raises ConfigError: the chat template passes over the tools. The name asked for stands in no template."""
         mark, (first, *_) = secrets.token_hex(16), self.box.schemas
         marked = [first | {"function": first["function"] | {"name": mark}}]
-        try:
+        with as_config_error("agent.loop: the model's chat template does not take the tools", "take another model"):
             ask = [{"role": "user", "content": "?"}]
             shown = mark in self.tokenizer.apply_chat_template(ask, tools=marked, tokenize=False)
-        except Exception as e:  # templates are programs of the model's author
-            raise ConfigError(f"agent.loop: the model's chat template does not take the tools: {e}") from e
         if not shown:
             mend = "take another model, or, if this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
             raise ConfigError(f"agent.loop: the model's chat template does not write the tools into prompts; {mend}")

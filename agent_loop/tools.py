@@ -11,8 +11,6 @@
 event loop of the replica, which it must not block. `mcp:http://HOST:PORT/mcp` stands for all tools of an MCP server.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import contextlib
@@ -30,7 +28,7 @@ from typing import Any
 
 from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
-from one_step_off.config import AgentConfig, ConfigError
+from one_step_off.config import AgentConfig, ConfigError, as_config_error
 from one_step_off.registry import load
 
 # By the names that ast has for them.
@@ -128,13 +126,8 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
     Raises:
         ConfigError: the server does not list its tools within `seconds`.
     """
-    try:
+    with as_config_error(f"agent.tools=mcp:{url}: the server lists no tools", "start it, or remove it"):
         found = LISTED[url] = LISTED.get(url) or completed(asyncio.wait_for(_list(url), seconds))
-    except Exception as e:
-        while isinstance(e, BaseExceptionGroup):
-            e = e.exceptions[0]
-        why = " ".join(str(e).split()) or type(e).__name__
-        raise ConfigError(f"agent.tools=mcp:{url}: the server lists no tools ({why}); start it, or remove it") from e
     return [({"type": "function", "function": own}, functools.partial(_call, url, own["name"])) for own in found]
 
 
@@ -166,17 +159,13 @@ class Toolbox:
                 found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
             else:
                 function = BUILT_IN.get(spec) or load("agent.tools", spec)
-                try:
+                mend = "give every argument a type and a line under Args: in the docstring"
+                with as_config_error(f"agent.tools={spec!r}: no JSON schema can be made of it", mend):
                     found = [(get_json_schema(function), function)]
-                except Exception as e:
-                    why = " ".join(str(e).split())
-                    mend = "give every argument a type and a line under Args: in the docstring"
-                    raise ConfigError(f"agent.tools={spec!r}: no JSON schema can be made of it ({why}); {mend}") from e
             for schema, function in found:
                 name = schema["function"]["name"]
                 if name in self.functions:
-                    twice = f"a tool before it is named {name} too; rename or remove one"
-                    raise ConfigError(f"agent.tools={spec!r}: {twice}")
+                    raise ConfigError(f"agent.tools={spec!r}: a tool before it is named {name} too; rename one")
                 self.functions[name] = function
                 self.schemas.append(schema)
         if python in self.functions.values():

@@ -282,8 +282,8 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     part with a wide range does not drown the others, as it would in GRPO of the sum. `weights`: part -> weight; 1."""
     unknown = set(weights or {}) - set(t.parts)
     if unknown:
-        where = f"algorithm.adv_kwargs.weights={weights}"
-        raise ConfigError(f"{where}: {sorted(unknown)} is no part of the reward; its parts are {sorted(t.parts)}")
+        no_part = f"{sorted(unknown)} is no part of the reward"
+        raise ConfigError(f"algorithm.adv_kwargs.weights={weights}: {no_part}; its parts are {sorted(t.parts)}")
     total = np.zeros(len(t.groups))
     for name, part in t.parts.items():
         part = np.asarray(part, dtype=np.float64)
@@ -322,9 +322,7 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     return t.per_token(to_go)
 
 
-def overlong_penalty(
-    lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1.0
-) -> np.ndarray:
+def overlong_penalty(lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1) -> np.ndarray:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0. 0 up to
     longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)"""
     over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)

@@ -82,9 +82,7 @@ class MicroBatch:
     counts: list[int]
 
 
-def collate(
-    sequences: Sequence[np.ndarray], wanted: Sequence[np.ndarray], packed: bool, multiple: int = 1
-) -> MicroBatch:
+def collate(sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool, multiple: int = 1) -> MicroBatch:
     """Lay sequences out for the model.
 
     An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
@@ -96,8 +94,8 @@ def collate(
         packed: one row without padding, else one row per sequence.
         multiple: the width of padded rows is rounded up to a multiple of it.
     """
-    sequences = list(sequences) or [np.zeros(2, dtype=np.int64)]
-    wanted = list(wanted) or [np.zeros(0, dtype=np.int64)]
+    sequences = sequences or [np.zeros(2, dtype=np.int64)]
+    wanted = wanted or [np.zeros(0, dtype=np.int64)]
     if any(len(w) and w[0] < 1 for w in wanted):
         raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
     lengths = [len(s) for s in sequences]

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from one_step_off.config import Config, ConfigError, first_line, settings_of
+from one_step_off.config import Config, ConfigError, as_config_error, first_line, settings_of
 from one_step_off.samples import COLUMNS, Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest
@@ -89,19 +89,13 @@ def finished(folder: Path) -> list[Path]:
 def put_aside(cfg: Config, past: Path | None) -> None:
     """Before a run begins at the checkpoint `past` (None: anew): what is not of its own past goes to checkpoints/earlier,
     in place of what was there, so that nothing takes it for this run's."""
-    own = finished(folder_of(cfg))
-    later = [path for path in own if past is None or not _not_after(path, past)]
-    aside = folder_of(cfg) / "earlier"
+    folder, own, aside = past and past.resolve().parent, finished(folder_of(cfg)), folder_of(cfg) / "earlier"
+    later = [path for path in own if past is None or path.resolve().parent != folder or path.name > past.name]
     if later:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
     for path in reversed(later):  # if this is killed, those that are left are of one past
         path.rename(aside / path.name)
-
-
-def _not_after(path: Path, past: Path) -> bool:
-    """Whether a checkpoint is `past` or of the same folder and before it."""
-    return path.resolve().parent == past.resolve().parent and path.name <= past.name
 
 
 def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | None:
@@ -194,18 +188,12 @@ def write_batch(batch: Batch, folder: Path) -> None:
 
 def read_batch(folder: Path) -> Batch:
     """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none, or it is torn."""
-    try:
+    mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
+    with as_config_error(f"--replay {folder}: no batch", mend):  # broken bytes end in errors of any kind
         samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
-        (step, *expected, older), ends = (
-            arrays.pop("stamp").tolist(),
-            np.cumsum([len(s.response_ids) for s in samples])[:-1],
-        )
-        return Batch(
-            step, samples, tuple(expected), older, **{name: np.split(array, ends) for name, array in arrays.items()}
-        )
-    except Exception as e:  # broken bytes end in errors of any kind
-        mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
-        raise ConfigError(f"--replay {folder}: no batch ({type(e).__name__}: {first_line(e)}); {mend}") from e
+        (step, *expected, older), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])
+        columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
+        return Batch(step, samples, tuple(expected), older, **columns)
 
 
 def _sync(path: Path) -> None:

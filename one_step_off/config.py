@@ -4,6 +4,8 @@ This module imports neither torch nor Ray nor vLLM, so that a wrong config is an
 before any engine or GPU is taken. Loading, overrides and validation live in `config_io.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Optional
@@ -350,6 +352,26 @@ def tokenizer_of(cfg: Config, section: str) -> Any:
 
 class ConfigError(Exception):
     """Bad input from the user. The message is one line: the key or file, the value, and the mend. Exit code 2."""
+
+
+@contextmanager
+def as_config_error(what: str, mend: str, kinds: Any = Exception) -> Iterator[None]:
+    """What the block raises of `kinds` (a class, or several) becomes the ConfigError "what: type: first line; mend"."""
+    try:
+        yield
+    except kinds as e:
+        while isinstance(e, BaseExceptionGroup):  # of tasks: its first says enough
+            e = e.exceptions[0]
+        raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}; {mend}") from e
+
+
+@contextmanager
+def placed(where: str) -> Iterator[None]:
+    """Put a place, as file and line, in front of what a ConfigError says."""
+    try:
+        yield
+    except ConfigError as e:
+        raise ConfigError(f"{where}{e}") from None
 
 
 def first_line(error: BaseException) -> str:

@@ -41,13 +41,9 @@ _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_betwe
 SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXT, "stop_token_ids": _IDS}
 SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
-OWNED = {
-    "model": "model.path",
-    "kv_cache_memory_bytes": "rollout.kv_cache_mb",
-    "seed": "trainer.seed",
-    "max_tokens": "data.max_response_length",
-    "data_parallel_size": "placement.pools: each tensor_parallel_size of its GPUs is a replica",
-}
+OWNED = {"model": "model.path", "kv_cache_memory_bytes": "rollout.kv_cache_mb", "seed": "trainer.seed"}
+OWNED["max_tokens"] = "data.max_response_length"
+OWNED["data_parallel_size"] = "placement.pools: each tensor_parallel_size of its GPUs is a replica"
 # Fields of AsyncEngineArgs that are refused whatever their value, and those that are unless they are off: with these the
 # engine's log-probs would not be the policy's, it would hold another model, or parts of one (adapters, drafters,
 # offloaded or quantised weights, values cached with older ones) that the weight sync does not write.
@@ -111,8 +107,7 @@ def validate(cfg: Config, num_gpus: int | None = None) -> None:
 def _owner(cfg: Config, field: str) -> str | None:
     """Our key for a field of vLLM's."""
     same = [section for section in ("model", "rollout") if hasattr(getattr(cfg, section), field)]
-    whole = "data_parallel_size" if field.startswith("data_parallel_") else field
-    return f"{same[0]}.{field}" if same else OWNED.get(whole)
+    return f"{same[0]}.{field}" if same else OWNED.get(re.sub("^data_parallel_.*", "data_parallel_size", field))
 
 
 def _run(cfg: Config) -> Iterator[str]:
@@ -176,8 +171,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
                 yield f"{role}.fsdp_size={own.fsdp_size}: does not divide the {ranks} ranks of the {role}; {use}"
             if own.torch_compile and device == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
                 yield f"{role}.torch_compile=true: needs a C++ compiler on CPUs, as g++; install one or set it to false"
-            for name, size in ((name, size) for name, size in sizes.items() if size > 1):
-                yield f"{role}.{name}={size}: is Megatron's; set {role}.backend=megatron, or the size to 1"
+            for name in (name for name, size in sizes.items() if size > 1):
+                yield f"{role}.{name}={sizes[name]}: is Megatron's; set {role}.backend=megatron, or the size to 1"
             continue
         where = f"{role}.backend=megatron: the package"
         if not _installed("megatron.core"):
@@ -190,12 +185,9 @@ def _layouts(cfg: Config, device: str) -> Iterator[str]:
         if (ranks // pp) % ep:
             yield f"{role}.expert_parallel_size={ep}: does not divide the {ranks // pp} ranks of each stage; change it"
         if (attention := cfg.model.attn_implementation) != "auto":
-            own_choice = f"{role}.backend=megatron chooses its own, and packs no sequences"
-            yield f"model.attn_implementation={attention}: {own_choice}; use auto"
-        for name, off in (
-            ("fsdp_size", -1),
-            *((f, False) for f in ("torch_compile", "param_offload", "optimizer_offload")),
-        ):
+            yield f"model.attn_implementation={attention}: {role}.backend=megatron chooses its own; use auto"
+        fsdps = {"fsdp_size": -1, "torch_compile": False, "param_offload": False, "optimizer_offload": False}
+        for name, off in fsdps.items():
             if getattr(own, name, off) != off:
                 yield f"{role}.{name}={show(getattr(own, name))}: only the fsdp back end has it; set it to {show(off)}"
 
@@ -395,8 +387,7 @@ def _data(cfg: Config) -> Iterator[str]:
     """Data, and the reward that is scored by it."""
     for name, files in cfg.data.val_sets.items():
         if name == "val" or not re.fullmatch(r"[A-Za-z0-9_.-]+", name) or not files.strip(" ,"):
-            needs = "a name of letters, digits, _ . - that is not val, and its files"
-            yield f"data.val_sets.{show(name)}={show(files)}: must have {needs}"
+            yield f"data.val_sets.{show(name)}={show(files)}: must have a name of letters, digits, _.- (not val), files"
     named = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
     named |= {f"val_sets.{name}": files for name, files in cfg.data.val_sets.items()}
     for name, source in ((name, source.strip()) for name, files in named.items() for source in files.split(",")):
@@ -416,14 +407,14 @@ def _data(cfg: Config) -> Iterator[str]:
 
 
 def _agent(cfg: Config) -> Iterator[str]:
-    named = {"loop": ([cfg.agent.loop], BUILT_IN_LOOPS), "loop_kwargs": (cfg.agent.loop_kwargs, BUILT_IN_LOOPS)}
-    named["tools"] = [tool.strip() for tool in cfg.agent.tools.split(",") if tool.strip()], BUILT_IN_TOOLS
-    for key, (specs, known) in named.items():
-        for spec in specs:
-            if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
-                yours = YOURS if key == "tools" else YOURS.replace("function", "Class")
-                mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
-                yield f"agent.{key}={show(spec)}: no such name; {mend}"
+    own = cfg.agent
+    loops, tools = (BUILT_IN_LOOPS, YOURS.replace("function", "Class")), (BUILT_IN_TOOLS, YOURS)
+    named = [("loop", own.loop, *loops), *(("loop_kwargs", name, *loops) for name in own.loop_kwargs)]
+    named += [("tools", tool.strip(), *tools) for tool in own.tools.split(",") if tool.strip()]
+    for key, spec, known, yours in named:
+        if spec not in known and not _is_yours(spec) and not (key == "tools" and spec.startswith("mcp:http")):
+            mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
+            yield f"agent.{key}={show(spec)}: no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():
         if not isinstance(own, dict):
             yield f"agent.loop_kwargs.{name}={show(own)}: must be a mapping of this loop's settings, as {{format: llama}}"

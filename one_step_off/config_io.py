@@ -21,22 +21,16 @@ from omegaconf import OmegaConf
 from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from one_step_off.config import Config, ConfigError, settings_of
+from one_step_off.config import Config, ConfigError, placed, settings_of
 from one_step_off.config_checks import MODEL_PARALLEL, masked, nearest, resolved_device, show
 from one_step_off.cores import plan_cores
 
 # The types of the schema in words, as they complete "must be ...".
-_KINDS = {
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    str: "text",
-    list[float]: "a list of numbers, as [0.9, 0.999]",
-    list[int]: "a list of whole numbers, as [4, 4]",
-    dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
-    dict[str, str]: "a mapping of names, as {rollout: rollout, actor: actor}",
-    dict[str, Any]: "a mapping, as {name: value}",
-}
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_KINDS |= {list[float]: "a list of numbers, as [0.9, 0.999]", list[int]: "a list of whole numbers, as [4, 4]"}
+_KINDS[dict[str, list[int]]] = "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}"
+_KINDS[dict[str, str]] = "a mapping of names, as {rollout: rollout, actor: actor}"
+_KINDS[dict[str, Any]] = "a mapping, as {name: value}"
 
 
 @dataclass(frozen=True)
@@ -128,22 +122,13 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
         for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
             lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
     for section, keys in content.items():
-        with _placed(f"{path}:{lines.get(str(section), 1)}: "):
+        with placed(f"{path}:{lines.get(str(section), 1)}: "):
             if section not in SECTIONS:
                 find_key(str(section))
             if not isinstance(keys, dict | None):
                 raise ConfigError(f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}")
         for name, value in (keys or {}).items():
             yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
-
-
-@contextlib.contextmanager
-def _placed(where: str) -> Iterator[None]:
-    """Put file and line in front of a fault's message."""
-    try:
-        yield
-    except ConfigError as e:
-        raise ConfigError(f"{where}{e}") from None
 
 
 def _from_argument(argument: str) -> tuple[str, Any, str]:
@@ -225,7 +210,7 @@ def load(argv: list[str]) -> Config:
     arguments = (argument for argument in argv if not argument.startswith("config="))
     tree, places = dataclasses.asdict(Config()), {}
     for dotted, value, where in itertools.chain(*map(_from_file, files), map(_from_argument, arguments)):
-        with _placed(where):
+        with placed(where):
             places[_assign(tree, dotted, value)] = where
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
@@ -236,7 +221,7 @@ def load(argv: list[str]) -> Config:
         raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
     cfg = Config()
     for key in KEYS.values():
-        with _placed(places.get(key.dotted, "")):
+        with placed(places.get(key.dotted, "")):
             setattr(getattr(cfg, key.section), key.name, _checked(key, tree[key.section][key.name]))
     return cfg
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError, DataConfig, first_line
+from one_step_off.config import Config, ConfigError, DataConfig, first_line, placed
 from one_step_off.config_checks import FILE_ENDINGS
 from one_step_off.evaluation import MAIN, set_epoch
 from one_step_off.rewards import plain_number
@@ -149,11 +149,6 @@ def final_number(answer: str) -> str:
     return number.replace(",", "")
 
 
-def _gsm8k_row(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
-    question = [{"role": "user", "content": _text(columns, "question") + instruction}]
-    return {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
-
-
 def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     prompt, model, extra = (columns.get(name) for name in ("prompt", "reward_model", "extra_info"))
     if not isinstance(prompt, list) or not prompt:
@@ -180,7 +175,8 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     if columns.keys() >= {"prompt", "reward_model"}:
         fields = _messages_row(columns)
     elif columns.keys() >= {"question", "answer"}:
-        fields = _gsm8k_row(columns, instruction)
+        question = [{"role": "user", "content": _text(columns, "question") + instruction}]
+        fields = {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
     else:
         there = ", ".join(map(str, columns))
         raise BadRow(f"found the columns {there}, not question+answer or prompt+reward_model; rename the columns")
@@ -195,9 +191,7 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
-def load_rows(
-    spec: str, split: str, cfg: DataConfig, seed: int, report: Report | None = None, limit: int = -1
-) -> list[Row]:
+def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report, limit: int = -1) -> list[Row]:
     """Read and check the rows of `spec`: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
 
     `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
@@ -205,7 +199,6 @@ def load_rows(
     ConfigError: a source cannot be read or is empty, has only bad rows, or has one bad row and
     `data.bad_rows` is "fail".
     """
-    report = report if report is not None else Report(split)
     instruction = f" {cfg.instruction}" if cfg.instruction[:1].strip() else cfg.instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
@@ -223,25 +216,6 @@ def load_rows(
             (where, reason), count = report.bad[bad], len(report.bad) - bad
             raise ConfigError(f"data source {source}: all {count} rows are malformed; mend {where}: {reason}")
     return rows
-
-
-def _texts(
-    rows: Sequence[Row], template: Callable | None, cfg: DataConfig, report: Report, tools_of: ToolsOf
-) -> Iterator[tuple[Row, str]]:
-    """Each row with the text that its prompt is tokenised from. Rows that the chat template refuses are bad rows."""
-    for row in rows:
-        try:
-            tools = tools_of(row.agent_loop)
-        except ConfigError as e:
-            raise ConfigError(f"data row {row.where}, column agent_loop={row.agent_loop!r}: {e}") from e
-        if template is None:
-            yield row, "\n".join(m["content"] for m in row.messages)
-            continue
-        own: dict[str, Any] = {"tools": tools} if tools else {}
-        try:
-            yield row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)
-        except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
 
 
 def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[int]]:
@@ -269,8 +243,16 @@ def encode(
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
         raise ConfigError(f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}")
     templated = has_template and wish != "never"
-    pairs = list(_texts(rows, tokenizer.apply_chat_template if templated else None, cfg, report, tools_of))
-    prompts = []
+    template = tokenizer.apply_chat_template if templated else lambda said, **_: "\n".join(m["content"] for m in said)
+    prompts, pairs = [], []
+    for row in rows:
+        with placed(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
+            tools = tools_of(row.agent_loop)
+        own: dict[str, Any] = {"tools": tools} if tools else {}
+        try:
+            pairs.append((row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)))
+        except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
+            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
             fields = row.ground_truth, row.data_source, row.extra, row.messages, row.agent_loop

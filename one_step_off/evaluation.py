@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from math import comb
-
-import numpy as np
+from statistics import fmean
 
 from one_step_off.samples import Sample
 
@@ -34,11 +33,10 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
         sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= PASSES_AT)
         n = min(sizes.values())
         key = "val" if index == 0 else f"val/{name}"
-        found |= {f"{key}/reward": float(np.mean([s.reward for s in own])), f"{key}/samples": float(len(own))}
-        found[f"{key}/response_length"] = float(np.mean([len(s.response_ids) for s in own]))
+        found |= {f"{key}/reward": fmean(s.reward for s in own), f"{key}/samples": float(len(own))}
+        found[f"{key}/response_length"] = fmean(len(s.response_ids) for s in own)
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
             for k in sorted({1 << e for e in range(n.bit_length())} | {n}):
-                chances = [pass_at_k(size, passed[id], k) for id, size in sizes.items()]
-                found[f"{key}/pass@{k}"] = float(np.mean(chances))
+                found[f"{key}/pass@{k}"] = fmean(pass_at_k(size, passed[id], k) for id, size in sizes.items())
     return found

@@ -29,7 +29,7 @@ from one_step_off import checkpoint, leftovers, report
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.banner import end_facts, start_facts
-from one_step_off.config import Config, ConfigError, first_line, path_of, settings_of, tokenizer_of
+from one_step_off.config import Config, ConfigError, as_config_error, first_line, path_of, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import open_loggers, started_first
@@ -85,11 +85,9 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
         if path.startswith("tiny:"):
             from one_step_off import tiny_qwen
 
-            try:
+            what = f"{section}.path={path}: cannot be kept in {tiny_qwen.cache_dir()}"
+            with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
                 getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
-            except OSError as e:
-                mend = "set ONE_STEP_OFF_CACHE to another folder"
-                raise ConfigError(f"{section}.path={path}: {tiny_qwen.cache_dir()}: {first_line(e)}; {mend}") from e
     for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
         own, plain = getattr(cfg, role), type(getattr(cfg, role))()
         if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:
@@ -159,8 +157,7 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
-            other = "its tokens mean something else than those of model.path; give one of its family"
-            raise ConfigError(f"{name}: {other}")
+            raise ConfigError(f"{name}: its tokens mean something else than model.path's; give one of its family")
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
@@ -252,8 +249,7 @@ def _require_causal(name: str, found: Any) -> None:
     causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
-        none = "is no causal language model that transformers knows; give one that generates text"
-        raise ConfigError(f"{name}: {what} {none}")
+        raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
     vllm, cls = util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
@@ -268,15 +264,12 @@ def _require_causal(name: str, found: Any) -> None:
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Raises ConfigError if there is none."""
-    mend = "give a model directory with its tokenizer, or a hub id that this machine can reach"
-    try:
+    what = f"{section}.path={getattr(cfg, section).path}: its tokenizer cannot be loaded"
+    with as_config_error(what, "give a model directory with its tokenizer, or a hub id that this machine can reach"):
         tokenizer = tokenizer_of(cfg, section)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
             raise ValueError("no vocabulary")
-    except Exception as e:
-        where = f"{section}.path={getattr(cfg, section).path}"
-        raise ConfigError(f"{where}: its tokenizer cannot be loaded ({first_line(e)}); {mend}") from e
     return tokenizer
 
 
@@ -303,14 +296,13 @@ def require_cluster(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
         return
-    try:
+    what = f"RAY_ADDRESS={address}: no Ray cluster answers there"
+    mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
+    with as_config_error(what, mend, (OSError, OverflowError)):
         with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
             s.sendall(HELLO)
             if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
                 raise ConnectionError("something else does")
-    except (OSError, OverflowError) as e:
-        mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-        raise ConfigError(f"RAY_ADDRESS={address}: no Ray cluster answers there ({first_line(e)}); {mend}") from e
 
 
 def start_ray(cfg: Config) -> str:
@@ -330,12 +322,10 @@ def start_ray(cfg: Config) -> str:
     # Ray prints ten lines for a process that dies. Whoever needs it says so in one; the ten are in Ray's logs.
     shown, known = ray._private.worker.print_to_stdstream, "killed while executing a task by an unexpected system error"
     ray._private.worker.print_to_stdstream = lambda said, **how: known in said["lines"][0] or shown(said, **how)
-    try:
+    token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
+    mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
+    with as_config_error("Ray does not start", mend, (OSError, ValueError, RuntimeError, ray.exceptions.RayError)):
         return ray.init(**({} if joins else options), **quiet).address_info["session_dir"]
-    except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as e:
-        token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
-        mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
-        raise ConfigError(f"Ray does not start: {first_line(e)}; {mend}") from e
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config import Config, ConfigError
+from one_step_off.config import Config, as_config_error
 from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
@@ -61,16 +61,13 @@ class Wandb:
         file = folder / RUN_ID_FILE
         run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
-        try:
+        mend = "run `wandb login`, or set logging.wandb_mode=offline"
+        with as_config_error("logging.wandb=true: W&B does not start", mend):
             wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
             # Offline there is nothing to ask; runs of one id become one when they are sent.
             how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
             where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
             self.run = wandb.init(config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where)
-        except Exception as e:  # wandb has many, and each means that the user has to do something
-            why = " ".join(str(e).split()) or type(e).__name__
-            mend = "run `wandb login`, or set logging.wandb_mode=offline"
-            raise ConfigError(f"logging.wandb=true: W&B does not start ({why}); {mend}") from e
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
         self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
@@ -97,10 +94,8 @@ class Prometheus:
 
         self.newest, registry = {}, CollectorRegistry()
         registry.register(self)
-        try:
+        with as_config_error(f"logging.prometheus_port={port}", "name another port", OSError):
             self.server, _ = start_http_server(port, "127.0.0.1", registry)
-        except OSError as e:
-            raise ConfigError(f"logging.prometheus_port={port}: {e.strerror}; name another port") from e
 
     def collect(self) -> list[Any]:
         """What the library asks for whenever the page is."""
@@ -145,18 +140,13 @@ class SampleDump:
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """A sample as people read it."""
-        prompt = self.find(sample.prompt_id)
-        return {
-            "prompt_id": sample.prompt_id,
-            "index": sample.index,
-            "reward": sample.reward if math.isfinite(sample.reward) else None,
-            "length": len(sample.response_ids),
-            "finish_reason": sample.finish_reason,
-            "versions": sorted(set(sample.versions.tolist()) - {OTHERS}),
-            "ground_truth": prompt and prompt.ground_truth,
-            "prompt": prompt and prompt.text,
-            "response": sample.response,
-        } | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}
+        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index", "reward")}
+        row["reward"] = row["reward"] if math.isfinite(row["reward"]) else None
+        row |= {"length": len(sample.response_ids), "finish_reason": sample.finish_reason}
+        row["versions"] = sorted(set(sample.versions.tolist()) - {OTHERS})
+        row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
+        row["response"] = sample.response
+        return row | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""

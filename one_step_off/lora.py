@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from one_step_off.config import ConfigError, ModelConfig
+from one_step_off.config import ConfigError, ModelConfig, as_config_error
 
 NAME = "default"  # peft's, of the one adapter
 _PARTS = "lora_A", "lora_B"
@@ -32,10 +32,8 @@ def inject(model: PreTrainedModel, own: ModelConfig) -> None:
     masters, and alone have gradients. Raises ConfigError: a layer is missing, or cannot be merged."""
     where = f"model.lora_target_modules={own.lora_target_modules}"
     embedding = model.get_input_embeddings().weight
-    try:
+    with as_config_error(f"{where}: peft refuses it", "use all-linear, or others", ValueError):
         peft.inject_adapter_in_model(settings(own), model)
-    except ValueError as e:
-        raise ConfigError(f"{where}: {str(e).splitlines()[0]}") from e
     for name, layer in model.named_modules():
         if not hasattr(layer, "base_layer"):
             continue

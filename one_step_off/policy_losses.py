@@ -160,8 +160,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
 def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """DPPO's loss: tokens outside the trust region (not `near`) that the update would push still further out are cut."""
     ratio = x.ratio().detach()
-    outward = ((x.advantage > 0) & (ratio > 1)) | ((x.advantage < 0) & (ratio < 1))
-    keep = near | ~outward
+    keep = near | (x.advantage * (ratio - 1) <= 0)
     return -x.advantage * ratio.clamp(max=cap) * keep * x.log_probs, ~keep
 
 
@@ -196,6 +195,10 @@ def _covariance(x: LossInputs) -> Tensor:
     return (x.advantage - x.advantage.mean()) * (log_probs - log_probs.mean())
 
 
+def _count(share: float, x: LossInputs) -> int:
+    return min(len(x.log_probs), max(1, int(share * len(x.log_probs))))
+
+
 @register("clip_cov")
 def clip_cov(
     x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
@@ -207,13 +210,11 @@ def clip_cov(
     fewer than 1 / share tokens more than `share` may be held back.
     """
     loss, clipped = vanilla(x)
-    if not len(loss):
-        return loss, clipped
     covariance = _covariance(x)
     able = (covariance > cov_low) & (covariance < cov_high) & ~clipped
     # A random order of the able tokens; the others come behind all of them.
     order = covariance.new_empty(len(loss)).uniform_().where(able, covariance.new_zeros(()) - 1)
-    drawn = order.new_zeros(len(loss)).index_fill(0, order.topk(max(1, int(share * len(loss)))).indices, 1.0) > 0
+    drawn = order.new_zeros(len(loss)).index_fill(0, order.topk(_count(share, x)).indices, 1.0) > 0
     drawn = drawn & able
     return loss.detach().where(drawn, loss), clipped | drawn
 
@@ -227,10 +228,7 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Te
     Means and share are the micro-batch's, as in `clip_cov`. Tokens drawn back count as clipped.
     """
     loss = -x.ratio() * x.advantage
-    if not len(loss):
-        return loss, x.sequence < 0
-    largest = _covariance(x).topk(max(1, int(share * len(loss)))).indices
-    drawn = loss.new_zeros(len(loss)).index_fill(0, largest, 1.0)
+    drawn = loss.new_zeros(len(loss)).index_fill(0, _covariance(x).topk(_count(share, x)).indices, 1.0)
     return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn > 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from one_step_off.config import ConfigError, first_line
+from one_step_off.config import ConfigError, as_config_error
 
 
 def load(key: str, spec: str) -> Any:
@@ -17,11 +17,11 @@ def load(key: str, spec: str) -> Any:
     if not {"", os.getcwd()} & set(sys.path):
         # `python -m` finds modules beside the user's config, and so must a worker process.
         sys.path.append(os.getcwd())
-    try:
+    mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
+    with as_config_error(
+        f"{key}={spec!r}: cannot be imported", mend, (Exception, SystemExit)
+    ):  # what the module raises
         return pkgutil.resolve_name(spec)
-    except (Exception, SystemExit) as e:  # what the module raises
-        mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
-        raise ConfigError(f"{key}={spec!r}: importing it raised {type(e).__name__}: {first_line(e)}; {mend}") from e
 
 
 @dataclass(frozen=True)

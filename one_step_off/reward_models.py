@@ -33,8 +33,7 @@ def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any)
             texts.append(theirs.apply_chat_template(chat, tokenize=False))
         else:
             texts.append(prompt.text + s.response)
-    ids = theirs(texts, add_special_tokens=not theirs.chat_template)["input_ids"]
-    return [np.asarray(one, np.int32) for one in ids]
+    return [np.asarray(x, np.int32) for x in theirs(texts, add_special_tokens=not theirs.chat_template)["input_ids"]]
 
 
 class LocalRewardModel(TrainGroup):

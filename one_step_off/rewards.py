@@ -4,6 +4,7 @@ The limit is SIGALRM of this process. It interrupts Python code that never retur
 thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
 """
 
+import contextlib
 import faulthandler
 import importlib
 import inspect
@@ -18,7 +19,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from one_step_off.config import ConfigError, RewardConfig, first_line
+from one_step_off.config import ConfigError, RewardConfig, as_config_error
 from one_step_off.config_checks import masked
 from one_step_off.registry import Registry
 from one_step_off.samples import PromptId
@@ -137,8 +138,7 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
     the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
     answer = _last_boxed(response)
     if answer is not None:
-        same = answer.strip() == ground_truth.strip() != ""
-        return 1.0 if same else _math_equal(answer, ground_truth)
+        return 1.0 if answer.strip() == ground_truth.strip() != "" else _math_equal(answer, ground_truth)
     return _math_equal(response[-_LONGEST_TAIL:], ground_truth, boxed=False)
 
 
@@ -153,14 +153,10 @@ def resolve(cfg: RewardConfig) -> Callable[..., Any]:
         raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"reward.function={spec!r}: is asynchronous; name a plain function")
-    try:
+    called = f"reward.function={spec!r}: cannot be called as f({'=, '.join(GIVEN)}=, **reward.kwargs)"
+    mend = "add **kwargs to take what you do not need, rename a key that is taken"
+    with contextlib.suppress(ValueError), as_config_error(called, mend, TypeError):  # some C functions do not tell
         inspect.signature(function).bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
-    except ValueError:  # some C functions do not tell
-        return function
-    except TypeError as e:
-        called = f"called as f({'=, '.join(GIVEN)}=, **reward.kwargs), but {first_line(e)}"
-        mend = "add **kwargs to take what you do not need, rename a key that is taken"
-        raise ConfigError(f"reward.function={spec!r}: {called}; {mend}") from e
     return function
 
 

@@ -29,6 +29,9 @@ from rich.text import Text
 from one_step_off.config_checks import masked
 
 _NAMES = 13
+_STEP = """step {number:>{width}}/{total}  v{weight_version:<{width}}  reward {reward/mean:.3f}  \
+length {response_length/mean:5.1f}  step {time/step_s:.2f}s (gen {time/generate_s:.2f}, train {time/train_s:.2f}, \
+sync {time/sync_s:.2f})  ratio {ratio/mean:.3f}  canary {canary/logprob_diff_max:.0e}"""
 
 
 class _Bars(progress.Progress):
@@ -129,25 +132,17 @@ class Screen:
 
 def step_line(row: dict[str, Any], total: int) -> str:
     """One step in one line."""
-    width = len(str(total))
-    return (
-        f"step {row['step'] + 1:>{width}}/{total}  v{row['weight_version']:<{width}}  "
-        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:5.1f}  "
-        f"step {row['time/step_s']:.2f}s (gen {row['time/generate_s']:.2f}, train {row['time/train_s']:.2f},"
-        f" sync {row.get('time/sync_s', 0.0):.2f})  ratio {row.get('ratio/mean', math.nan):.3f}"
-        f"  canary {row.get('canary/logprob_diff_max', math.nan):.0e}"
-    )
+    known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
+    return _STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))})
 
 
 def figures(row: dict[str, Any]) -> str:
     """The second line of the bar: reward, length, speed, who waited for whom."""
-    tokens = row.get("tokens_per_s/rollout")
-    waits = row.get("time/wait_trainer_s", math.nan) + row.get("time/sync_s", 0.0)
-    return (
-        f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:.1f}  "
-        + (f"{tokens:,.0f} tok/s  " if tokens else "")
-        + f"waits: rollout {waits:.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
-    )
+    tokens, waits = row.get("tokens_per_s/rollout"), row.get("time/wait_trainer_s", math.nan)
+    speed = f"{tokens:,.0f} tok/s  " if tokens else ""
+    text = f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:.1f}  {speed}waits: rollout "
+    text += f"{waits + row.get('time/sync_s', 0.0):.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
+    return text
 
 
 def quiet_libraries() -> None:

@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers.pre_tokenizers import Digits, Sequence
 from torch.nn.utils.rnn import pad_sequence
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from one_step_off import word_problems
@@ -124,18 +126,14 @@ def _rows(count: int, kind: str = "") -> list[word_problems.Row]:
 
 def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
-    core = Tokenizer(models.BPE())
-    cuts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    core.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    core.decoder = decoders.ByteLevel()
-    known = {"special_tokens": [PAD, EOS], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    trainer = trainers.BpeTrainer(vocab_size=RECIPE["vocab_size"], show_progress=False, **known)
+    core = ByteLevelBPETokenizer()
+    core.pre_tokenizer = Sequence([Digits(individual_digits=True), core.pre_tokenizer])
     texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE["corpus_rows"], kind)]
     if kind == "tools":
         texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE["corpus_rows"], kind)]
-    core.train_from_iterator(texts, trainer)
+    core.train_from_iterator(texts, RECIPE["vocab_size"], 0, show_progress=False, special_tokens=[PAD, EOS])
     names = {"pad_token": PAD, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=core, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, clean_up_tokenization_spaces=False, **names)
 
 
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
@@ -176,9 +174,7 @@ def demonstration(kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rn
     return [call, heard, response_ids(tokenizer, f"#### {number}")]
 
 
-def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, progress: Progress, kind: str
-) -> None:
+def warm_start(model: PreTrainedModel, tokenizer: Any, seed: int, progress: Progress, kind: str) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on the model's turns only."""
     rng, steps = random.Random(seed), STEPS.get(kind, RECIPE["steps"])
     rows = _rows(RECIPE["rows"], kind)
@@ -186,19 +182,13 @@ def warm_start(
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
     matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
     others = [p for n, p in model.named_parameters() if n not in matrices]
-    decay, fall = RECIPE["weight_decay"], steps * RECIPE["decay"]
-    optimizers = [
-        torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay),
-        torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay),
-    ]
-
-    def rate(step: int) -> float:  # warm-up, plateau, then a straight fall
-        return min(1.0, (step + 1) / RECIPE["warmup_steps"], (steps - step) / fall)
-
-    schedules = [torch.optim.lr_scheduler.LambdaLR(o, rate) for o in optimizers]
+    decay, rise, fall = RECIPE["weight_decay"], RECIPE["warmup_steps"], steps * RECIPE["decay"]
+    muon = torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay)
+    adamw = torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay)
+    # Warm-up, plateau, then a straight fall.
+    schedules = [LambdaLR(o, lambda i: min(1.0, (i + 1) / rise, (steps - i) / fall)) for o in (muon, adamw)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
-    model.train()
     for step in range(steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE["batch_size"])]
         talks = [[prompts[i], *demonstration(kind, tokenizer, rows[i]["answer"], rng)] for i in chosen]
@@ -210,9 +200,8 @@ def warm_start(
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["grad_clip"])
-        for each in (*optimizers, *schedules):
+        for each in (muon, adamw, *schedules):
             each.step()
         model.zero_grad()
         progress(f"building tiny:{kind} (once, then cached)", (step + 1) / steps)
-    model.eval()
     torch.set_num_threads(threads)

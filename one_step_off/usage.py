@@ -57,8 +57,7 @@ def peak_resident_bytes() -> int:
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(OSError, AttributeError):  # it ended meanwhile
             # psutil tells what is resident now, and the peak only in releases newer than those we ask for.
-            status = Path(f"/proc/{process.pid}/status").read_text()
-            total += int(re.search(r"VmHWM:\s+(\d+)", status)[1]) * 1024
+            total += int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) * 1024
     return total
 
 

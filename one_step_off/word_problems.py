@@ -58,8 +58,7 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
     who, what = divmod(rest, len(OBJECTS))
     # The second person is a function of the first, so that a surface stays one small number.
     other, x = NAMES[(who + 3) % len(NAMES)], OBJECTS[what]
-    ax = f"{a} {x[:-1] if a == 1 else x}"
-    question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=ax, b=b)
+    question = TEMPLATES[op][template].format(name=NAMES[who], other=other, x=x, ax=f"{a} {x}", b=b)
     result = a + b if op == "+" else a - b
     return {"question": question, "answer": f"{a} {op} {b} = {result}\n#### {result}"}
 
@@ -71,15 +70,14 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
         raise ValueError(f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer")
-    rng, rows, turn = random.Random(f"word_problems {split} {seed}"), [], 0
+    rng, rows = random.Random(f"word_problems {split} {seed}"), []
     # A stride coprime to the number of wordings visits each of them once before it returns to the first.
     strides = [s for s in range(1, _SURFACES) if gcd(s, _SURFACES) == 1]
     walks = {t: (rng.randrange(_SURFACES), rng.choice(strides)) for t in space}
-    while len(rows) < size:
+    for turn in range(-(-size // len(space))):
         rng.shuffle(space)
-        for triple, (start, stride) in ((t, walks[t]) for t in space[: size - len(rows)]):
-            rows.append(_row(triple, (start + turn * stride) % _SURFACES))
-        turn += 1
+        chosen = ((t, *walks[t]) for t in space[: size - len(rows)])
+        rows += [_row(t, (start + turn * stride) % _SURFACES) for t, start, stride in chosen]
     return rows
 
 
@@ -89,15 +87,17 @@ def _pairs(sign: str, split: str, size: int, rng: random.Random) -> list[tuple[i
     return [pair for _ in range(0, size, len(space)) for pair in rng.sample(space, len(space))][:size]
 
 
+def _chat(turns: list[tuple[str, str]], truth: str) -> dict[str, Any]:
+    prompt = [{"role": role, "content": text} for role, text in turns]
+    return {"prompt": prompt, "reward_model": {"ground_truth": truth}}
+
+
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     """Sums as `_pairs` has them, as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`. For
     small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one."""
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
-    rows = []
-    for a, b in _pairs("+", split, size, random.Random(f"addition {split} {seed}")):
-        prompt = [{"role": role, "content": text} for role, text in [*shown, ("user", f"{a} + {b} =")]]
-        rows.append({"prompt": prompt, "reward_model": {"ground_truth": str(a + b)}})
-    return rows
+    pairs = _pairs("+", split, size, random.Random(f"addition {split} {seed}"))
+    return [_chat([*shown, ("user", f"{a} + {b} =")], str(a + b)) for a, b in pairs]
 
 
 _PRODUCTS = (
@@ -124,9 +124,9 @@ def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for i in range(size):
         name, own = PUZZLES[i % len(PUZZLES)], 2 * (seed * 1_000_003 + i) + (split == "test")
-        prompt = [{"role": "user", "content": reasoning_gym.create_dataset(name, size=1, seed=own)[0]["question"]}]
-        truth = {"ground_truth": json.dumps({"dataset": name, "seed": own})}
-        rows.append({"prompt": prompt, "reward_model": truth, "agent_loop": "environment"})
+        question = reasoning_gym.create_dataset(name, size=1, seed=own)[0]["question"]
+        truth = json.dumps({"dataset": name, "seed": own})
+        rows.append(_chat([("user", question)], truth) | {"agent_loop": "environment"})
     return rows
 
 

@@ -288,9 +288,12 @@ REFUSES_TWO = "{% if messages | length > 3 %}{{ raise_exception('no') }}{% endif
             "does not show what 'tool' says",
         ),
         (CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1), "does not show 2 messages in a row of 'tool'"),
-        (CHATML.replace("{% for", REFUSES_TWO + "{% for", 1), "does not take 'tool': no"),
+        (CHATML.replace("{% for", REFUSES_TWO + "{% for", 1), "does not take 'tool': TemplateError: no"),
         (CHATML.replace("{{ tools | tojson }}", ""), "does not write the tools into prompts"),
-        (CHATML.replace("{{ tools | tojson }}", "{{ raise_exception('no') }}"), "does not take the tools: no"),
+        (
+            CHATML.replace("{{ tools | tojson }}", "{{ raise_exception('no') }}"),
+            "does not take the tools: TemplateError: no",
+        ),
     ],
 )
 def test_a_template_from_which_the_model_learns_nothing_of_tools_is_refused(template, words):
@@ -409,7 +412,7 @@ def test_loops_with_turns_need_a_chat_template(tokenizer, loop):
     refusing.chat_template = "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"
     for own, words in (
         (bare, "has turns, which a chat template writes"),
-        (refusing, "does not take '(tool|user)': no"),
+        (refusing, "does not take '(tool|user)': TemplateError: no"),
     ):
         with pytest.raises(ConfigError, match=words):
             Loops(cfg, own).get()

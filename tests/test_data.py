@@ -114,7 +114,7 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -
     assert report.rows == 3 and report.used == 2
     assert f"skipped {path}:3" in report.lines()[1]
     with pytest.raises(ConfigError, match=rf"{path}:3: .*bad_rows=skip"):
-        load_rows(path, "train", DataConfig(bad_rows="fail"), 0)
+        load_rows(path, "train", DataConfig(bad_rows="fail"), 0, Report("data"))
 
 
 BAD_CHAT = [
@@ -147,7 +147,7 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
 def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
     """Whatever else stands in extra_info; a name that is no loop's is told with its row."""
     rows = [chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}), chat_row(agent_loop=None)]
-    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0)
+    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data"))
     assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {"agent_loop": {"a": 1}}
 
     def tools_of(name: str) -> None:
@@ -174,7 +174,7 @@ def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
 def test_line_separators_inside_strings(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({**GOOD, "question": "a\u2028b"}, ensure_ascii=False))
-    assert load_rows(str(path), "train", DataConfig(), 0)[0].messages[0]["content"] == "a\u2028b"
+    assert load_rows(str(path), "train", DataConfig(), 0, Report("data"))[0].messages[0]["content"] == "a\u2028b"
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", "list.json", ".parquet"])
@@ -190,7 +190,7 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
         path.write_text(json.dumps([row, row], indent=1))
     else:
         write_jsonl(path, [row, row])
-    rows = load_rows(str(path), "train", DataConfig(), 0)
+    rows = load_rows(str(path), "train", DataConfig(), 0, Report("data"))
     assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].index == 1
     if row is GOOD:
         assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(path)
@@ -201,7 +201,7 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
 def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [GOOD, "broken"])
     second = write_jsonl(tmp_path / "b.jsonl", [GOOD])
-    rows = load_rows(f"{first}, {second}", "train", DataConfig(), 0)
+    rows = load_rows(f"{first}, {second}", "train", DataConfig(), 0, Report("data"))
     assert [(r.index, r.where) for r in rows] == [(0, f"{first}:1"), (2, f"{second}:1")]
 
 
@@ -219,7 +219,7 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as e:
-        load_rows(str(path), "train", DataConfig(), 0)
+        load_rows(str(path), "train", DataConfig(), 0, Report("data"))
     assert str(path) in str(e.value) and "\n" not in str(e.value)
 
 
@@ -237,7 +237,7 @@ def test_unusable_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec:
     Path("broken.parquet").write_text("x")
     Path("broken.json").write_text("[1, ")
     with pytest.raises(ConfigError, match=message):
-        load_rows(spec, "train", DataConfig(), 0)
+        load_rows(spec, "train", DataConfig(), 0, Report("data"))
 
 
 def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,9 +251,9 @@ def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(ConfigError, match=r"openai/gsm8k\[test\].*ConnectionError: no route; .*network.*local .jsonl"):
-        load_rows("openai/gsm8k", "test", DataConfig(), 0)
+        load_rows("openai/gsm8k", "test", DataConfig(), 0, Report("data"))
     with pytest.raises(ConfigError):
-        load_rows("some/set:part", "train", DataConfig(), 0)
+        load_rows("some/set:part", "train", DataConfig(), 0, Report("data"))
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("some/set", "part"), {"split": "train"})]
 
 
@@ -261,19 +261,19 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.Dataset.from_list([GOOD, GOOD]))
-    rows = load_rows("openai/gsm8k", "train", DataConfig(), 0)
+    rows = load_rows("openai/gsm8k", "train", DataConfig(), 0, Report("data"))
     assert [r.where for r in rows] == ["openai/gsm8k[train]:1", "openai/gsm8k[train]:2"]
     assert rows[0].data_source == "openai/gsm8k"
 
 
 def test_generator() -> None:
     cfg = DataConfig(generator_size=50)
-    rows = load_rows("generator:word_problems", "train", cfg, 3)
-    assert len(rows) == 50 and rows == load_rows("generator:word_problems", "train", cfg, 3)
-    held_out = load_rows("generator:word_problems", "test", DataConfig(val_size=20), 0)
+    rows = load_rows("generator:word_problems", "train", cfg, 3, Report("data"))
+    assert len(rows) == 50 and rows == load_rows("generator:word_problems", "train", cfg, 3, Report("data"))
+    held_out = load_rows("generator:word_problems", "test", DataConfig(val_size=20), 0, Report("data"))
     assert len(held_out) == 20
     with pytest.raises(ConfigError, match=r"holds \d+ problems; ask for fewer; change data.val_size=10000000"):
-        load_rows("generator:word_problems", "test", DataConfig(val_size=10_000_000), 0)
+        load_rows("generator:word_problems", "test", DataConfig(val_size=10_000_000), 0, Report("data"))
 
 
 # --- tokenising ---

@@ -212,14 +212,16 @@ def test_reward_functions_do_what_the_pages_say(workplace: Path) -> None:
 
 def test_data_rows_do_what_the_pages_say(workplace: Path) -> None:
     from one_step_off.config import DataConfig
-    from one_step_off.data import load_rows
+    from one_step_off.data import Report, load_rows
 
     texts = [text for page in PAGES for language, text in fences(page) if language == "json"]
     truths = []
     for i, text in enumerate(texts):
         json.loads(text)
         (workplace / f"{i}.jsonl").write_text(text)
-        truths += [row.ground_truth for row in load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0)]
+        truths += [
+            row.ground_truth for row in load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data"))
+        ]
     assert truths == ["7", "7"]
 
 

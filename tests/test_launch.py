@@ -238,7 +238,9 @@ def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
-    with pytest.raises(ConfigError, match="Ray does not start: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"):
+    with pytest.raises(
+        ConfigError, match="Ray does not start: ConnectionError: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"
+    ):
         launch.start_ray(Config())
 
 

@@ -505,7 +505,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
         assert a.dtype == b.dtype
     assert again.samples[1].extra == samples[1].extra and again.samples[3].prompt_id == (0, 1)
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(ConfigError, match="--replay .*: no batch .*skipped/step_000012"):
+        with pytest.raises(ConfigError, match="--replay .*: no batch: .*skipped/step_000012"):
             read_batch(folder)
 
 
@@ -538,7 +538,7 @@ def test_a_torn_batch_is_refused_in_one_line(tear, tmp_path, capsys):
     keys += ["placement.device=cpu", f"trainer.output_dir={tmp_path}/out"]
     assert main([*keys, "--replay", str(tmp_path / "b")]) == 2
     line = capsys.readouterr().err.removesuffix("\n")
-    assert line.startswith(f"error: --replay {tmp_path}/b: no batch (") and "\n" not in line
+    assert line.startswith(f"error: --replay {tmp_path}/b: no batch: ") and "\n" not in line
     assert line.endswith("; name a folder as OUTPUT_DIR/skipped/step_000012")
 
 

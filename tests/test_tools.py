@@ -132,7 +132,7 @@ def test_tools_of_an_mcp_server(mcp_url):
 
 def test_faults_of_mcp_servers_are_told_before_engines_start(mcp_url):
     with pytest.raises(
-        ConfigError, match="agent.tools=mcp:http://127.0.0.1:9/mcp: the server lists no tools .*start it"
+        ConfigError, match="agent.tools=mcp:http://127.0.0.1:9/mcp: the server lists no tools.*start it"
     ):
         Toolbox(AgentConfig(tools="mcp:http://127.0.0.1:9/mcp"))
     with pytest.raises(ConfigError, match="a tool before it is named double too"):
