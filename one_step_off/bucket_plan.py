@@ -70,6 +70,10 @@ class Bucket:
     joined: dict[str, int] = field(default_factory=dict)  # tensors of several slots -> where receivers join them
     ends: bool = True  # False: its one tensor goes on in the next bucket
 
+    def parts(self, flat: torch.Tensor) -> Parts:
+        """Room for all senders' parts, side by side in `flat`, uint8 [their bytes or more]."""
+        return {s: part for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes)) if len(part)}
+
     def whole(self, parts: Parts, room: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""

@@ -379,11 +379,11 @@ class PolicyWorker(TrainedWorker):
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
-        self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
+        self._weights = self._own_weights()
 
-    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+    def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
-        return fsdp_model.sharded_weights(self.model, dtype)
+        return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -471,15 +471,15 @@ class PolicyWorker(TrainedWorker):
             dtype = getattr(torch, first.dtype)
             whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
             for rank, piece in parts:
-                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
+                if rank == self.rank:
+                    block = next(own).to(device, dtype).contiguous()
+                    if rank != 0:
+                        dist.send(block, 0)
+                elif self.rank == 0:
+                    block = torch.empty(piece.block, dtype=dtype, device=device)
+                    dist.recv(block, rank)
                 if self.rank == 0:
-                    if block is None:
-                        block = torch.empty(piece.block, dtype=dtype, device=device)
-                        dist.recv(block, rank)
-                    rows = torch.atleast_1d(whole)  # the same memory
-                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
-                elif block is not None:
-                    dist.send(block, 0)
+                    piece.place(whole).copy_(block)
             if self.rank == 0:
                 yield first.name, whole
 
@@ -496,7 +496,10 @@ class PolicyWorker(TrainedWorker):
                 self._write(whole, adapter, path)
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
-        fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
+        # The sharded model's class is FSDP's; this one has the architecture's own.
+        plain = fsdp_model.empty(self.cfg, "actor", "sdpa", getattr(torch, self.cfg.model.dtype))
+        plain.generation_config = self.model.generation_config
+        plain.save_pretrained(folder, state_dict=whole)
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary = f"{path}.unfinished"

@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from one_step_off import delta
-from one_step_off.bucket_plan import BucketPlan, checksum
-from one_step_off.distributed_util import FULL
+from one_step_off.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.distributed_util import Mirror
 
 
 class NotInPlace(RuntimeError):
@@ -90,55 +89,42 @@ class LiveWeights:
         return self
 
 
-Record = Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights]
-"""`LiveWeights.record` of a model."""
-
-
-class InPlace:
-    """All buckets of a sync, in the model's own parameters: what `distributed_util.Receiver` keeps as `live`. It needs a
+class InPlace(Mirror):
+    """The model's own parameters in place of a mirror: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
-    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, record: Record) -> None:
+    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the model holds. `record`: of this model. Raises NotInPlace."""
-        self.plan, self.room = plan, room
-        self.flat = torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)
+        checksums of what the `model` holds. Raises NotInPlace."""
+        self.plan, self.room, self.device = plan, room, room.device
+        self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(plan.buckets)
         self.live: list[LiveWeights] = []
         for i, bucket in enumerate(plan.buckets):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
-                tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
-                self.live += [record(tensors, lambda strips=strips: self._hold(strips, sums))] * len(strips)
+                tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
+                one = LiveWeights.record(model, tensors, lambda strips=strips: self._same(strips, sums))
+                self.live += [one] * len(strips)
 
-    def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
+    def held(self, i: int) -> Parts:
+        """As `Mirror.held`, in the buffer, out of the model; a tensor in strips is read with its first one."""
         if not i or self.plan.buckets[i - 1].ends:
             self.live[i].read()
-        parts = self._split(i)
-        for sender, (kind, message) in messages.items():
-            if kind == FULL:
-                parts[sender].copy_(message)
-            else:
-                delta.apply(message, parts[sender])
-        return parts
+        return self._split(i)
 
     def write(self, i: int) -> None:
         """The bucket that `update` has made, into the model; a tensor in strips goes with its last one."""
-        self.plan.buckets[i].join(self._parts(i), self.room)
+        self.plan.buckets[i].join(super().held(i), self.room)
         if self.plan.buckets[i].ends:
             self.live[i].write()
 
-    def _parts(self, i: int) -> dict[int, torch.Tensor]:
-        sizes = self.plan.buckets[i].nbytes
-        return {s: part for s, part in enumerate(self.flat[: sum(sizes)].split(sizes)) if len(part)}
-
-    def _hold(self, strips: range, sums: torch.Tensor) -> bool:
+    def _same(self, strips: range, sums: torch.Tensor) -> bool:
         """Whether what was read has the checksums of these buckets."""
         return all(torch.equal(checksum(part), sums[s, k]) for k in strips for s, part in self._split(k).items())
 
-    def _split(self, i: int) -> dict[int, torch.Tensor]:
+    def _split(self, i: int) -> Parts:
         """Each sender's part, of what was read."""
-        parts = self._parts(i)
+        parts = super().held(i)
         self.plan.buckets[i].split(parts, self.room)
         return parts
 

@@ -148,9 +148,9 @@ class MegatronWorker(ModelWorker):
                 if isinstance(of.get("step"), Tensor):  # torch's AdamW: one tensor for all would count every parameter
                     of["step"] = of["step"].clone()
 
-    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+    def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         # Only now: the optimiser has moved the parameters into its buffers.
-        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config), dtype)
+        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype))
 
     def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
         self.hf_config.dtype = getattr(torch, self.cfg.model.dtype)
