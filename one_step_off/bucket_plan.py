@@ -194,10 +194,12 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
     return [by_name[name] for name in _merged(pieces)]
 
 
-def whole_pieces(pieces: list[list[WeightPiece]]) -> list[WeightPiece]:
-    """The pieces of a rank that gathers the others'."""
+def sent_by(pieces: list[list[WeightPiece]], how: str) -> dict[int, list[WeightPiece]]:
+    """Rank -> the pieces that it sends, of those that hold any; with `how` = "gather" rank 0 sends all, whole."""
+    if how == "sharded":
+        return {rank: held for rank, held in enumerate(pieces) if held}
     firsts = (parts[0][1] for parts in owners(pieces))
-    return [WeightPiece(p.name, p.dtype, p.shape, 0, p.shape[0] if p.shape else 1) for p in firsts]
+    return {0: [replace(p, start=0, stop=p.shape[0] if p.shape else 1, dim=0) for p in firsts]}
 
 
 def _merged(pieces: list[list[WeightPiece]]) -> list[str]:

@@ -86,8 +86,6 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
-    if source is not None and not scalar:
-        model.generation_config = source.generation_config
     offload = own.param_offload and device.type == "cuda"
     _shard(model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing)
     _load(model, source, torch.device("cpu") if offload else device, device)

@@ -81,18 +81,14 @@ def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
 
 def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: str, expert: bool) -> Iterator[Part]:
     """The parts of one local parameter."""
-    rank = 0 if expert else mpu.get_tensor_model_parallel_rank()
-    ranks = 1 if expert else mpu.get_tensor_model_parallel_world_size()
+    rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    first = rank == 0
+    if expert or how == "whole":
+        rank, ranks = 0, 1
     data = parameter.detach()
     views, dim = [data], int(how == "columns")
     if how == "rows":  # gate above up, each of this rank
         views = data.chunk(len(names))
-    elif how == "vocabulary":  # padded at the end, so that it divides
-        rows, size = data.shape[0], hf_config.vocab_size
-        start, stop = min(rank * rows, size), min((rank + 1) * rows, size)
-        piece = WeightPiece(names[0], dtype, (size, *data.shape[1:]), start, stop)
-        yield Part(piece, data[: stop - start], stop > start, expert)
-        return
     elif how == "qkv":  # per group of heads: its queries, one key, one value
         heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
         per_group, per_head = heads // groups, head_dim(hf_config)
@@ -100,11 +96,14 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: s
         views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
     for name, view in zip(names, views, strict=True):
         shape = list(view.shape) if how != "qkv" else [view.shape[:3].numel(), *view.shape[3:]]
-        size = shape[dim]
-        shape[dim] *= 1 if how == "whole" else ranks
-        start = 0 if how == "whole" else rank * size
-        piece = WeightPiece(name, dtype, tuple(shape), start, start + size, dim)
-        yield Part(piece, view, how != "whole" or rank == 0, expert)
+        start, stop = rank * shape[dim], (rank + 1) * shape[dim]
+        shape[dim] *= ranks
+        if how == "vocabulary":  # padded at the end, so that it divides
+            shape[0] = hf_config.vocab_size
+            start, stop = min(start, shape[0]), min(stop, shape[0])
+            view = view[: stop - start]
+        mine = start < stop and (first or how != "whole")
+        yield Part(WeightPiece(name, dtype, tuple(shape), start, stop, dim), view, mine, expert)
 
 
 def head_dim(hf_config: Any) -> int:
