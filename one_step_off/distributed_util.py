@@ -28,7 +28,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -112,17 +111,11 @@ class NetworkLink:
         self.group = self.work = None
 
 
-@dataclass
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
 
-    plan: BucketPlan
-    index: int
-    device: torch.device
-    host: str
-    timeout_s: float
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
+        self.plan, self.index, self.device, self.host, self.timeout_s = plan, index, device, host, timeout_s
         self.who = f"{type(self).__name__.lower()} {self.index}"
         self.links: list[Any] = []
         # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
@@ -193,8 +186,8 @@ class Sender(_End):
 
     full_every, keep, kept = 0, False, -1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
+        super().__init__(plan, index, device, host, timeout_s)
         self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
         limit = timedelta(seconds=self.timeout_s)
         self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)

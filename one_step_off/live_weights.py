@@ -26,18 +26,14 @@ class NotInPlace(RuntimeError):
 
 
 class LiveWeights:
-    """One bucket's way into the model. `pairs`: (part of a parameter, part of an HF tensor) of one shape each."""
+    """One bucket's way into the model, by parts of parameters (`live`) and of HF tensors (`held`) of one shape each."""
 
-    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.live, self.held = [live for live, _ in pairs], [held for _, held in pairs]
-
-    @staticmethod
     @torch.no_grad()
-    def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> None:
         """Find where `tensors` live: HF name -> view into the caller's buffer, of the shape and dtype that `load_weights`
         takes; its bytes do not matter. The model must hold a completely loaded version, and stays as it is.
 
-        The result proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
+        What was found proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
         parameters, and after a `read`, `same()` must tell that the buffer equals, by bytes or checksum, what was sent.
         Only that sees parameters that were reordered after loading. It cannot see it while all of a tensor's numbers are
         equal, as a fresh norm's; the canary can, later.
@@ -58,7 +54,8 @@ class LiveWeights:
             raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
         if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
             raise RuntimeError("load_weights replaced parameters; the model cannot be used any more")
-        return LiveWeights(watch.pairs)._proven(tensors, same)
+        self.live, self.held = [live for live, _ in watch.pairs], [held for _, held in watch.pairs]
+        self._prove(tensors, same)
 
     def read(self) -> None:
         """Parameters -> buffer."""
@@ -68,8 +65,8 @@ class LiveWeights:
         """Buffer -> parameters."""
         torch._foreach_copy_(self.live, self.held)
 
-    def _proven(self, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
-        """Itself, after the checks that `record` describes."""
+    def _prove(self, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> None:
+        """The checks that `__init__` describes."""
         spans = sorted((live.data_ptr(), live.data_ptr() + live.nbytes) for live in self.live)
         if any(start < end for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
             raise NotInPlace("two parts share memory in the parameters")
@@ -86,7 +83,6 @@ class LiveWeights:
             raise NotInPlace("some numbers are in no parameter")
         if not same():
             raise NotInPlace("the parameters hold other bytes than were sent")
-        return self
 
 
 class InPlace(Mirror):
@@ -103,7 +99,7 @@ class InPlace(Mirror):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
-                one = LiveWeights.record(model, tensors, lambda strips=strips: self._same(strips, sums))
+                one = LiveWeights(model, tensors, lambda strips=strips: self._same(strips, sums))
                 self.live += [one] * len(strips)
 
     def held(self, i: int) -> Parts:

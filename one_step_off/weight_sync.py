@@ -49,13 +49,8 @@ class WeightSync:
         self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
         self.near = [self.near[i] for i in sending]
         self.total_bytes = BucketPlan.build([*sending.values()], size).total_bytes
-        self.info = {
-            "pieces": [[astuple(piece) for piece in sent] for sent in sending.values()],
-            "bucket_bytes": size,
-            "addresses": [found[i] for i in sending],
-            "host": self.host,
-            "timeout_s": limit,
-        }
+        self.info = {"bucket_bytes": size, "addresses": [found[i] for i in sending], "host": self.host}
+        self.info |= {"timeout_s": limit, "pieces": [[astuple(p) for p in sent] for sent in sending.values()]}
 
     async def _regroup(self, numbers: list[int]) -> None:
         """New groups, of the senders and these replicas."""
