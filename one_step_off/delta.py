@@ -71,14 +71,6 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
                 part.scatter_(0, at, part.index_select(0, at) + step)
 
 
-def renew(words: torch.Tensor, message: torch.Tensor) -> None:
-    """Make of `words` (uint8 [n]) what was sent: `message` is a payload, which is shorter; or all of the new words."""
-    if len(message) == len(words):
-        words.copy_(message)
-    else:
-        apply(message.to(words.device), words)
-
-
 def changed(payload: torch.Tensor) -> int:
     """How many 16-bit words a payload of `encode` changes."""
     count, block = payload[:8].view(torch.int32).tolist()

@@ -330,7 +330,10 @@ class Mirror:
         """Each sender's part of bucket `i` after its message: uint8, on the receiver's device."""
         parts = self.held(i)
         for sender, message in messages.items():
-            delta.renew(parts[sender], message)
+            if len(message) == len(parts[sender]):  # a payload is shorter
+                parts[sender].copy_(message)
+            else:
+                delta.apply(message.to(parts[sender].device), parts[sender])
         return {sender: part.to(self.device, non_blocking=True) for sender, part in parts.items()}
 
 

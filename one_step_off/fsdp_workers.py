@@ -171,7 +171,6 @@ class TrainedWorker(ModelWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`, with an optimiser for a role that learns."""
         super().setup(master_addr, master_port)
-        self._host_state: dict[DTensor, Tensor] = {}
         if isinstance(self.own, TrainedConfig):
             self._build_optimizer()
 
@@ -280,7 +279,7 @@ class TrainedWorker(ModelWorker):
         return float(norm)
 
     def _move_optimizer(self, to_host: bool) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
+        """GPUs with optimizer_offload: the moments wait in pinned host memory, whose blocks torch's allocator reuses."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
         moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
@@ -288,9 +287,8 @@ class TrainedWorker(ModelWorker):
             # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
             local = value._local_tensor
             if to_host:
-                if value not in self._host_state:
-                    self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
-                value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
+                room = torch.empty_like(local, device="cpu", pin_memory=True)
+                value._local_tensor = room.copy_(local, non_blocking=True)
             else:
                 value._local_tensor = local.to(self.device, non_blocking=True)
         if to_host:
