@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import networkx  # torch needs it too
 import torch
@@ -36,7 +37,7 @@ class Slot:
     last: int
     offset: int = 0
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the rows."""
         return (self.last - self.first) * math.prod(self.piece.block[1:]) * getattr(torch, self.piece.dtype).itemsize
@@ -131,17 +132,17 @@ class BucketPlan:
         order: list[list[WeightPiece]] = [[] for _ in pieces]
         for parts in owners(pieces):
             strips, size = _strips(parts, bucket_bytes), sum(Slot(p, s, 0, p.rows).padded for s, p in parts)
-            alone = len(strips) > 1
+            alone, joins = len(strips) > 1, len(strips) > 1 or len(parts) > 1
             for i, strip in enumerate(strips):
                 if alone or filled + size > bucket_bytes:
                     buckets.append(Bucket([], [0] * len(pieces), ends=i == len(strips) - 1))
                     filled = joined = 0
-                if len(parts) > 1 or alone:
+                if joins:
                     buckets[-1].joined[parts[0][1].name] = joined
                 for slot in strip:
                     buckets[-1].slots.append(replace(slot, offset=buckets[-1].nbytes[slot.sender]))
                     buckets[-1].nbytes[slot.sender] += slot.padded
-            joined += size if len(parts) > 1 or alone else 0
+            joined += size if joins else 0
             room = max(room, joined)
             filled = math.inf if alone else filled + size
             for s, piece in parts:

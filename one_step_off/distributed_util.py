@@ -376,12 +376,12 @@ class Receiver(_End):
                 total += sum(map(len, rooms.values()))
         return (time.perf_counter() - begin) / max(total, 1)
 
-    def _rooms(self, i: int) -> dict[int, torch.Tensor]:
+    def _rooms(self, i: int) -> Parts:
         """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
         parts = self.plan.buckets[i].parts(self.buffers[i % 2]) if any(self.far) else {}
         return {s: part for s, part in parts.items() if self.far[s]}
 
-    def _arrive(self, rooms: dict[int, torch.Tensor]) -> dict[int, float]:
+    def _arrive(self, rooms: Parts) -> dict[int, float]:
         """Receive from several far senders at once; seconds until each was there."""
         begin = time.perf_counter()
         for s, room in rooms.items():

@@ -145,8 +145,8 @@ def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> Non
     ConfigError: as `CheckpointReader`."""
     path = path_of(cfg, role)
     reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
-    for parameter in (p for chunk in chunks for p in chunk.parameters()):
-        parameter.zero_()  # what pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN
+    # What pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN.
+    torch._foreach_zero_([p for chunk in chunks for p in chunk.parameters()])
     for part in parts(chunks, hf_config, cfg.model.dtype):
         if role == "critic" and part.piece.name == "score.weight" not in reader.files:
             generator = torch.Generator().manual_seed(cfg.trainer.seed)
