@@ -37,9 +37,9 @@ WORK = {"tiny": (16, 4, 32), "0.5b": (4, 4, 16)}  # prompts of 64 tokens, sample
 class AdapterActor(ActorWorker):
     """Sends A and B themselves, by peft's names (on one rank)."""
 
-    def _own_weights(self, dtype: Any) -> list[tuple[WeightPiece, Any]]:
+    def _own_weights(self) -> list[tuple[WeightPiece, Any]]:
         named = ((n.replace(".default", ""), p) for n, p in self.model.named_parameters() if ".lora_" in n)
-        return [(WeightPiece(n, str(dtype).removeprefix("torch."), tuple(p.shape), 0, len(p)), p) for n, p in named]
+        return [(WeightPiece(n, self.cfg.model.dtype, tuple(p.shape), 0, len(p)), p) for n, p in named]
 
 
 class AdapterExtension(SyncWorkerExtension):

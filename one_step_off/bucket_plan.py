@@ -5,7 +5,8 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import networkx  # torch needs it too
 import torch
@@ -19,8 +20,6 @@ _LANES = 1024  # int64 words per checksum row
 
 Parts = dict[int, torch.Tensor]
 """Each sender's part of a bucket: uint8 [n]."""
-Rows = tuple[int, WeightPiece, int, int]
-"""The rows [first, last) of a sender's piece: (sender, piece, first, last)."""
 
 
 class SyncError(RuntimeError):
@@ -29,15 +28,24 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one piece, or the rows [first, last) of its block, lie in its sender's part of a bucket: bytes
-    [offset, offset + nbytes)."""
+    """The rows [first, last) of a sender's piece, and where they lie in its part of a bucket: bytes
+    [offset, offset + nbytes), followed by zeros up to offset + padded."""
 
     piece: WeightPiece
     sender: int
-    offset: int
-    nbytes: int
     first: int
     last: int
+    offset: int = 0
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return (self.last - self.first) * math.prod(self.piece.block[1:]) * getattr(torch, self.piece.dtype).itemsize
+
+    @property
+    def padded(self) -> int:
+        """Bytes up to where the next slot may begin."""
+        return -(-self.nbytes // ALIGN) * ALIGN
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """Its rows as a tensor of their own shape and dtype, inside `part` (uint8 [n])."""
@@ -47,16 +55,11 @@ class Slot:
 
     def seal(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
-        if self.nbytes % ALIGN:
-            end = self.offset + self.nbytes
-            part[end : -(-end // ALIGN) * ALIGN].zero_()
+        part[self.offset + self.nbytes : self.offset + self.padded].zero_()
 
     def place(self, whole: torch.Tensor) -> torch.Tensor:
         """Its rows inside the whole tensor."""
-        if not self.piece.shape:
-            return whole
-        block = whole.narrow(self.piece.dim, self.piece.start, self.piece.stop - self.piece.start)
-        return block[self.first : self.last]
+        return self.piece.place(whole)[self.first : self.last] if self.piece.shape else whole
 
 
 @dataclass
@@ -68,14 +71,9 @@ class Bucket:
     joined: dict[str, int] = field(default_factory=dict)  # tensors of several slots -> where receivers join them
     ends: bool = True  # False: its one tensor goes on in the next bucket
 
-    def take(self, strip: "list[Rows]", join: int | None, ends: bool) -> None:
-        """Add a tensor, or a strip of one; `join`: where receivers join it."""
-        for s, piece, *rows in strip:
-            self.slots.append(Slot(piece, s, self.nbytes[s], _bytes(piece, rows), *rows))
-            self.nbytes[s] += _padded(piece, rows)
-        if join is not None:
-            self.joined[strip[0][1].name] = join
-        self.ends = ends
+    def parts(self, flat: torch.Tensor) -> Parts:
+        """Room for all senders' parts, side by side in `flat`, uint8 [their bytes or more]."""
+        return {s: part for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes)) if len(part)}
 
     def whole(self, parts: Parts, room: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
@@ -133,16 +131,19 @@ class BucketPlan:
         filled, room, joined = math.inf, 0, 0
         order: list[list[WeightPiece]] = [[] for _ in pieces]
         for parts in owners(pieces):
-            strips, size = _strips(parts, bucket_bytes), sum(_padded(p, (0, _rows(p))) for _, p in parts)
-            alone = len(strips) > 1
+            strips, size = _strips(parts, bucket_bytes), sum(Slot(p, s, 0, p.rows).padded for s, p in parts)
+            alone, joins = len(strips) > 1, len(strips) > 1 or len(parts) > 1
             for i, strip in enumerate(strips):
                 if alone or filled + size > bucket_bytes:
-                    buckets.append(Bucket([], [0] * len(pieces)))
+                    buckets.append(Bucket([], [0] * len(pieces), ends=i == len(strips) - 1))
                     filled = joined = 0
-                buckets[-1].take(strip, joined if alone or len(parts) > 1 else None, ends=i == len(strips) - 1)
-            if alone or len(parts) > 1:
-                joined += size
-                room = max(room, joined)
+                if joins:
+                    buckets[-1].joined[parts[0][1].name] = joined
+                for slot in strip:
+                    buckets[-1].slots.append(replace(slot, offset=buckets[-1].nbytes[slot.sender]))
+                    buckets[-1].nbytes[slot.sender] += slot.padded
+            joined += size if joins else 0
+            room = max(room, joined)
             filled = math.inf if alone else filled + size
             for s, piece in parts:
                 order[s].append(piece)
@@ -163,26 +164,14 @@ class BucketPlan:
         return max((sum(b.nbytes) for b in self.buckets), default=0)
 
 
-def _rows(piece: WeightPiece) -> int:
-    return piece.block[0] if piece.block else 1
-
-
-def _bytes(piece: WeightPiece, rows: tuple[int, int]) -> int:
-    return (rows[1] - rows[0]) * math.prod(piece.block[1:]) * getattr(torch, piece.dtype).itemsize
-
-
-def _padded(piece: WeightPiece, rows: tuple[int, int]) -> int:
-    return -(-_bytes(piece, rows) // ALIGN) * ALIGN
-
-
-def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Rows]]:
+def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
     """One tensor, cut into as few strips as keep to `limit` bytes each."""
-    longest = max(_rows(piece) for _, piece in parts)
-    count = max(1, min(longest, sum(_bytes(p, (0, _rows(p))) for _, p in parts) // limit))
+    longest = max(piece.rows for _, piece in parts)
+    count = max(1, min(longest, sum(Slot(p, s, 0, p.rows).nbytes for s, p in parts) // limit))
     while True:
-        cuts = [[(s, p, _rows(p) * i // count, _rows(p) * (i + 1) // count) for s, p in parts] for i in range(count)]
-        if count >= longest or max(sum(_padded(p, rows) for _, p, *rows in cut) for cut in cuts) <= limit:
-            return [[part for part in cut if part[2] < part[3]] for cut in cuts]
+        cuts = [[Slot(p, s, p.rows * i // count, p.rows * (i + 1) // count) for s, p in parts] for i in range(count)]
+        if count >= longest or max(sum(slot.padded for slot in cut) for cut in cuts) <= limit:
+            return [[slot for slot in cut if slot.first < slot.last] for cut in cuts]
         count += 1
 
 
@@ -206,10 +195,12 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
     return [by_name[name] for name in _merged(pieces)]
 
 
-def whole_pieces(pieces: list[list[WeightPiece]]) -> list[WeightPiece]:
-    """The pieces of a rank that gathers the others'."""
+def sent_by(pieces: list[list[WeightPiece]], how: str) -> dict[int, list[WeightPiece]]:
+    """Rank -> the pieces that it sends, of those that hold any; with `how` = "gather" rank 0 sends all, whole."""
+    if how == "sharded":
+        return {rank: held for rank, held in enumerate(pieces) if held}
     firsts = (parts[0][1] for parts in owners(pieces))
-    return [WeightPiece(p.name, p.dtype, p.shape, 0, p.shape[0] if p.shape else 1) for p in firsts]
+    return {0: [replace(p, start=0, stop=p.shape[0] if p.shape else 1, dim=0) for p in firsts]}
 
 
 def _merged(pieces: list[list[WeightPiece]]) -> list[str]:

@@ -89,12 +89,13 @@ def finished(folder: Path) -> list[Path]:
 def put_aside(cfg: Config, past: Path | None) -> None:
     """Before a run begins at the checkpoint `past` (None: anew): what is not of its own past goes to checkpoints/earlier,
     in place of what was there, so that nothing takes it for this run's."""
-    folder, own, aside = past and past.resolve().parent, finished(folder_of(cfg)), folder_of(cfg) / "earlier"
-    later = [path for path in own if past is None or path.resolve().parent != folder or path.name > past.name]
-    if later:
+    own, aside = finished(folder_of(cfg)), folder_of(cfg) / "earlier"
+    if past is not None and past.resolve().parent == folder_of(cfg).resolve():
+        own = [path for path in own if path.name > past.name]
+    if own:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-    for path in reversed(later):  # if this is killed, those that are left are of one past
+    for path in reversed(own):  # if this is killed, those that are left are of one past
         path.rename(aside / path.name)
 
 

@@ -17,11 +17,10 @@ _BLOCK = {"cpu": 1 << 21, "cuda": 1 << 23}
 _WIDTHS = (torch.int32, torch.int16, torch.uint8)
 
 
-def encode(new: torch.Tensor, base: torch.Tensor, most: int | None = None) -> torch.Tensor | None:
+def encode(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
     """The payload (uint8 [m], m a multiple of 16, on the tensors' device) that makes `new` of `base` (both uint8 [n], n a
-    multiple of 16), or None if it would have `most` (default n) bytes or more: then sending all of `new` is cheaper. The
+    multiple of 16), or None if it would have n bytes or more: then sending all of `new` is cheaper. The
     largest temporaries, beside the payload's parts, are about 40 bytes for each word of a block, not of the bucket."""
-    most = len(new) if most is None else most
     words, before, block = new.view(torch.int16), base.view(torch.int16), _BLOCK[new.device.type]
     size, parts = 4 * (2 + 6 * -(-len(words) // block)), []
     if len(words) >= 2**31:  # the header could not say so
@@ -30,7 +29,7 @@ def encode(new: torch.Tensor, base: torch.Tensor, most: int | None = None) -> to
         for column in _changes(words[start : start + block], before[start : start + block]):
             parts += _split(column)
             size += sum(part.nbytes for part in parts[-3:])
-        if -(-size // 16) * 16 >= most:
+        if -(-size // 16) * 16 >= len(new):
             return None
     header = torch.tensor([len(words), block, *map(len, parts)], dtype=torch.int32).to(new.device)
     parts = [header, *sorted(parts, key=lambda part: -part.itemsize), new.new_zeros(16)]

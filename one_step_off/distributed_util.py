@@ -28,7 +28,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -37,10 +36,9 @@ import torch
 import torch.distributed as dist
 
 from one_step_off import delta
-from one_step_off.bucket_plan import BucketPlan, Slot, SyncError, checksum
+from one_step_off.bucket_plan import BucketPlan, Parts, Slot, SyncError, checksum
 from one_step_off.shared_link import SharedInlet, SharedOutlet
 
-FULL, DELTA = 0, 1  # what a message holds: a bucket's bytes, or what changed in them
 ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
@@ -113,17 +111,11 @@ class NetworkLink:
         self.group = self.work = None
 
 
-@dataclass
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
 
-    plan: BucketPlan
-    index: int
-    device: torch.device
-    host: str
-    timeout_s: float
-
-    def __post_init__(self) -> None:
+    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
+        self.plan, self.index, self.device, self.host, self.timeout_s = plan, index, device, host, timeout_s
         self.who = f"{type(self).__name__.lower()} {self.index}"
         self.links: list[Any] = []
         # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
@@ -194,8 +186,8 @@ class Sender(_End):
 
     full_every, keep, kept = 0, False, -1
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
+        super().__init__(plan, index, device, host, timeout_s)
         self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
         limit = timedelta(seconds=self.timeout_s)
         self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -261,30 +253,28 @@ class Sender(_End):
                 flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
-            if self.keep and not changes and not again:
+            payload = self._changes(i, flat) if self.since_full else None
+            if self.base and not again:
                 with self._phase("keep"):
                     self.base[i].copy_(flat, non_blocking=True)
-            messages = self._changed(i, flat) if changes else [flat]
+            if payload is not None:
+                flat = flat[: len(payload)].copy_(payload)
+            size = [torch.tensor([len(flat)], device=self.device)] if changes else []
             self._settle(flying)
-            flying = i, self.wire.submit(self._carry, *messages)
+            flying = i, self.wire.submit(self._carry, *size, flat)
         self.tensor = None  # it may be a copy
         self._settle(flying)
         with self._phase("wire"):
             self._carry(sums)
         self.kept = version if self.base else -1
 
-    def _changed(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        """A bucket's messages: which kind, how many bytes, and these: what changed, in `flat`, or all of it."""
-        payload = None
+    def _changes(self, i: int, flat: torch.Tensor) -> torch.Tensor | None:
+        """What changed in a bucket since it was sent last; None: too much."""
         with self._phase("encode"):
             base = self.base[i].to(self.device, non_blocking=True)
-            if self.since_full:
-                payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
-                self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
-            self.base[i].copy_(flat)
-            if payload is not None:
-                flat = flat[: len(payload)].copy_(payload)
-        return [torch.tensor([FULL if payload is None else DELTA, len(flat)], device=self.device), flat]
+            payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
+            self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
+        return payload
 
     def _carry(self, *messages: torch.Tensor) -> float:
         """To every receiver; returns the seconds it took."""
@@ -322,26 +312,29 @@ class Mirror:
     host memory. What changed is applied here, where no engine has packed or fused anything."""
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
+        self.plan, self.device = plan, device
         # A block for each bucket, not each part: large ones go back to the system when they are given up.
-        self.parts = [torch.zeros(sum(b.nbytes), dtype=torch.uint8).split(b.nbytes) for b in plan.buckets]
-        self.device = device
+        self.flats = [torch.zeros(sum(b.nbytes), dtype=torch.uint8) for b in plan.buckets]
 
     def pin(self) -> None:
         """Make it faster to read for a GPU. Not at once: pinned memory would not be given back where a mirror turns out not
         to be needed."""
-        for i, parts in enumerate(self.parts) if self.device.type == "cuda" else ():
-            self.parts[i] = torch.cat(parts).pin_memory().split([len(part) for part in parts])
+        for i, flat in enumerate(self.flats) if self.device.type == "cuda" else ():
+            self.flats[i] = flat.pin_memory()
 
-    def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Each sender's part of bucket `i` after its message (kind, bytes): uint8, on the receiver's device."""
-        return {sender: self._one(self.parts[i][sender], *message) for sender, message in messages.items()}
+    def held(self, i: int) -> Parts:
+        """Each sender's part of bucket `i` as it was sent last, to be changed."""
+        return self.plan.buckets[i].parts(self.flats[i])
 
-    def _one(self, mine: torch.Tensor, kind: int, message: torch.Tensor) -> torch.Tensor:
-        if kind == FULL:
-            mine.copy_(message)
-            return message
-        delta.apply(message.to("cpu"), mine)
-        return mine.to(self.device, non_blocking=True)
+    def update(self, i: int, messages: Parts) -> Parts:
+        """Each sender's part of bucket `i` after its message: uint8, on the receiver's device."""
+        parts = self.held(i)
+        for sender, message in messages.items():
+            if len(message) == len(parts[sender]):  # a payload is shorter
+                parts[sender].copy_(message)
+            else:
+                delta.apply(message.to(parts[sender].device), parts[sender])
+        return {sender: part.to(self.device, non_blocking=True) for sender, part in parts.items()}
 
 
 class Receiver(_End):
@@ -383,13 +376,12 @@ class Receiver(_End):
                 total += sum(map(len, rooms.values()))
         return (time.perf_counter() - begin) / max(total, 1)
 
-    def _rooms(self, i: int) -> dict[int, torch.Tensor]:
+    def _rooms(self, i: int) -> Parts:
         """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
-        sizes = [n if far else 0 for n, far in zip(self.plan.buckets[i].nbytes, self.far, strict=True)]
-        ends = itertools.accumulate(sizes)
-        return {s: self.buffers[i % 2][end - n : end] for s, (n, end) in enumerate(zip(sizes, ends, strict=True)) if n}
+        parts = self.plan.buckets[i].parts(self.buffers[i % 2]) if any(self.far) else {}
+        return {s: part for s, part in parts.items() if self.far[s]}
 
-    def _arrive(self, rooms: dict[int, torch.Tensor]) -> dict[int, float]:
+    def _arrive(self, rooms: Parts) -> dict[int, float]:
         """Receive from several far senders at once; seconds until each was there."""
         begin = time.perf_counter()
         for s, room in rooms.items():
@@ -432,7 +424,7 @@ class Receiver(_End):
                 if i + 1 < len(buckets):
                     coming = self.wire.submit(self._fill, i + 1, changes)
             with self._phase("apply"):
-                full = base.update(i, parts) if base else {s: message for s, (_, message) in parts.items()}
+                full = base.update(i, parts) if base else parts
             with self._phase("verify"):
                 for s, part in full.items():
                     sums[s, i] = checksum(part)
@@ -447,7 +439,7 @@ class Receiver(_End):
         self.sums = sums
 
     def _headers(self, version: int) -> bool:
-        """Whether messages tell what they hold, after checking that every sender sends what is expected."""
+        """Whether messages tell their size, after checking that every sender sends what is expected."""
         header = torch.zeros(3, dtype=torch.int64, device=self.device)
         for s, link in enumerate(self.links):
             with self._phase("header"):
@@ -459,28 +451,26 @@ class Receiver(_End):
                 raise SyncError(f"{self.who}: sender {s} sends version {sent}, expected {version}")
         return bool(changes)
 
-    def _fill(self, i: int, changes: bool) -> dict[int, tuple[int, torch.Tensor]]:
+    def _fill(self, i: int, changes: bool) -> Parts:
         """On the wire's thread: what far senders have of bucket `i`, side by side."""
-        begin, rooms, kinds = time.perf_counter(), self._rooms(i), {}
+        begin, rooms = time.perf_counter(), self._rooms(i)
         if changes and rooms:
-            heads = {s: torch.zeros(2, dtype=torch.int64, device=self.device) for s in rooms}
-            self._arrive(heads)
-            for s, (kind, size) in ((s, head.tolist()) for s, head in heads.items()):
-                kinds[s], rooms[s] = kind, rooms[s][:size]
+            sizes = {s: torch.zeros(1, dtype=torch.int64, device=self.device) for s in rooms}
+            self._arrive(sizes)
+            rooms = {s: room[: int(sizes[s])] for s, room in rooms.items()}
         self.each += [[i, s, seconds] for s, seconds in self._arrive(rooms).items()]
         self.bytes += sum(map(len, rooms.values()))
         self._timed(" wire", "wire", time.perf_counter() - begin)
-        return {s: (kinds.get(s, FULL), room) for s, room in rooms.items()}
+        return rooms
 
-    def _take(self, sender: int, size: int, changes: bool) -> tuple[int, torch.Tensor]:
-        """A near sender's part of a bucket: the kind of message, and the message."""
-        kind = FULL
+    def _take(self, sender: int, size: int, changes: bool) -> torch.Tensor:
+        """A near sender's message for a bucket."""
         if changes:
-            head = torch.zeros(2, dtype=torch.int64, device=self.device)
-            self.links[sender].fill(head)
-            kind, size = head.tolist()
+            told = torch.zeros(1, dtype=torch.int64, device=self.device)
+            self.links[sender].fill(told)
+            size = int(told)
         self.bytes += size
-        return kind, self.links[sender].bucket(size)
+        return self.links[sender].bucket(size)
 
     def _check_sums(self, mine: torch.Tensor) -> None:
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""

@@ -86,8 +86,6 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
-    if source is not None and not scalar:
-        model.generation_config = source.generation_config
     offload = own.param_offload and device.type == "cuda"
     _shard(
         model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing, own.torch_compile
@@ -272,7 +270,7 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
         raise ConfigError(f"model.path: {path!r} ({type(model).__name__}) is stored {other}")
 
 
-def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
     """This rank's share of the weight stream: the rows it holds of every tensor, under checkpoint names. Between an
     optimiser step and the next the sharded parameters do not change, so they can be read while a forward or backward
     pass runs on gathered copies. Tied tensors appear once. HSDP's replicas are dealt the tensors by size. Adapters
@@ -293,15 +291,7 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: torch.dtype) -> list[tup
         held += [(n, b, 0, b.shape[0] if b.ndim else 1) for n, b in model.named_buffers() if n in kept]
 
     def piece(name: str, tensor: Tensor, start: int, stop: int) -> WeightPiece:
-        dtype = wire_dtype if tensor.is_floating_point() else tensor.dtype
-        return WeightPiece(name, str(dtype).removeprefix("torch."), tuple(tensor.shape), start, stop)
+        dtype = wire_dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+        return WeightPiece(name, dtype, tuple(tensor.shape), start, stop)
 
     return [(piece(*rows), rows[1]) for rows in held]
-
-
-def write_checkpoint(model: PreTrainedModel, whole: dict[str, Tensor], cfg: Config, folder: str) -> None:
-    """Write whole tensors in model.dtype as a Hugging Face checkpoint (rank 0 alone, no collective)."""
-    # The sharded model's class is FSDP's; this one has the architecture's own.
-    plain = empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))
-    plain.generation_config = model.generation_config
-    plain.save_pretrained(folder, state_dict=whole)

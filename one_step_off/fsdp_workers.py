@@ -11,6 +11,7 @@ classes: the caller wraps them in actors and sets environment and threads before
 the same arguments; each call runs the same collectives in the same order on every rank.
 """
 
+import contextlib
 import datetime
 import os
 import shutil
@@ -23,6 +24,7 @@ import ray
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import transformers
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,7 +34,7 @@ from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, 
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
-from one_step_off.distributed_util import use_interface_towards
+from one_step_off.distributed_util import own_host, use_interface_towards
 from one_step_off.samples import Batch, Sample, Shares, assert_versions
 from one_step_off.sending_end import SendingEnd
 from one_step_off.update_stats import Clock, Stats
@@ -58,9 +60,8 @@ class ModelWorker(UsageProbe):
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
-        host = host or ray.util.get_node_ip_address()
-        with socket.create_server((host, 0)) as s:
-            return host, s.getsockname()[1]
+        with socket.create_server((own_host(host), 0)) as s:
+            return s.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
         """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
@@ -171,7 +172,6 @@ class TrainedWorker(ModelWorker):
     def setup(self, master_addr: str, master_port: int) -> None:
         """As `ModelWorker.setup`, with an optimiser for a role that learns."""
         super().setup(master_addr, master_port)
-        self._host_state: dict[DTensor, Tensor] = {}
         if isinstance(self.own, TrainedConfig):
             self._build_optimizer()
 
@@ -285,7 +285,7 @@ class TrainedWorker(ModelWorker):
         return float(norm)
 
     def _move_optimizer(self, to_host: bool) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, allocated once and reused."""
+        """GPUs with optimizer_offload: the moments wait in pinned host memory, whose blocks torch's allocator reuses."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
         moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
@@ -293,9 +293,8 @@ class TrainedWorker(ModelWorker):
             # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
             local = value._local_tensor
             if to_host:
-                if value not in self._host_state:
-                    self._host_state[value] = torch.empty_like(local, device="cpu", pin_memory=True)
-                value._local_tensor = self._host_state[value].copy_(local, non_blocking=True)
+                room = torch.empty_like(local, device="cpu", pin_memory=True)
+                value._local_tensor = room.copy_(local, non_blocking=True)
             else:
                 value._local_tensor = local.to(self.device, non_blocking=True)
         if to_host:
@@ -312,16 +311,16 @@ class TrainedWorker(ModelWorker):
             "lr": rates[-1],
             "skipped_updates": float(stats.skipped),
             "skipped_in_a_row": float(self.skipped_in_a_row),
+            "clip_frac": sums["clip"] / max(sums["tokens"], 1.0),
             "tokens": sums["tokens"],
             "tokens_total": sums["tokens_total"],
         } | {name: value for name, value in maxima.items() if name.endswith("_s")}
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
     def _state(self) -> dict[str, Any]:
-        optimizer = state_dict.get_optimizer_state_dict(self.model, self.optimizer)
+        model, optimizer = state_dict.get_state_dict(self.model, self.optimizer)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        model = state_dict.get_model_state_dict(self.model)
         return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
 
     def _write_state(self, folder: str) -> Any:
@@ -332,8 +331,8 @@ class TrainedWorker(ModelWorker):
         state = self._state()
         dcp.load(state, checkpoint_id=folder)
         lenient = state_dict.StateDictOptions(strict=False)  # tied tensors are named once
-        state_dict.set_model_state_dict(self.model, state["model"], options=lenient)
-        state_dict.set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        both = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        state_dict.set_state_dict(self.model, self.optimizer, **both, options=lenient)
 
     def save_state(self, folder: str) -> None:
         """Copy weights, optimiser, counters and this rank's RNG state, to be written into `folder` (collective): training
@@ -385,11 +384,11 @@ class PolicyWorker(TrainedWorker):
         """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
-        self._weights = self._own_weights(getattr(torch, self.cfg.model.dtype))
+        self._weights = self._own_weights()
 
-    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+    def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         """What this rank sends: each piece, and the live tensor that has its data."""
-        return fsdp_model.sharded_weights(self.model, dtype)
+        return fsdp_model.sharded_weights(self.model, self.cfg.model.dtype)
 
     def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
         """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
@@ -442,18 +441,11 @@ class PolicyWorker(TrainedWorker):
         return loss
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
-        tokens = max(sums["tokens"], 1.0)
-        metrics = {
-            "actor/pg_loss": sums["pg_loss"] / minis,
-            "actor/entropy": sums["entropy"] / tokens,
-            "actor/clip_frac": sums["clip"] / tokens,
-            "actor/approx_kl": sums["approx_kl"] / tokens,
-            "ratio/mean": sums["ratio"] / tokens,
-            "ratio/max": maxima["ratio"],
-            "logprob_diff/mean": sums["logprob_diff"] / max(sums["first_tokens"], 1.0),
-            "logprob_diff/max": maxima["logprob_diff"],
-        }
-        return metrics | ({"actor/kl": sums["kl"] / tokens} if "kl" in sums else {})
+        mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
+        metrics = {f"actor/{name}": mean[name] for name in ("entropy", "approx_kl", "kl") if name in mean}
+        metrics |= {"actor/pg_loss": sums["pg_loss"] / minis, "ratio/mean": mean["ratio"], "ratio/max": maxima["ratio"]}
+        first = sums["logprob_diff"] / max(sums["first_tokens"], 1.0)
+        return metrics | {"logprob_diff/mean": first, "logprob_diff/max": maxima["logprob_diff"]}
 
     def weight_plan(self) -> list[WeightPiece]:
         """The pieces this rank sends, in a fixed order (no collective). Empty on ranks that hold copies."""
@@ -477,15 +469,15 @@ class PolicyWorker(TrainedWorker):
             dtype = getattr(torch, first.dtype)
             whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
             for rank, piece in parts:
-                block = next(own).to(device, dtype).contiguous() if rank == self.rank else None
+                if rank == self.rank:
+                    block = next(own).to(device, dtype).contiguous()
+                    if rank != 0:
+                        dist.send(block, 0)
+                elif self.rank == 0:
+                    block = torch.empty(piece.block, dtype=dtype, device=device)
+                    dist.recv(block, rank)
                 if self.rank == 0:
-                    if block is None:
-                        block = torch.empty(piece.block, dtype=dtype, device=device)
-                        dist.recv(block, rank)
-                    rows = torch.atleast_1d(whole)  # the same memory
-                    rows.narrow(piece.dim, piece.start, piece.stop - piece.start).copy_(block)
-                elif block is not None:
-                    dist.send(block, 0)
+                    piece.place(whole).copy_(block)
             if self.rank == 0:
                 yield first.name, whole
 
@@ -501,16 +493,18 @@ class PolicyWorker(TrainedWorker):
             if self.rank == 0:
                 self._write(whole, adapter, path)
 
-    def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
-        fsdp_model.write_checkpoint(self.model, whole, self.cfg, folder)
-
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
-        temporary = f"{path}.unfinished"
+        temporary, cfg = f"{path}.unfinished", self.cfg
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        self._write_model(whole, temporary)
+        plain = fsdp_model.empty(
+            cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype)
+        )  # of the architecture's own class
+        with contextlib.suppress(OSError):  # the model came without
+            plain.generation_config = transformers.GenerationConfig.from_pretrained(cfg.model.path)
+        plain.save_pretrained(temporary, state_dict=whole, save_original_format=False)  # which `whole` has already
         if adapter:
-            lora.write(adapter, self.cfg.model, os.path.join(temporary, "adapter"))
-        tokenizer_of(self.cfg, "model").save_pretrained(temporary)
+            lora.write(adapter, cfg.model, os.path.join(temporary, "adapter"))
+        tokenizer_of(cfg, "model").save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temporary, path)
 
@@ -539,7 +533,6 @@ class CriticWorker(TrainedWorker):
         mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
         spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
         return {
-            "critic/clip_frac": mean["clip"],
             "critic/value_mean": mean["value"],
             "critic/return_mean": mean["return"],
             # 1: the old values foretold the returns; 0: no better than their mean.

@@ -17,9 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from one_step_off import delta
-from one_step_off.bucket_plan import BucketPlan, checksum
-from one_step_off.distributed_util import FULL
+from one_step_off.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.distributed_util import Mirror
 
 
 class NotInPlace(RuntimeError):
@@ -27,18 +26,14 @@ class NotInPlace(RuntimeError):
 
 
 class LiveWeights:
-    """One bucket's way into the model. `pairs`: (part of a parameter, part of an HF tensor) of one shape each."""
+    """One bucket's way into the model, by parts of parameters (`live`) and of HF tensors (`held`) of one shape each."""
 
-    def __init__(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.live, self.held = [live for live, _ in pairs], [held for _, held in pairs]
-
-    @staticmethod
     @torch.no_grad()
-    def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> None:
         """Find where `tensors` live: HF name -> view into the caller's buffer, of the shape and dtype that `load_weights`
         takes; its bytes do not matter. The model must hold a completely loaded version, and stays as it is.
 
-        The result proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
+        What was found proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
         parameters, and after a `read`, `same()` must tell that the buffer equals, by bytes or checksum, what was sent.
         Only that sees parameters that were reordered after loading. It cannot see it while all of a tensor's numbers are
         equal, as a fresh norm's; the canary can, later.
@@ -59,7 +54,8 @@ class LiveWeights:
             raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
         if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
             raise RuntimeError("load_weights replaced parameters; the model cannot be used any more")
-        return LiveWeights(watch.pairs)._proven(tensors, same)
+        self.live, self.held = [live for live, _ in watch.pairs], [held for _, held in watch.pairs]
+        self._prove(tensors, same)
 
     def read(self) -> None:
         """Parameters -> buffer."""
@@ -69,8 +65,8 @@ class LiveWeights:
         """Buffer -> parameters."""
         torch._foreach_copy_(self.live, self.held)
 
-    def _proven(self, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> "LiveWeights":
-        """Itself, after the checks that `record` describes."""
+    def _prove(self, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> None:
+        """The checks that `__init__` describes."""
         spans = sorted((live.data_ptr(), live.data_ptr() + live.nbytes) for live in self.live)
         if any(start < end for (_, end), (start, _) in zip(spans, spans[1:], strict=False)):
             raise NotInPlace("two parts share memory in the parameters")
@@ -87,58 +83,44 @@ class LiveWeights:
             raise NotInPlace("some numbers are in no parameter")
         if not same():
             raise NotInPlace("the parameters hold other bytes than were sent")
-        return self
 
 
-Record = Callable[[dict[str, torch.Tensor], Callable[[], bool]], LiveWeights]
-"""`LiveWeights.record` of a model."""
-
-
-class InPlace:
-    """All buckets of a sync, in the model's own parameters: what `distributed_util.Receiver` keeps as `live`. It needs a
+class InPlace(Mirror):
+    """The model's own parameters in place of a mirror: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
-    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, record: Record) -> None:
+    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the model holds. `record`: of this model. Raises NotInPlace."""
-        self.plan, self.room = plan, room
-        self.flat = torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)
+        checksums of what the `model` holds. Raises NotInPlace."""
+        self.plan, self.room, self.device = plan, room, room.device
+        self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(plan.buckets)
         self.live: list[LiveWeights] = []
         for i, bucket in enumerate(plan.buckets):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
-                tensors = {name: tensor for name, tensor, _ in bucket.whole(self._parts(i), room)}
-                self.live += [record(tensors, lambda strips=strips: self._hold(strips, sums))] * len(strips)
+                tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
+                one = LiveWeights(model, tensors, lambda strips=strips: self._same(strips, sums))
+                self.live += [one] * len(strips)
 
-    def update(self, i: int, messages: dict[int, tuple[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
-        """Each sender's part of bucket `i` after its message (kind, bytes): uint8, in the buffer. The model is as it was."""
+    def held(self, i: int) -> Parts:
+        """As `Mirror.held`, in the buffer, out of the model; a tensor in strips is read with its first one."""
         if not i or self.plan.buckets[i - 1].ends:
             self.live[i].read()
-        parts = self._split(i)
-        for sender, (kind, message) in messages.items():
-            if kind == FULL:
-                parts[sender].copy_(message)
-            else:
-                delta.apply(message, parts[sender])
-        return parts
+        return self._split(i)
 
     def write(self, i: int) -> None:
         """The bucket that `update` has made, into the model; a tensor in strips goes with its last one."""
-        self.plan.buckets[i].join(self._parts(i), self.room)
+        self.plan.buckets[i].join(super().held(i), self.room)
         if self.plan.buckets[i].ends:
             self.live[i].write()
 
-    def _parts(self, i: int) -> dict[int, torch.Tensor]:
-        sizes = self.plan.buckets[i].nbytes
-        return {s: part for s, part in enumerate(self.flat[: sum(sizes)].split(sizes)) if len(part)}
-
-    def _hold(self, strips: range, sums: torch.Tensor) -> bool:
+    def _same(self, strips: range, sums: torch.Tensor) -> bool:
         """Whether what was read has the checksums of these buckets."""
         return all(torch.equal(checksum(part), sums[s, k]) for k in strips for s, part in self._split(k).items())
 
-    def _split(self, i: int) -> dict[int, torch.Tensor]:
+    def _split(self, i: int) -> Parts:
         """Each sender's part, of what was read."""
-        parts = self._parts(i)
+        parts = super().held(i)
         self.plan.buckets[i].split(parts, self.room)
         return parts
 

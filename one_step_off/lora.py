@@ -35,10 +35,9 @@ def inject(model: PreTrainedModel, own: ModelConfig) -> None:
     with as_config_error(f"{where}: peft refuses it", "use all-linear, or others", ValueError):
         peft.inject_adapter_in_model(settings(own), model)
     for name, layer in model.named_modules():
-        if not hasattr(layer, "base_layer"):
-            continue
-        base = layer.base_layer
-        if not isinstance(layer, Linear) or not isinstance(base, nn.Linear) or base.weight is embedding:
+        base = getattr(layer, "base_layer", None)
+        mergeable = isinstance(layer, Linear) and isinstance(base, nn.Linear) and base.weight is not embedding
+        if base is not None and not mergeable:
             raise ConfigError(f"{where}: {name} is no linear layer with weights of its own; use all-linear, or others")
     for parameter in model.parameters():
         if parameter.requires_grad:

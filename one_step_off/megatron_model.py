@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from transformers.utils.hub import has_file
 
 from one_step_off import batching
-from one_step_off.config import Config, ConfigError, TrainedConfig, path_of, settings_of
+from one_step_off.config import BackendConfig, Config, ConfigError, TrainedConfig, path_of, settings_of
 from one_step_off.core_algos import Answer
 from one_step_off.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.megatron_weights import head_dim
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
 
-SPLIT = ("tensor", "pipeline", "virtual_pipeline", "expert")  # what of the model ranks divide among them
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
@@ -43,13 +42,9 @@ def read_config(cfg: Config, role: str) -> Any:
     rope = dict(hf.rope_parameters)
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     known = {"default": {}, "llama3": llama3}.get(rope["rope_type"])
-    odd = {
-        "rope_parameters": known is None or any(rope[k] != v for k, v in known.items()),
-        "hidden_act": hf.hidden_act != "silu",
-        "use_sliding_window": getattr(hf, "use_sliding_window", False),
-        "attention_bias": getattr(hf, "attention_bias", False),
-        "mlp_bias": getattr(hf, "mlp_bias", False),
-    }
+    odd = {name: getattr(hf, name, False) for name in ("use_sliding_window", "attention_bias", "mlp_bias")}
+    odd["rope_parameters"] = known is None or any(rope[k] != v for k, v in known.items())
+    odd["hidden_act"] = hf.hidden_act != "silu"
     for name in (name for name, is_odd in odd.items() if is_odd):
         raise ConfigError(f"{where}: its {name}={getattr(hf, name)} is not known to this back end; use backend=fsdp")
     tp, ep = own.tensor_parallel_size, own.expert_parallel_size
@@ -73,6 +68,14 @@ def read_config(cfg: Config, role: str) -> Any:
     return hf
 
 
+def sizes(own: BackendConfig) -> dict[str, Any]:
+    """Over how many ranks each dimension is divided, by Megatron's names."""
+    split = {f"{of}_model_parallel_size": of for of in ("tensor", "pipeline", "virtual_pipeline", "expert")}
+    found = {name: getattr(own, f"{of}_parallel_size") for name, of in split.items()}
+    # Experts are spread out, not cut: their columns are few.
+    return found | {"context_parallel_size": own.context_parallel_size, "expert_tensor_parallel_size": 1}
+
+
 def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -> TransformerConfig:
     own, cuda = settings_of(cfg, role), device.type == "cuda"
     dtype = getattr(torch, cfg.model.dtype)
@@ -92,8 +95,6 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "qk_layernorm": hf.model_type.startswith("qwen3"),
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "expert_tensor_parallel_size": 1,  # experts are spread out, not cut: their columns are few
-        "context_parallel_size": own.context_parallel_size,
         "sequence_parallel": own.sequence_parallel,
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
@@ -107,9 +108,8 @@ def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -
         "perform_initialization": False,  # every weight is loaded
         "use_cpu_initialization": not cuda,
         "batch_p2p_comm": cuda,
+        **sizes(own),
     }
-    for kind in SPLIT:
-        settings[f"{kind}_model_parallel_size"] = getattr(own, f"{kind}_parallel_size")
     if isinstance(own, TrainedConfig) and own.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if hf.model_type == "qwen3_moe":

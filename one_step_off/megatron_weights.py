@@ -13,6 +13,7 @@ from typing import Any
 
 import safetensors
 import torch
+from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
@@ -41,21 +42,17 @@ TABLE = {
 
 @dataclass
 class Part:
-    """The block [start, stop) along `dim` of the HF tensor `name` of `shape`; `view` shows it in the local parameter.
-    `mine`: this tensor-parallel rank sends it; of what all ranks hold alike, only the first is asked to."""
+    """A piece of an HF tensor; `view` shows it in the local parameter. `mine`: this tensor-parallel rank sends it; of
+    what all ranks hold alike, only the first is asked to."""
 
-    name: str
-    shape: tuple[int, ...]
-    dim: int
-    start: int
-    stop: int
+    piece: WeightPiece
     view: Tensor
     mine: bool
     expert: bool
 
 
-def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
-    """All parts that this rank holds, in a fixed order; a tied head on the last stage is a second copy, not `mine`."""
+def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
+    """All parts that this rank holds, in a fixed order, in `dtype` on the wire; a tied head on the last stage is a second copy, not `mine`."""
     found = []
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
@@ -75,24 +72,23 @@ def parts(chunks: list[nn.Module], hf_config: Any) -> list[Part]:
                 kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
             filled = [within + n.format(kind=kind) for n in names]
             tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
-            found += _cut(how, ["model.embed_tokens.weight"] if tied_copy else filled, parameter, hf_config, expert)
+            found += _cut(
+                how, ["model.embed_tokens.weight"] if tied_copy else filled, parameter, hf_config, dtype, expert
+            )
             found[-1].mine &= not (tied_copy and not chunk.pre_process)
     return found
 
 
-def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, expert: bool) -> Iterator[Part]:
+def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: str, expert: bool) -> Iterator[Part]:
     """The parts of one local parameter."""
-    rank = 0 if expert else mpu.get_tensor_model_parallel_rank()
-    ranks = 1 if expert else mpu.get_tensor_model_parallel_world_size()
+    rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
+    first = rank == 0
+    if expert or how == "whole":
+        rank, ranks = 0, 1
     data = parameter.detach()
     views, dim = [data], int(how == "columns")
     if how == "rows":  # gate above up, each of this rank
         views = data.chunk(len(names))
-    elif how == "vocabulary":  # padded at the end, so that it divides
-        rows, size = data.shape[0], hf_config.vocab_size
-        start, stop = min(rank * rows, size), min((rank + 1) * rows, size)
-        yield Part(names[0], (size, *data.shape[1:]), 0, start, stop, data[: stop - start], stop > start, expert)
-        return
     elif how == "qkv":  # per group of heads: its queries, one key, one value
         heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
         per_group, per_head = heads // groups, head_dim(hf_config)
@@ -100,10 +96,14 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, expert: 
         views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
     for name, view in zip(names, views, strict=True):
         shape = list(view.shape) if how != "qkv" else [view.shape[:3].numel(), *view.shape[3:]]
-        size = shape[dim]
-        shape[dim] *= 1 if how == "whole" else ranks
-        start = 0 if how == "whole" else rank * size
-        yield Part(name, tuple(shape), dim, start, start + size, view, how != "whole" or rank == 0, expert)
+        start, stop = rank * shape[dim], (rank + 1) * shape[dim]
+        shape[dim] *= ranks
+        if how == "vocabulary":  # padded at the end, so that it divides
+            shape[0] = hf_config.vocab_size
+            start, stop = min(start, shape[0]), min(stop, shape[0])
+            view = view[: stop - start]
+        mine = start < stop and (first or how != "whole")
+        yield Part(WeightPiece(name, dtype, tuple(shape), start, stop, dim), view, mine, expert)
 
 
 def head_dim(hf_config: Any) -> int:
@@ -116,8 +116,6 @@ class CheckpointReader:
 
     def __init__(self, key: str, path: str) -> None:
         """`key`: the config's key, for messages. Raises ConfigError: they cannot be had."""
-        from huggingface_hub import snapshot_download
-
         self.key, self.path = key, path
         try:
             # Not from its subfolders, which may hold other models.
@@ -130,15 +128,15 @@ class CheckpointReader:
             opened = safetensors.safe_open(os.path.join(folder, file), "pt")
             self.files |= dict.fromkeys(opened.keys(), opened)
 
-    def read(self, part: Part) -> Tensor:
-        """The block of a part. Raises ConfigError: not in the checkpoint, or in another shape."""
-        if part.name not in self.files:
-            raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {part.name}")
-        whole = self.files[part.name].get_slice(part.name)
-        if (shape := tuple(whole.get_shape())) != part.shape:
-            what = f"{self.key}: {part.name} of {self.path!r}"
-            raise ConfigError(f"{what} is {shape}, but its config.json says {part.shape}")
-        return whole[(*(slice(None),) * part.dim, slice(part.start, part.stop))]
+    def read(self, piece: WeightPiece) -> Tensor:
+        """The block of a piece. Raises ConfigError: not in the checkpoint, or in another shape."""
+        if piece.name not in self.files:
+            raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {piece.name}")
+        whole = self.files[piece.name].get_slice(piece.name)
+        if (shape := tuple(whole.get_shape())) != piece.shape:
+            what = f"{self.key}: {piece.name} of {self.path!r}"
+            raise ConfigError(f"{what} is {shape}, but its config.json says {piece.shape}")
+        return whole[(*(slice(None),) * piece.dim, slice(piece.start, piece.stop))]
 
 
 @torch.no_grad()
@@ -147,28 +145,27 @@ def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> Non
     ConfigError: as `CheckpointReader`."""
     path = path_of(cfg, role)
     reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
-    for parameter in (p for chunk in chunks for p in chunk.parameters()):
-        parameter.zero_()  # what pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN
-    for part in parts(chunks, hf_config):
-        if role == "critic" and part.name == "score.weight" and part.name not in reader.files:
+    # What pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN.
+    torch._foreach_zero_([p for chunk in chunks for p in chunk.parameters()])
+    for part in parts(chunks, hf_config, cfg.model.dtype):
+        if role == "critic" and part.piece.name == "score.weight" not in reader.files:
             generator = torch.Generator().manual_seed(cfg.trainer.seed)
-            value = torch.randn(part.shape, generator=generator) * hf_config.initializer_range
+            value = torch.randn(part.piece.shape, generator=generator) * hf_config.initializer_range
         else:
-            value = reader.read(part)
+            value = reader.read(part.piece)
         part.view.copy_(value.reshape(part.view.shape))
 
 
-def share_of(found: list[Part], wire_dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+def share_of(found: list[Part]) -> list[tuple[WeightPiece, Tensor]]:
     """What this rank sends, layer by layer: what only it and its data-parallel replicas hold, dealt out among these by
     size."""
     sent, loads = [], {}
-    name = str(wire_dtype).removeprefix("torch.")
     for part in found:
         group = mpu.get_expert_data_parallel_group() if part.expert else mpu.get_data_parallel_group(True)
         load = loads.setdefault(part.expert, [0] * group.size())
         replica = load.index(min(load))
         # Counted by the whole tensor, which all tensor-parallel ranks know alike: they must agree on the replica.
-        load[replica] += torch.Size(part.shape).numel()
+        load[replica] += torch.Size(part.piece.shape).numel()
         if part.mine and replica == group.rank():
-            sent.append((WeightPiece(part.name, name, part.shape, part.start, part.stop, part.dim), part.view))
+            sent.append((part.piece, part.view))
     return sent

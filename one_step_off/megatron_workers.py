@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-import transformers
-from huggingface_hub import save_torch_state_dict
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -39,10 +37,8 @@ class MegatronWorker(ModelWorker):
         own, cfg = self.own, self.cfg
         self.hf_config = megatron_model.read_config(cfg, self.role)
         with cuda_is_cpu(self.device):
-            sizes = {f"{of}_model_parallel_size": getattr(own, f"{of}_parallel_size") for of in megatron_model.SPLIT}
-            sizes |= {"context_parallel_size": own.context_parallel_size, "expert_tensor_parallel_size": 1}
-            limit = cfg.trainer.step_timeout_s / 60
-            mpu.initialize_model_parallel(**sizes, distributed_timeout_minutes=limit, create_gloo_process_groups=False)
+            how = {"distributed_timeout_minutes": cfg.trainer.step_timeout_s / 60, "create_gloo_process_groups": False}
+            mpu.initialize_model_parallel(**megatron_model.sizes(own), **how)
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
             self.models = self.chunks = megatron_model.build(cfg, self.role, self.hf_config, self.device)
         self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
@@ -148,19 +144,9 @@ class MegatronWorker(ModelWorker):
                 if isinstance(of.get("step"), Tensor):  # torch's AdamW: one tensor for all would count every parameter
                     of["step"] = of["step"].clone()
 
-    def _own_weights(self, dtype: torch.dtype) -> list[tuple[WeightPiece, Tensor]]:
+    def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         # Only now: the optimiser has moved the parameters into its buffers.
-        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config), dtype)
-
-    def _write_model(self, whole: dict[str, Tensor], folder: str) -> None:
-        self.hf_config.dtype = getattr(torch, self.cfg.model.dtype)
-        self.hf_config.save_pretrained(folder)
-        try:
-            generation = transformers.GenerationConfig.from_pretrained(self.cfg.model.path)
-        except OSError:  # the model came without
-            generation = transformers.GenerationConfig.from_model_config(self.hf_config)
-        generation.save_pretrained(folder)
-        save_torch_state_dict(whole, folder)
+        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype))
 
 
 # As FSDP's, with what a `MegatronWorker` has of its own before it.

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 import torch
 
-from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
+from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
 from one_step_off.distributed_util import Sender, own_host, unpin
 from one_step_off.workers import WeightPiece
 
@@ -29,12 +29,11 @@ class SendingEnd:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
         self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
-        senders = [rank for rank, held in enumerate(pieces) if held] if own.sender == "sharded" else [0]
-        if self.rank not in senders:
+        sent = sent_by(pieces, own.sender)
+        if self.rank not in sent:
             return None
-        held = [pieces[rank] for rank in senders] if own.sender == "sharded" else [whole_pieces(pieces)]
-        plan, device = BucketPlan.build(held, bucket_bytes), torch.device(self.device)
-        self.sender = Sender(plan, senders.index(self.rank), device, own_host(host), timeout_s)
+        plan, device = BucketPlan.build([*sent.values()], bucket_bytes), torch.device(self.device)
+        self.sender = Sender(plan, [*sent].index(self.rank), device, own_host(host), timeout_s)
         self.sender.full_every = own.full_every if own.mode == "delta" else 0
         self.sender.keep = own.keep_sent and own.sender == "sharded"
         return self.sender.address

@@ -9,7 +9,6 @@ With weight_sync.mode=delta that is so for the first update of an epoch only, wh
 they were loaded: all further ones are then written straight into them (live_weights.py), and no layer is loaded anew.
 """
 
-import functools
 import time
 from typing import Any
 
@@ -24,7 +23,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 
 from one_step_off.bucket_plan import BucketPlan, SyncError
 from one_step_off.distributed_util import Receiver
-from one_step_off.live_weights import InPlace, LiveWeights, NotInPlace
+from one_step_off.live_weights import InPlace, NotInPlace
 from one_step_off.workers import WeightPiece
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
@@ -101,8 +100,8 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("an engine that sleeps gives its weights away")
-            record = functools.partial(LiveWeights.record, self.model)
-            receiver.live, receiver.mirror = InPlace(receiver.plan, receiver.room, receiver.sums, record), None
+            receiver.live = InPlace(receiver.plan, receiver.room, receiver.sums, self.model)
+            receiver.mirror = None
         except NotInPlace as e:
             logger.info("weight sync: a mirror of the model stays in host memory, because %s", e)
             receiver.mirror.pin()

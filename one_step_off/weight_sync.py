@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
+from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
 from one_step_off.health import State
 from one_step_off.samples import Stamp
@@ -45,20 +45,13 @@ class WeightSync:
         limit, size, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
         plans = await every(limit, what, self.actor.ranks, "weight_plan")
         found = await every(limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit)
-        # With sender=gather all ranks take part, and one of them has an address.
-        sending = [i for i, address in enumerate(found) if address]
+        sending = sent_by(plans, self.cfg.sender)
         self.senders = [self.actor.ranks[i] for i in sending]
         self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
         self.near = [self.near[i] for i in sending]
-        pieces = [plans[i] for i in sending] if self.cfg.sender == "sharded" else [whole_pieces(plans)]
-        self.total_bytes = BucketPlan.build(pieces, size).total_bytes
-        self.info = {
-            "pieces": [[astuple(piece) for piece in plan] for plan in pieces],
-            "bucket_bytes": size,
-            "addresses": [found[i] for i in sending],
-            "host": self.host,
-            "timeout_s": limit,
-        }
+        self.total_bytes = BucketPlan.build([*sending.values()], size).total_bytes
+        self.info = {"bucket_bytes": size, "addresses": [found[i] for i in sending], "host": self.host}
+        self.info |= {"timeout_s": limit, "pieces": [[astuple(p) for p in sent] for sent in sending.values()]}
 
     async def _regroup(self, numbers: list[int]) -> None:
         """New groups, of the senders and these replicas."""
@@ -169,15 +162,14 @@ class WeightSync:
             "sync/full_bytes": float(self.total_bytes),
             "sync/changed_share": 2 * sum(report["changed"] for report in sent) / self.total_bytes,
         }
-        phases = [(SENDING[:-1], sent), (RECEIVING, [w for workers in received for w in workers])]
-        for names, reports in phases:
+        workers = [worker for replica in received for worker in replica]
+        for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
-        wires = [(_on_wire(theirs, w["each"]), w["raw"]) for workers in received for w in workers]
-        metrics["sync/wire_s"], raw = max(wires)
+        metrics["sync/wire_s"], raw = max((_on_wire(theirs, w["each"]), w["raw"]) for w in workers)
         if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
-        held = [w["in_place"] for workers in received for w in workers if "in_place" in w]
+        held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
         spans = [

@@ -14,6 +14,7 @@ A back end has a class per role, as `fsdp_workers.py` does, where the methods ar
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,3 +39,12 @@ class WeightPiece:
         if not self.shape:
             return ()
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    @property
+    def rows(self) -> int:
+        """Rows of the piece, that is of its first dimension."""
+        return self.block[0] if self.shape else 1
+
+    def place(self, whole: Any) -> Any:
+        """Where the piece lies in the whole tensor: a view."""
+        return whole.narrow(self.dim, self.start, self.stop - self.start) if self.shape else whole

@@ -102,7 +102,6 @@ def test_dense_changes_are_sent_whole():
     assert assert_round_trip(new, base) is None
     new = changed(base, torch.arange(0, len(base), 4), "ulp", 1)
     assert assert_round_trip(new, base) is not None
-    assert delta.encode(new.view(torch.uint8), base.view(torch.uint8), most=2000) is None
 
 
 def example(words: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:

@@ -420,7 +420,7 @@ def test_a_wrong_base_of_changes_is_caught():
     net.senders[0].full_every = 20
     model = normal(shapes, "bfloat16")
     net.sync(model, 0)
-    net.receivers[0].mirror.parts[0][0][5] ^= 1
+    net.receivers[0].mirror.flats[0][5] ^= 1
     model["w"].view(torch.int16)[3, 3] += 1
     results, _ = net.sync(model, 1)
     assert any("checksum of bucket 1" in str(r) for r in results)

@@ -9,7 +9,7 @@ import torch
 
 from one_step_off.bucket_plan import SyncError
 from one_step_off.distributed_util import Receiver
-from one_step_off.live_weights import InPlace, LiveWeights, NotInPlace
+from one_step_off.live_weights import InPlace, NotInPlace
 from tests.test_distributed_util import CPU, Net, normal, same
 
 # Rows that two senders own, so that tensors are joined; `embed` travels in strips; `norm`, `bias` and `one` leave padding.
@@ -60,8 +60,8 @@ def sync(net: Net, models: list[Model], tensors: dict[str, torch.Tensor], versio
 def go_in_place(net: Net, models: list[Model]) -> None:
     for receiver, model in zip(net.receivers, models, strict=True):
         model.qk.copy_(model.reorder(model.qk))
-        record = functools.partial(LiveWeights.record, model)
-        receiver.live, receiver.mirror = InPlace(receiver.plan, receiver.room, receiver.sums, record), None
+        receiver.live = InPlace(receiver.plan, receiver.room, receiver.sums, model)
+        receiver.mirror = None
 
 
 def perturb(tensors: dict[str, torch.Tensor], share: float = 0.02) -> None:

@@ -42,7 +42,7 @@ def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[to
     flat, views = bucket_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
     for view in views.values():
         view.view(torch.uint8).random_(0, 256)
-    return flat, LiveWeights.record(model, views, lambda: torch.equal(flat, sent))
+    return flat, LiveWeights(model, views, lambda: torch.equal(flat, sent))
 
 
 def test_reads_and_writes_where_the_model_loads():

@@ -125,8 +125,7 @@ class Recorder(WORKERS["actor"]):
         kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
         for p, _ in kept:
             p.data = p.main_grad
-        parts = megatron_weights.parts(self.models, self.hf_config)
-        sent = megatron_weights.share_of(parts, torch.float32)
+        sent = megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config, "float32"))
         self.gradients = [(dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent]
         for p, data in kept:
             p.data = data
@@ -170,7 +169,7 @@ def run_rank(rank, cases, out, device="cpu"):
         result["metrics"] = worker.update(batch)
         result["gradients"] = getattr(worker, "gradients", None)
         own = {p.untyped_storage().data_ptr() for chunk in worker.models for p in chunk.parameters()}
-        sent = megatron_weights.parts(worker.models, worker.hf_config)
+        sent = megatron_weights.parts(worker.models, worker.hf_config, "float32")
         result["views"] = all(part.view.untyped_storage().data_ptr() in own for part in sent)
         for _ in range(STEPS - 1):
             worker.update(batch)
@@ -405,10 +404,10 @@ def test_models_that_megatron_would_make_otherwise_are_refused(tmp_path, model, 
 def test_weights_of_another_shape_are_refused(tmp_path):
     safetensors.torch.save_file({"a": torch.zeros(4, 2), "b": torch.zeros(4, 3)}, tmp_path / "m.safetensors")
     reader = megatron_weights.CheckpointReader("critic.path", str(tmp_path))
-    part = megatron_weights.Part("a", (4, 2), 0, 1, 3, torch.empty(2, 2), True, False)
-    assert reader.read(part).shape == (2, 2)
+    piece = WeightPiece("a", "float32", (4, 2), 1, 3)
+    assert reader.read(piece).shape == (2, 2)
     with pytest.raises(ConfigError, match=r"critic.path: b of .* is \(4, 3\), but its config.json says \(4, 2\)"):
-        reader.read(dataclasses.replace(part, name="b"))
+        reader.read(dataclasses.replace(piece, name="b"))
 
 
 def test_the_token_budget_counts_what_a_rank_has_of_a_sequence():
@@ -523,7 +522,7 @@ def run_checkpoint(rank, cases, folder):
 
 def held_by(worker):
     """As `sent_by`, of a role that streams nothing too."""
-    parts = megatron_weights.share_of(megatron_weights.parts(worker.models, worker.hf_config), torch.float32)
+    parts = megatron_weights.share_of(megatron_weights.parts(worker.models, worker.hf_config, "float32"))
     return [(dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy()) for p, t in parts]
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.multiprocessing as mp
 
 from one_step_off import tiny_qwen
-from one_step_off.bucket_plan import BucketPlan, SyncError, whole_pieces
+from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
 from one_step_off.distributed_util import Receiver, Sender
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.workers import WeightPiece
@@ -116,7 +116,7 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
 
     plans = gather()
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in plans]
-    plan = BucketPlan.build(pieces if overlap else [whole_pieces(pieces)], 40_000)
+    plan = BucketPlan.build([*sent_by(pieces, "sharded" if overlap else "gather").values()], 40_000)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)
