@@ -169,6 +169,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, ValueError) as e:
         parser.error(str(e))
     args.out.mkdir(parents=True, exist_ok=True)
+    before = machine()
     collected: dict[str, list[list[dict[str, Any]]]] = {}
     failed: dict[str, str] = {}
     for turn in range(args.runs):
@@ -190,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
             rate = figures(rows)["samples/s"]
             print(f"run {turn + 1} of {args.runs}, {name}: {rate:,.0f} samples/s", flush=True)
     arms = {ARMS[arm]: summarise([*map(figures, collected[ARMS[arm]])]) for arm in args.arms if ARMS[arm] in collected}
-    result = {"machine": machine(), "cores": sorted(args.cores), "config": args.config, "keys": keys}
+    result = {"machine": before, "cores": sorted(args.cores), "config": args.config, "keys": keys}
     result |= {"runs": args.runs, "warmup": args.warmup, "arms": arms, "failed": failed, "headline": headline(arms)}
     result |= {"trl_settings": settings, "rows": collected}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
