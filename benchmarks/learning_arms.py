@@ -31,10 +31,14 @@ def quantile(freedom: int) -> float:
     return T_95.get(freedom, series)
 
 
-def figures(run: Run) -> dict[str, float]:
-    """Of one run: reward as a mean over all its samples, over the last five steps, and held out at the end."""
-    found = {"reward, all samples": statistics.fmean(run["reward"])}
-    found["reward, last five steps"] = statistics.fmean(run["reward"][-5:])
+def figures(run: Run, lag: int = 0) -> dict[str, float]:
+    """Of one run: reward as a mean over all its samples, over the samples of those versions that both arms sampled with,
+    over the last five steps, and held out at the end. `lag`: by how many steps the samples are older."""
+    reward = run["reward"]
+    found = {"reward, all samples": statistics.fmean(reward)}
+    if len(reward) > 1:
+        found["reward, equal versions"] = statistics.fmean(reward[1:] if lag else reward[:-1])
+    found["reward, last five steps"] = statistics.fmean(reward[-5:])
     return found | ({"held out at the end": run["held out"][-1]} if run["held out"] else {})
 
 
@@ -43,7 +47,10 @@ def compare(runs: dict[str, dict[int, Run]], base: str = "sync", other: str = "a
     interval of that mean (None with one seed)."""
     found = {}
     for name in figures(next(iter(runs[base].values()))):
-        values = {arm: {seed: figures(run)[name] for seed, run in runs[arm].items()} for arm in (base, other)}
+        values = {
+            arm: {seed: figures(run, lag)[name] for seed, run in runs[arm].items()}
+            for lag, arm in enumerate((base, other))
+        }
         differences = [values[other][seed] - values[base][seed] for seed in values[base]]
         mean, count, interval = statistics.fmean(differences), len(differences), None
         if count > 1:
@@ -79,6 +86,11 @@ def table(runs: dict[str, dict[int, Run]], samples: float) -> str:
             lines.append(f"| {name} | {arm} | {mean} | {by_seed} |")
     lines += ["", f"Each run trains on {samples:,.0f} samples.", ""]
     lines += [f"- {verdict(name, own)}" for name, own in found.items()]
+    lines += [
+        "",
+        "One step off, a step's samples are of the version before, so that its reward in training comes a step later;",
+    ]
+    lines += ["equal versions sets that aside: all steps but async's first and sync's last."]
     return "\n".join(lines) + "\n"
 
 

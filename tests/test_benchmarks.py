@@ -278,6 +278,10 @@ def test_learning_in_turns_against_one_step_off(tmp_path):
     assert found["differences"] == pytest.approx([0.0, -0.05, 0.05]) and found["mean"] == pytest.approx(0.0)
     half = 4.303 * 0.05 / math.sqrt(3)  # Student's t with two degrees of freedom times the standard error
     assert found["interval"] == pytest.approx([-half, half])
+    same = learning_arms.compare({"sync": sync, "async": near})["reward, equal versions"]
+    assert same["differences"] == pytest.approx([0.5 - 0.1, 0.6 - 0.2, 0.7 - 0.3]), (
+        "async's second step by v0 as sync's first"
+    )
     said = learning_arms.verdict("reward", found)
     assert f"no difference is shown; a loss of more than {half:.3f} is excluded" in said
     text = learning_arms.table({"sync": sync, "async": near}, 512)
