@@ -65,6 +65,8 @@ def verdict(name: str, own: dict[str, Any]) -> str:
     mean, interval, count = own["mean"], own["interval"], len(own["differences"])
     if interval is None:
         return f"{name}: async - sync = {mean:+.3f} with one seed, which tells nothing of chance."
+    if not any(own["differences"]):
+        return f"{name}: the same with each of {count} seeds."  # no spread, so no interval that would mean anything
     low, high = interval
     told = f"{name}: async - sync = {mean:+.3f}, 95 % interval {low:+.3f} to {high:+.3f} ({count} seeds, paired)"
     if low > 0:

@@ -296,6 +296,8 @@ def test_the_verdict_follows_the_data(shift: float, said: str):
     other = {seed: learnt(0.4 + shift + seed / 90) for seed in range(3)}
     found = learning_arms.compare({"sync": sync, "async": other})["reward, all samples"]
     assert said in learning_arms.verdict("reward", found)
+    same = learning_arms.compare({"sync": sync, "async": sync})["reward, all samples"]
+    assert learning_arms.verdict("reward", same) == "reward: the same with each of 3 seeds."
     alone = learning_arms.compare({"sync": {0: sync[0]}, "async": {0: other[0]}})["reward, all samples"]
     assert alone["interval"] is None and "tells nothing of chance" in learning_arms.verdict("reward", alone)
 
