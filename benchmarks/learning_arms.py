@@ -117,7 +117,7 @@ def plot(runs: dict[str, dict[int, Run]], samples_per_step: float, path: Path) -
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
             axes.plot(at, mean, color=colour, linewidth=2, label=f"{arm}, mean of {len(curves)} seeds")
     left.set(xlabel="samples trained on", title="reward in training, sampled")
-    right.set(xlabel="samples trained on", title="reward held out, greedy", ylim=(-0.02, 1.02))
+    right.set(xlabel="samples trained on", title="reward held out", ylim=(-0.02, 1.02))
     for axes in (left, right):
         axes.grid(alpha=0.3)
     right.legend(frameon=False, loc="lower right")
