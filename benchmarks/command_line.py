@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parent.parent
+KEY = re.compile(r"(config|[a-z_]+\.[^=/]+)=")
 
 
 class Parser(argparse.ArgumentParser):
@@ -26,11 +28,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {line} (--help lists the flags)\n")
 
     def parse(self, argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-        """The flags, and what is left: keys of a config."""
-        args, keys = self.parse_known_args(argv)
-        for key in keys:
-            if key.startswith("-") or "=" not in key:
-                self.error(f"unrecognized argument {key}; keys of the config are written section.key=value")
+        """The flags, and the keys of a config, `section.key=value`, which may stand anywhere between them."""
+        words = sys.argv[1:] if argv is None else argv
+        keys = [word for word in words if KEY.match(word)]
+        args, unknown = self.parse_known_args([word for word in words if not KEY.match(word)])
+        if unknown:
+            self.error(f"unrecognized argument {unknown[0]}; keys of the config are written section.key=value")
         return args, keys
 
 
@@ -52,14 +55,15 @@ def run_arm(
 ) -> list[dict[str, Any]]:
     """One run in `folder`; returns its metrics, a row per step. `cores`: those that it may use, else all that this
     process may. Raises RunFailed with the run's last words."""
-    command = [sys.executable, "-m", module, f"config={config}", *overrides, *keys]
+    command = [sys.executable, "-P", "-m", module, f"config={config}", *overrides, *keys]
     command += ["trainer.resume=never", f"trainer.output_dir={folder}"]
     run_process(command, cores)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def run_process(command: list[str], cores: set[int] | None = None) -> str:
-    """What a command said. It finds this package and the product's wherever the user stands. Raises RunFailed."""
+    """What a command said. It finds this package and the product's wherever the user stands, and takes no folder there for
+    one of them (`-P`). Raises RunFailed."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)  # a child begins with what its parent may use

@@ -1,19 +1,26 @@
 """Does a config learn? Whole runs with several seeds: reward and held-out reward over the steps, and with tools
 the share of samples that call one.
 
-    python -m benchmarks.learning --out DIR [--config config/ppo_gae.yaml] [--seeds 0 1 2] [--test-freq 5] [section.key=value ...]
+    python -m benchmarks.learning --out DIR [--config config/ppo_gae.yaml] [--seeds 0 1 2] [--arms sync async]
+        [--test-freq 5] [section.key=value ...]
 
-Writes result.json, result.md and learning.png into DIR.
+With `--arms sync async` it compares the two: reward at equal samples (benchmarks/learning_arms.py). Writes result.json, result.md and learning.png into DIR.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput import run_arm
+from benchmarks import learning_arms
+from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
+from benchmarks.learning_arms import ARMS
+from one_step_off.config import ConfigError
+from one_step_off.config_checks import validate
+from one_step_off.config_io import load
 
 CALLS = "agent/used_tools/mean"
 
@@ -38,8 +45,9 @@ def table(runs: dict[int, dict[str, Any]]) -> str:
     lines = ["| seed | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
     for seed, run in runs.items():
         figures = [sum(part) / len(part) for name in names for part in (run[name][:5], run[name][-5:])]
-        figures += [run["held out"][0], run["held out"][-1]]
-        lines.append(f"| {seed} | " + " | ".join(f"{figure:.3f}" for figure in figures) + " |")
+        cells = [f"{figure:.3f}" for figure in figures]
+        cells += [f"{run['held out'][i]:.3f}" if run["held out"] else "-" for i in (0, -1)]
+        lines.append(f"| {seed} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -67,27 +75,68 @@ def plot(runs: dict[int, dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
-def main() -> None:
-    """Parse, run the seeds one after the other, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--config", default="config/ppo_gae.yaml")
+def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:
+    """The command line; what is left of it are keys of the config."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--config", default=str(ROOT / "config/ppo_gae.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(ARMS), default=["config"], help="sync async: compare the two"
+    )
     parser.add_argument("--test-freq", type=int, default=5, help="steps between evaluations")
-    args, overrides = parser.parse_known_args()
-    out, runs = Path(args.out), {}
-    for seed in args.seeds:
-        folder = out / f"seed_{seed}"
-        rows = run_arm(args.config, [f"trainer.seed={seed}", f"trainer.test_freq={args.test_freq}"], folder, overrides)
-        evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
-        runs[seed] = summarise(rows, evaluations)
-        print(table({seed: runs[seed]}).splitlines()[-1], flush=True)
-    result = {"config": args.config, "overrides": overrides, "runs": runs}
-    (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    (out / "result.md").write_text(table(runs))
-    plot(runs, out / "learning.png")
-    print(table(runs))
+    args, keys = parser.parse(argv)
+    if len(set(args.seeds)) < len(args.seeds) or len(set(args.arms)) < len(args.arms):
+        parser.error(f"--seeds {args.seeds} --arms {args.arms}: each one once")
+    try:
+        for arm in args.arms:
+            validate(load([f"config={args.config}", *keys, *ARMS[arm], f"trainer.test_freq={args.test_freq}"]))
+    except ConfigError as e:
+        parser.error(str(e))
+    return parser, args, keys
+
+
+def measure(args: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, dict[int, dict[str, Any]]], float]:
+    """Per arm and seed what `summarise` makes of a run, the arms in turns; and the samples of a step. Raises RunFailed."""
+    runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in args.arms}
+    for turn, seed in enumerate(args.seeds):
+        for arm in args.arms if turn % 2 == 0 else reversed(args.arms):
+            folder = args.out / (f"seed_{seed}" if args.arms == ["config"] else f"{arm}_seed_{seed}")
+            keys = [f"trainer.seed={seed}", f"trainer.test_freq={args.test_freq}", *ARMS[arm]]
+            rows = run_arm(args.config, keys, folder, overrides)
+            path = folder / "evaluations.jsonl"
+            lines = path.read_text().splitlines() if path.exists() else []
+            runs[arm][seed] = summarise(rows, [json.loads(line) for line in lines])
+            print(f"{arm}: {table({seed: runs[arm][seed]}).splitlines()[-1]}", flush=True)
+    return runs, rows[0]["samples"]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse, run the seeds one after the other, write. Returns the exit code."""
+    _, args, overrides = arguments(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = {"machine": machine(), "config": args.config, "overrides": overrides}
+    try:
+        runs, samples = measure(args, overrides)
+    except RunFailed as e:
+        print(e, file=sys.stderr)
+        return e.code
+    parts = []
+    for arm, own in runs.items():
+        alone = len(runs) == 1
+        parts += ["" if alone else f"{arm}:\n\n", table(own), "" if alone else "\n"]
+        plot(own, args.out / ("learning.png" if alone else f"learning_{arm}.png"))
+    result["runs"] = runs if len(runs) > 1 else own
+    if {"sync", "async"} <= set(runs):
+        result |= {"comparison": learning_arms.compare(runs), "samples_per_step": samples}
+        steps = len(next(iter(runs["sync"].values()))["reward"])
+        parts.append(learning_arms.table(runs, samples * steps))
+        learning_arms.plot(runs, samples, args.out / "learning.png")
+    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    (args.out / "result.md").write_text("".join(parts))
+    print("".join(parts))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

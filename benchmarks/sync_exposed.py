@@ -13,8 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command_line import run_arm
 from benchmarks.sync_report import spread
-from benchmarks.throughput import UNEVALUATED, run_arm
+from benchmarks.throughput_cases import UNEVALUATED
 from one_step_off import tiny_qwen
 from one_step_off.config import WeightSyncConfig
 

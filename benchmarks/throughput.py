@@ -7,7 +7,8 @@ same devices, the arms in turns.
 A case is one combination of the flags --models, --lengths, --batches and --splits; each is as the config has it where
 its flag is not given. Each arm of a case is a whole run of `one_step_off.main_ppo` without evaluation, on all the cores
 (or GPUs) that this process may use: the arms differ in nothing but placement.pools of the colocated arm,
-pipeline.staleness and weight_sync.overlap. Repeats take turns, each beginning with another arm. docs/benchmarks.md tells how to read the result.
+pipeline.staleness and weight_sync.overlap. Each repeat runs every arm once, and begins with another one.
+docs/benchmarks.md tells how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the runs' folders.
 """
@@ -29,8 +30,6 @@ from benchmarks.throughput_cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import load
-
-__all__ = ["UNEVALUATED", "main", "run_arm"]  # the latter two for other benchmarks
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:

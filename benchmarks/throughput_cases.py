@@ -99,7 +99,7 @@ def split_keys(split: str, cfg: Config) -> list[str]:
         raise ValueError(f"--splits {split}: must be processes that generate : that train, as 2:1")
     own = cfg.placement.roles
     if "actor" not in own or own["rollout"] == own["actor"]:
-        raise ValueError(f"--splits {split}: the config has rollout and actor in one pool; give it pools of their own")
+        raise ValueError(f"--splits {split}: the config has rollout and actor in one pool; give each its own")
     pools = cfg.placement.pools | {own["rollout"]: [int(numbers[0])], own["actor"]: [int(numbers[1])]}
     return [f"placement.pools={{{', '.join(f'{name}: {shape}' for name, shape in pools.items())}}}"]
 

@@ -136,7 +136,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-COLOURS = {"T_gen": "#4878cf", "T_train": "#ee854a", "exposed sync": "#8c8c8c"}
+COLOURS = {"T_gen": "#4878cf", "T_train": "#ee854a", "T_sync": "#8c8c8c"}
 
 
 def plot_case(case: dict[str, Any], path: Path) -> None:
@@ -149,13 +149,15 @@ def plot_case(case: dict[str, Any], path: Path) -> None:
     arms = case["arms"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 0.7 * len(arms) + 1.2), width_ratios=(2, 1), sharey=True)
     for y, (arm, own) in enumerate(arms.items()):
-        start = own["exposed sync"]["median"]
-        left.barh(y, start, 0.68, color=COLOURS["exposed sync"])
-        for name, place in (("T_gen", -0.17), ("T_train", 0.17)):
-            # In turns a phase begins where the other one ends; one step off both begin together.
-            length = own[name]["median"]
-            left.barh(y + place, length, 0.34, left=start, color=COLOURS[name])
-            start += 0.0 if arm in AHEADS else length
+        sync, gen, train = (own[name]["median"] for name in ("T_sync", "T_gen", "T_train"))
+        # In turns a phase begins where the one before ends; one step off both begin together, training beside the sync
+        # where that is overlapped.
+        begin = 0.0 if arm == AHEAD else sync if arm == PLAIN else sync + gen
+        left.barh(y - 0.17, sync, 0.34, color=COLOURS["T_sync"])
+        left.barh(y - 0.17, gen, 0.34, left=sync, color=COLOURS["T_gen"])
+        if arm != AHEAD:
+            left.barh(y + 0.17, sync, 0.34, color=COLOURS["T_sync"])
+        left.barh(y + 0.17, train, 0.34, left=begin, color=COLOURS["T_train"])
         step = own["step"]
         left.plot([step["median"]] * 2, [y - 0.42, y + 0.42], color="black", linewidth=2)
         left.plot([step["min"], step["max"]], [y, y], color="black", linewidth=1)

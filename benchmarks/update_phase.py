@@ -14,7 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput import UNEVALUATED, run_arm
+from benchmarks.command_line import run_arm
+from benchmarks.throughput_cases import UNEVALUATED
 
 TIMES = {
     "T_actor": "time/actor_update_s",

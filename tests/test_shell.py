@@ -215,6 +215,31 @@ def test_tool_agent(checkout: Path, model: str, more: str) -> None:
     assert f"{PROGRAM} config={checkout}/config/tool_agent.yaml{more} trainer.total_steps=2" in call
 
 
+def test_bench(checkout: Path) -> None:
+    """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the path."""
+    tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
+    (checkout / "benchmarks").mkdir()
+    for name in ("throughput", "weight_sync"):
+        (checkout / f"benchmarks/{name}.py").touch()
+    for name in ("cpu", "gpu"):
+        tool(checkout / f".venv-{name}/bin/python", f'echo "{name} $* [$PYTHONPATH]" >>{checkout}/log')
+    known = {"PYTHONPATH": "mine"}
+    for given, environment, wanted in (
+        ((), {}, "cpu -P -m benchmarks.throughput --out outputs/bench_throughput"),
+        (("--out", "a b", "--steps", "9"), {}, "cpu -P -m benchmarks.throughput --out a b --steps 9"),
+        (("--out=x",), {"EXTRA": "gpu"}, "gpu -P -m benchmarks.throughput --out=x"),
+        ((), {"BENCHMARK": "weight_sync"}, "cpu -P -m benchmarks.weight_sync --out outputs/bench_weight_sync"),
+    ):
+        (checkout / "log").unlink(missing_ok=True)
+        done, (call,) = run(checkout, "bench.sh", *given, **known, **environment)
+        assert done.returncode == 0, done.stderr
+        assert call == f"{wanted} [{checkout}:mine]"
+    (checkout / "log").unlink()
+    for name in ("nothing", "../setup"):
+        done, calls = run(checkout, "bench.sh", BENCHMARK=name)
+        assert done.returncode == 2 and f"BENCHMARK={name}: there is no" in done.stderr and not calls
+
+
 def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
     assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr

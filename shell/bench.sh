@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Measures this machine: colocated, disaggregated, one step off, one step off with overlapped sync, in turns
+# (docs/benchmarks.md).
+#
+#   BENCHMARK=NAME   another one of benchmarks/, as weight_sync or learning (default: throughput)
+#   EXTRA=gpu        for a config that runs on GPUs, given with --config (default: cpu, also on a machine with GPUs)
+#
+# Arguments go to the benchmark, as in: shell/bench.sh --lengths short longtail:128 --runs 2 --steps 20
+# All paths are meant from where you stand, and so is the folder of the results, outputs/bench_NAME, unless --out names
+# another one.
+set -euo pipefail
+
+export EXTRA="${EXTRA:-cpu}"
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+name="${BENCHMARK:-throughput}"
+if [[ ! "$name" =~ ^[a-z_]+$ || ! -f "$root/benchmarks/$name.py" ]]; then
+    echo "bench: error: BENCHMARK=$name: there is no benchmarks/$name.py" >&2
+    exit 2
+fi
+venv="$("$root/shell/setup.sh" --print-venv)"
+"$root/shell/setup.sh"
+args=()
+[[ " $* " == *" --out"[\ =]* ]] || args=(--out "outputs/bench_$name")
+# benchmarks/ is no installed package. -P: a folder where the user stands, named like one of ours, must not be taken for it.
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+exec "$venv/bin/python" -P -m "benchmarks.$name" "${args[@]}" "$@"
