@@ -85,29 +85,20 @@ class CountedLoop(asyncio.SelectorEventLoop):
         return self.clock.seconds
 
 
-class Handle:
-    """An object as if it were an actor of Ray: `handle.method.remote(...)` begins at once and can be awaited."""
-
-    def __init__(self, actor: Any) -> None:
-        self.actor = actor
-
-    def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *args: asyncio.ensure_future(getattr(self.actor, name)(*args)))
-
-
 class Replica:
-    """A replica that decodes by `Work`. Its samples are one token long, which has the stamp of the last sync; the length
-    that was drawn, by prompt, is extra["tokens"]."""
+    """A replica that decodes by `Work`, called as an actor of Ray: replica.METHOD.remote(...). Its samples are one token
+    long, which has the stamp of the last sync; the length that was drawn, by prompt, is extra["tokens"]."""
 
     def __init__(self, work: Work, seed: int) -> None:
+        for name in ("rollout", "vacancy", "sleep"):
+            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
         self.work, self.seed, self.stamp = work, seed, (0, -1)
         self.waiting: deque[tuple[float, asyncio.Future]] = deque()
         self.at_work: list[tuple[float, int, asyncio.Future]] = []  # a heap: by the position at which each ends
         self.position = self.since = 0.0  # tokens that a sequence at work from the beginning would have; as of when
         self.timer, self.taken, self.away, self.left = None, 0, 0, asyncio.Event()
 
-    async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
-        """As of a real replica."""
+    async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
         begin, samples, version = now(), [], np.full(1, self.stamp[1], np.int32)
         for prompt in prompts:
             row = np.random.default_rng([self.seed, *prompt.id]).integers(len(self.work.lengths))
@@ -120,14 +111,12 @@ class Replica:
         await asyncio.gather(*ends)
         return samples, now() - begin
 
-    async def vacancy(self, sent: int, most: int) -> int:
-        """As of a real replica: once fewer than `most` are left of those `sent`, how many have come to their end."""
+    async def _vacancy(self, sent: int, most: int) -> int:
         while sent - self.away >= most:
             await self.left.wait()
         return self.away
 
-    async def sleep(self) -> None:
-        """Hand the devices over."""
+    async def _sleep(self) -> None:
         await asyncio.sleep(self.work.switch_s)
 
     def _go_on(self) -> None:
@@ -187,7 +176,7 @@ class Trainer:
         await (expected or self.expect())
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.all):
-            replica.actor.stamp, self.rollout.health[i].state = stamp, State.HEALTHY
+            replica.stamp, self.rollout.health[i].state = stamp, State.HEALTHY
         self.sent.set()
         return {"time/sync_s": now() - begin}
 
@@ -211,7 +200,7 @@ def simulate(
     prompts = [Prompt((0, row), NO_IDS, "", "") for row in range(work.prompts)]
 
     async def run(folder: str) -> dict[str, Any]:
-        actors = [Handle(Replica(work, seed)) for _ in range(rollout or trainer)]
+        actors = [Replica(work, seed) for _ in range(rollout or trainer)]
         group = RolloutGroup(actors, cfg, False, None if rollout else asyncio.Lock())
         group.most = min(group.most, work.places)
         actor = Trainer(work, trainer, group)
