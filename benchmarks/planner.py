@@ -137,11 +137,12 @@ def phases(
     return Work(64, lengths, 0.0, *each, sync, places=1 << 20)
 
 
-# Seconds of a step on 16 H20 in turns (all GPUs) and one step off (4 + 12): generate_sequences, then old_log_prob + update_actor,
-# the wait for samples, the step. Qwen2.5-Math-7B, DAPO; verl's documentation, "One Step Off Policy Async Trainer", July 2025.
+# Seconds of a step. In turns on 16 H20: gen, of it generate_sequences, old_log_prob + update_actor, the step. One step off,
+# on 4 + 12: generate_sequences, old_log_prob + update_actor, wait_prev_gen, the step. Qwen2.5-Math-7B, DAPO; verl's
+# documentation, "One Step Off Policy Async Trainer", July 2025.
 VERL = {
-    "FSDP2": {"turns": (247, 88 + 286, 749), "ahead": (458, 108 + 337, 45, 520)},
-    "Megatron": {"turns": (162, 119 + 344, 699), "ahead": (501, 120 + 347, 59, 566)},
+    "FSDP2": {"turns": (321, 247, 88 + 286, 749), "ahead": (458, 108 + 337, 45, 520)},
+    "Megatron": {"turns": (207, 162, 119 + 344, 699), "ahead": (501, 120 + 347, 59, 566)},
 }
 # Seconds of a step in turns and one step off. NeMo-RL's documentation, "Performance".
 NEMO = {
@@ -154,54 +155,56 @@ NEMO = {
 
 def published() -> str:
     """Tables of what the simulation makes of them."""
-    lines = ["| verl | published step | simulated from its own phases | ", "| --- | --- | --- |"]
+    lines = ["| verl | step published, s | simulated from its own phases, s | wait published, s | simulated, s |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     for name, runs in VERL.items():
-        generate, train, wait, step = runs["ahead"]
-        ahead = simulate(phases(generate, train), 1, 1)["median/time/step_s"]
-        turns = simulate(phases(*runs["turns"][:2]), 0, 1)["median/time/step_s"]
-        lines.append(
-            f"| {name}, in turns on 16 | {runs['turns'][2]} | {turns:.0f} ({turns / runs['turns'][2] - 1:+.0%}) |"
-        )
-        lines.append(f"| {name}, one step off on 4 + 12 | {step} | {ahead:.0f} ({ahead / step - 1:+.0%}) |")
+        (gen, _, train, step), (ahead_gen, ahead_train, wait, ahead_step) = runs["turns"], runs["ahead"]
+        turns, ahead = simulate(phases(gen, train), 0, 1), simulate(phases(ahead_gen, ahead_train), 1, 1)
+        lines.append(f"| {name}, in turns on 16 | {step} | {beside(turns, step)} | | |")
+        waited = f"{wait} | {ahead['median/time/wait_rollout_s']:.0f}"
+        lines.append(f"| {name}, one step off on 4 + 12 | {ahead_step} | {beside(ahead, ahead_step)} | {waited} |")
     lines += ["", "| verl, 4 + 12 foretold by the run in turns on 16 | generation, s | training, s | step, s |"]
-    lines += ["| --- | --- | --- | --- |"]
+    lines.append("| --- | --- | --- | --- |")
     for name, runs in VERL.items():
-        (g16, t16, _), (g4, t12, _, step) = runs["turns"], runs["ahead"]
-        tail, fixed = max(0.0, (4 * g16 - g4) / 3), max(0.0, 4 * t12 - 3 * t16)
-        fixed = min(t16, 4 * t16 - 3 * t12) if t12 > t16 else t16  # t(n) = fixed + rest / n at 16 and 12
-        fixed = max(0.0, fixed)
+        (_, g16, t16, _), (g4, t12, _, step) = runs["turns"], runs["ahead"]
+        tail, fixed = (4 * g16 - g4) / 3, 4 * t16 - 3 * t12  # of fixed + rest / n, by what both runs took
         lines.append(f"| {name}, published | {g4} | {t12} | {step} |")
-        for what, work in (
-            ("all scales", phases(g16, t16, gpus=16)),
-            (
-                f"{tail:.0f} s of generation and {fixed:.0f} s of training do not",
-                phases(g16, t16, tail, fixed, gpus=16),
-            ),
-        ):
-            r = simulate(work, 4, 12)
-            figures = " | ".join(f"{r[f'median/time/{x}_s']:.0f}" for x in ("generate", "train", "step"))
+        those = phases(g16, t16, tail, fixed, gpus=16)
+        best = min(range(1, 16), key=lambda n: simulate(those, n, 16 - n)[FIGURES["step"]])
+        arms = [(4, phases(g16, t16, gpus=16), "if all gets faster with GPUs"), (4, those, "if the fixed parts do not")]
+        for n, work, what in [*arms, (best, those, f"the same on {best} + {16 - best}, the best")]:
+            found = simulate(work, n, 16 - n)
+            figures = " | ".join(f"{found[FIGURES[x]]:.0f}" for x in ("generate", "train", "step"))
             lines.append(f"| {name}, {what} | {figures} |")
+        lines.append(f"| {name}, fixed parts fitted to both runs | {tail:.0f} | {fixed:.0f} | |")
     lines += [
         "",
-        "| NeMo-RL | in turns, s | one step off, s | gain | share of both phases that must not get faster with more GPUs |",
+        "| NeMo-RL | in turns, s | one step off, s | gain | share of both phases that does not get faster with GPUs |",
     ]
-    lines += ["| --- | --- | --- | --- | --- |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     for name, (turns, ahead) in NEMO.items():
-        shares = np.linspace(0, 1, 101)
-        steps = [
-            simulate(phases(turns / 2, turns / 2, s * turns / 2, s * turns / 2, gpus=32), 16, 16)[FIGURES["step"]]
-            for s in shares
-        ]
-        fits = next((f"{s:.0%}" for s, step in zip(shares, steps, strict=True) if step <= ahead), "none is enough")
-        fits = "does not fit: slower than in turns" if ahead > turns else fits
-        lines.append(f"| {name} | {turns} | {ahead} | {turns / ahead:.2f} | {fits} |")
+        lines.append(f"| {name} | {turns} | {ahead} | {turns / ahead:.2f} | {needed(turns / 2, ahead)} |")
     return "\n".join(lines) + "\n"
 
 
-TOKEN_BYTES = 4 + 4 + 1 + 4  # of a sample: id, log-prob, mask and version of each token
-INTERRUPTED_H = (
-    54 * 24 * 16_384 / 419
-)  # GPU hours between two unexpected stops; Llama 3, arXiv:2407.21783, section 3.3.4
+def beside(found: dict[str, Any], published_s: float) -> str:
+    """A simulated step, and how far it is off."""
+    return f"{found[FIGURES['step']]:.0f} ({found[FIGURES['step']] / published_s - 1:+.0%})"
+
+
+def needed(phase: float, ahead: float) -> str:
+    """The least share of two phases of equal length that must take as long on half of the devices for such a step."""
+    for share in range(101):
+        fixed = share / 100 * phase
+        if simulate(phases(phase, phase, fixed, fixed, gpus=32), 16, 16, steps=4)[FIGURES["step"]] <= ahead:
+            return "does not fit: slower than in turns" if ahead > 2 * phase else f"{share} %"
+    return "does not fit: faster than either phase"
+
+
+# Of a sample: id, log-prob, mask and version of each token.
+TOKEN_BYTES = 4 + 4 + 1 + 4
+# GPU hours between two unexpected stops: 419 in 54 days on 16,384 H100. Llama 3, arXiv:2407.21783, section 3.3.4.
+INTERRUPTED_H = 54 * 24 * 16_384 / 419
 
 
 def paper() -> str:
