@@ -5,7 +5,7 @@ calibrates by those. Then it simulates every split: `simulation.Work` says by wh
 sequence_s, train_fixed_s and train_token_s are fitted to the medians of the runs, as generation = decode_s * longest +
 sequence_s * tokens / replicas and training = train_fixed_s + train_token_s * tokens / ranks (of one run the fixed parts are
 next to nothing), then scaled so that a simulation of the first run takes as long as it did. Response lengths are drawn from
-those of the first run; with --times, evenly up to data.max_response_length.
+those of the first run; with --times those of a prompt are spread evenly up to data.max_response_length.
 """
 
 import argparse
@@ -28,9 +28,14 @@ WARM_UP, STEPS = 3, 10  # steps of a calibration: dropped, and all
 SHOWN, SAMPLES, ANY = 24, 20_000, 1 << 20  # splits at most; samples of one simulation; GPUs where there need be none
 ALONE = """pipeline.staleness=0 trainer.total_epochs=null trainer.save_hf_model=false trainer.save_freq=-1 data.val_files=
     trainer.test_freq=-1 trainer.keep_best=null trainer.val_only=false trainer.resume=never data.val_sets={} logging.wandb=false
-    logging.tensorboard=false logging.sample_dump=true""".split()  # fmt: skip
-USED = "tokens/response", "response_length/max", "time/wait_rollout_s", "time/train_s", "actor/tokens_total", "samples"
+    logging.tensorboard=false logging.sample_dump=true""".split() + [f"trainer.total_steps={STEPS}"]  # fmt: skip
+USED = """tokens/response response_length/max time/wait_rollout_s time/train_s actor/tokens_total samples time/sync_s
+    time/canary_s""".split()
 STEP, AHEAD = "median/time/step_s", "one step off"
+TABLE = "{:20}{:22}{:>7}{:>15}{:>9}{:>12}"
+ASSUMED = """assumed: {0.decode_s:.3g} s for a token, {0.sequence_s:.3g} s more for each sequence beside it; training
+  {0.train_fixed_s:.3g} s however many GPUs, and {0.train_token_s:.3g} s a token and GPU; sync {0.sync_s:.3g} s on every split;
+  responses of {1:.0f} tokens, {2} at most; in the colocated arrangement devices change hands in {0.switch_s:g} s"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -45,16 +50,24 @@ def devices(cfg: Config) -> tuple[int, int]:
 
 
 def calibrate(keys: list[str], cfg: Config, folder: str) -> list[str]:
-    """Run a few steps in turns, of the whole batch and of a quarter of it; returns the runs' folders. Raises RuntimeError."""
+    """Run a few steps in turns, of the whole batch and of a quarter; returns the runs' folders. Raises SystemExit: one failed."""
     few, folders = cfg.data.train_batch_size // 4, []
     smaller = [f"data.train_batch_size={few}", f"actor.ppo_mini_batch_size={few}", "critic.ppo_mini_batch_size=null"]
-    for own in ([], smaller) if few else ([],):
+    for own in ([], smaller)[: 1 + bool(few)]:
         folders.append(f"{folder}/{len(folders)}")
-        own = [*keys, *ALONE, *own, f"trainer.total_steps={STEPS}", f"trainer.output_dir={folders[-1]}"]
-        print(f"calibrating: {STEPS} steps in turns, run {len(folders)} of {1 + bool(few)} ...", flush=True)
-        done = subprocess.run([sys.executable, "-m", "one_step_off.main_ppo", *own], capture_output=True, text=True)
+        print(f"calibrating: run {len(folders)}, {STEPS} steps in turns ...", flush=True)
+        command = [
+            sys.executable,
+            "-m",
+            "one_step_off.main_ppo",
+            *keys,
+            *ALONE,
+            *own,
+            f"trainer.output_dir={folders[-1]}",
+        ]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise RuntimeError(f"the calibration ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
+            raise SystemExit(f"error: the calibration ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
     return folders
 
 
@@ -62,34 +75,30 @@ def by_runs(folders: list[str]) -> Any:
     """The `simulation.Work` of the first of these finished runs in turns. Raises ConfigError: one is no such run."""
     from one_step_off.simulation import Work
 
-    rows, lengths, per_device, n = [], [], [], 0
+    rows, lengths, n = [], [], 0
     for folder in map(Path, folders):
         try:
             own = load([f"config={folder / 'config.yaml'}"])
             steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
-            rows.append(
-                {k: float(np.median([row[k] for row in steps])) for k in (*USED, "time/sync_s", "time/canary_s")}
-            )
-            for path in sorted(folder.glob("samples/step_*.jsonl")) if len(rows) == 1 else ():
-                lengths += [json.loads(line)["length"] for line in path.read_text().splitlines()]
+            dumps = [] if rows else sorted(folder.glob("samples/step_*.jsonl"))
+            lengths += [json.loads(line)["length"] for path in dumps for line in path.read_text().splitlines()]
+            n = n or own.rollout.n
+            if not steps or len(lengths) < n or own.pipeline.staleness:
+                raise ValueError(f"wanted are more than {WARM_UP} steps, samples/ and pipeline.staleness=0")
+            rows.append((*devices(own), own.actor.ppo_epochs, *(np.median([row[k] for row in steps]) for k in USED)))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-            raise ConfigError(f"--from {folder}: not a run of the trainer ({e}); give its trainer.output_dir") from None
-        n = n or own.rollout.n
-        if not steps or own.pipeline.staleness or len(lengths) < n:
-            needs = f"more than {WARM_UP} steps in turns (pipeline.staleness=0) and samples/ (logging.sample_dump=true)"
-            raise ConfigError(f"--from {folder}: needs {needs}; give another run, or none for a calibration")
-        per_device.append((*devices(own), own.actor.ppo_epochs))
-    replicas, ranks, epochs = np.array(per_device).T
-    made, longest, generate, train, trained, samples = np.array([[row[k] for k in USED] for row in rows]).T
+            raise ConfigError(f"--from {folder}: no run in turns ({e}); give its trainer.output_dir") from None
+    replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
     decode = np.linalg.lstsq(np.stack([longest, made / replicas], 1), generate)[0].clip(0)
     x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
     update = np.linalg.lstsq(x, train)[0].clip(0)
     update *= train[0] / (x[0] @ update)  # where something was clipped
-    sync = rows[0]["time/sync_s"], rows[0]["time/canary_s"] / 2  # the other half is the replicas'
     drawn = np.array(lengths[: len(lengths) // n * n]).reshape(-1, n)
     prompt_tokens = (trained[0] / epochs[0] - made[0]) / samples[0]
-    work = Work(int(samples[0]) // n, drawn, prompt_tokens, *decode.tolist(), *update.tolist(), *sync)
-    return scaled(work, *devices(load([f"config={folders[0]}/config.yaml"])), generate[0])
+    seconds = *decode.tolist(), *update.tolist(), sync[0], canary[0] / 2  # the other half is the replicas'
+    return scaled(
+        Work(round(samples[0] / n), drawn, prompt_tokens, *seconds), int(replicas[0]), int(ranks[0]), generate[0]
+    )
 
 
 def by_times(cfg: Config, text: str) -> Any:
@@ -103,9 +112,9 @@ def by_times(cfg: Config, text: str) -> Any:
     except ValueError:
         mend = "GEN,TRAIN,SYNC[,TAIL] in seconds, TAIL at most GEN (what the longest response takes alone), as 458,445,6,60"
         raise ConfigError(f"--times {text}: must be {mend}") from None
-    (replicas, ranks), longest = devices(cfg), cfg.data.max_response_length
-    lengths = np.random.default_rng(0).integers(1, longest, (1024, cfg.rollout.n), endpoint=True)
-    tokens = cfg.data.train_batch_size * cfg.rollout.n * lengths.mean()
+    (replicas, ranks), longest, n = devices(cfg), cfg.data.max_response_length, cfg.rollout.n
+    lengths = np.linspace(longest / n, longest, n).round().astype(int)[None]
+    tokens = cfg.data.train_batch_size * lengths.sum()
     each = tail / longest, (generate - tail) * replicas / tokens, 0.0, train * ranks / tokens, sync
     return scaled(Work(cfg.data.train_batch_size, lengths, 0.0, *each), replicas, ranks, generate)
 
@@ -136,12 +145,13 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
     return [(label, name, simulate(work, *counts, *how, steps)) for label, name, *counts in arms]
 
 
-def report(found: list[tuple[str, str, dict[str, Any]]]) -> None:
-    """Print the table, and the best in one line."""
-    print(f"{'rollout + trainer':20}{'arrangement':22}step, s   idle: rollout  trainer   samples/s")
+def report(work: Any, found: list[tuple[str, str, dict[str, Any]]]) -> None:
+    """Print what was assumed, the table, and the best in one line."""
+    print(ASSUMED.format(work, work.lengths.mean(), work.lengths.max()))
+    print(TABLE.format("rollout + trainer", "arrangement", "step, s", "idle: rollout", "trainer", "samples/s"))
     for label, name, r in found:
-        idle = f"{r['idle_share/rollout']:12.0%} {r['idle_share/trainer']:8.0%}"
-        print(f"{label:20}{name:22}{r[STEP]:7.4g} {idle} {r['samples_per_s']:11.4g}")
+        idle = (f"{r[f'idle_share/{role}']:.0%}" for role in ("rollout", "trainer"))
+        print(TABLE.format(label, name, f"{r[STEP]:.4g}", *idle, f"{r['samples_per_s']:.4g}"))
     best, turns = (min(rows, key=lambda row: row[2][STEP]) for rows in (found, [x for x in found if x[1] != AHEAD]))
     print(
         f"best: {best[1]}, {best[0]}: {best[2][STEP]:.4g} s a step; in turns at best {turns[2][STEP]:.4g} s ({turns[0]})"
@@ -164,7 +174,7 @@ def _main(argv: list[str]) -> int:
     source.add_argument(
         "--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns with the config's pools"
     )
-    args = parser.parse_args(argv)
+    args = parser.parse_intermixed_args(argv)
     cfg, given = load(args.keys), bool(args.runs or args.times)
     pools, where = cfg.placement.pools, cfg.placement.roles
     gpus = sum(map(sum, pools.values())) if args.gpus is None else args.gpus
@@ -180,16 +190,7 @@ def _main(argv: list[str]) -> int:
     minis = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs
     places = min(cfg.agent.max_concurrency, cfg.rollout.engine_kwargs.get("max_num_seqs", 256))
     work = replace(work, prompts=cfg.data.train_batch_size, before_step=1 / minis, places=places)
-    print(
-        f"assumed: {work.decode_s * 1e3:.3g} ms for a token, {work.sequence_s * 1e6:.3g} us more for each sequence beside it;"
-    )
-    print(
-        f"  training {work.train_fixed_s:.3g} s, and {work.train_token_s * 1e6:.3g} us a token and GPU; sync {work.sync_s:.3g} s"
-    )
-    print(
-        f"  however many GPUs; responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; switching is free"
-    )
-    report(compare(cfg, work, gpus))
+    report(work, compare(cfg, work, gpus))
     return 0
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.samples import StalenessError
-from one_step_off.simulation import CountedLoop, Trainer, Work, simulate
+from one_step_off.simulation import Trainer, Work, counted_loop, simulate
 
 STEP = "median/time/step_s"
 ALIKE = Work(8, np.full((3, 4), 100), 20.0, 0.02, 1e-4, 2.0, 5e-4, 1.0, canary_s=0.25)
@@ -35,7 +35,7 @@ def test_a_counted_clock_takes_no_time() -> None:
         return loop.time() - begin
 
     begin = time.perf_counter()
-    with asyncio.Runner(loop_factory=CountedLoop) as runner:
+    with asyncio.Runner(loop_factory=counted_loop) as runner:
         assert runner.run(day()) == pytest.approx(86_400)
     assert time.perf_counter() - begin < 5
 
@@ -44,7 +44,7 @@ def test_what_never_happens_is_an_error_and_no_hang() -> None:
     async def forever() -> None:
         await asyncio.Event().wait()
 
-    runner = asyncio.Runner(loop_factory=CountedLoop)
+    runner = asyncio.Runner(loop_factory=counted_loop)
     with pytest.raises(RuntimeError, match="waits for what nobody does"):
         runner.run(forever())
 
@@ -55,7 +55,9 @@ def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(overlap: bool, 
     work = replace(ALIKE, train_token_s=train_token_s)
     generate, train = parts(work, 2, 3)
     found, canary, sending = simulate(work, 2, 3, overlap=overlap), work.canary_s, work.sync_s - work.canary_s
-    if overlap:  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
+    if (
+        overlap
+    ):  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
         expected = max(train + canary, sending + generate)
     else:
         expected = sending + max(generate, train) + max(0.0, canary - max(0.0, generate - train))
