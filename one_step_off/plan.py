@@ -133,11 +133,16 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
     from one_step_off.simulation import simulate
 
     r, width, whole = cfg.rollout, cfg.rollout.tensor_parallel_size, devices(cfg)[1] // shares_of(cfg, "actor")
-    splits = [(n, gpus - n) for n in range(width, gpus, width) if (gpus - n) % whole == 0]
+
+    def trains(ranks: int) -> bool:
+        return ranks % whole == 0 and ranks // whole <= cfg.actor.ppo_mini_batch_size * r.n
+
+    splits = [(n, gpus - n) for n in range(width, gpus, width) if trains(gpus - n)]
     if not splits:
-        raise ConfigError(f"--gpus {gpus}: no split has {width} for a replica and {whole} for a trainer; give more")
+        needs = f"{width} for a replica, {whole} for a model that trains, and a sample for each of those; give another number"
+        raise ConfigError(f"--gpus {gpus}: no split has {needs}")
     splits = [splits[round(i)] for i in np.linspace(0, len(splits) - 1, min(SHOWN, len(splits)))]
-    arms = [(f"{gpus}", "colocated, in turns", 0, gpus, 0)] * (width == 1)
+    arms = [(f"{gpus}", "colocated, in turns", 0, gpus, 0)] * (width == 1 and trains(gpus))
     arms += [(f"{a} + {b}", ("in turns", AHEAD)[k], a // width, b, k) for a, b in splits for k in (0, 1)]
     seeded = r.seed_samples == "on" or (r.seed_samples == "auto" and resolved_device(cfg) == "cpu")
     how = cfg.weight_sync.overlap, r.routing == "static" or (r.routing == "auto" and seeded)
@@ -188,8 +193,12 @@ def _main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         work = by_times(cfg, args.times) if args.times else by_runs(args.runs or calibrate(args.keys, cfg, folder))
     minis = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs
-    places = min(cfg.agent.max_concurrency, cfg.rollout.engine_kwargs.get("max_num_seqs", 256))
-    work = replace(work, prompts=cfg.data.train_batch_size, before_step=1 / minis, places=places)
+    most = cfg.rollout.engine_kwargs.get("max_num_seqs", 256)
+    if type(most) is not int or most < 1:
+        raise ConfigError(f"rollout.engine_kwargs.max_num_seqs={most}: must be a whole number above 0")
+    work = replace(
+        work, places=min(cfg.agent.max_concurrency, most), prompts=cfg.data.train_batch_size, before_step=1 / minis
+    )
     report(work, compare(cfg, work, gpus))
     return 0
 

@@ -85,8 +85,8 @@ class Replica:
     long, which has the stamp of the last sync; the length that was drawn, by prompt, is extra["tokens"]."""
 
     def __init__(self, work: Work, seed: int) -> None:
-        for name in ("rollout", "vacancy", "sleep"):
-            setattr(self, name, SimpleNamespace(remote=getattr(self, f"_{name}")))
+        self.rollout, self.vacancy = SimpleNamespace(remote=self._rollout), SimpleNamespace(remote=self._vacancy)
+        self.sleep = SimpleNamespace(remote=lambda: asyncio.sleep(work.switch_s))
         self.work, self.seed, self.stamp = work, seed, (0, -1)
         self.waiting: deque[tuple[float, asyncio.Future]] = deque()
         self.at_work: list[tuple[float, int, asyncio.Future]] = []  # a heap: by the position at which each ends
@@ -110,9 +110,6 @@ class Replica:
         while sent - self.away >= most:
             await self.left.wait()
         return self.away
-
-    async def _sleep(self) -> None:
-        await asyncio.sleep(self.work.switch_s)
 
     def _go_on(self) -> None:
         """Count what was decoded since the last time, let go who is done and in who waits, and come back at the next end."""

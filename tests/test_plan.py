@@ -63,6 +63,14 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
     found = rows_of(capsys.readouterr().out)
     assert {split for split, _ in found} == {"2 + 6", "4 + 4", "6 + 2"}, "and no colocated arrangement"
     assert main([*keys, "--times", "60,70,1", "--gpus", "200"]) == 0
+    found = rows_of(capsys.readouterr().out)
+    assert {int(split.split(" + ")[1]) for split, _ in found} == set(range(2, 33, 2)), "a sample for each rank"
+    assert main([*keys, "data.train_batch_size=32", "--times", "60,70,1", "--gpus", "66"]) == 0
+    assert len(rows_of(capsys.readouterr().out)) == 2 * 16
+    assert (
+        main([*keys, "data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "--times", "60,70,1", "--gpus", "66"])
+        == 0
+    )
     assert len(rows_of(capsys.readouterr().out)) == 2 * plan.SHOWN
 
 
@@ -145,6 +153,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--times", "1,2,3", "--gpus", "many"], "invalid int value: 'many'"),
         (["--times", "1,2,3", "--gpus", "99999999"], "--gpus 99999999: must be"),
         (["--times", "1,2,3", "--gpus", "3", "rollout.tensor_parallel_size=4", "placement.pools.rollout=[4]"], "no split"),
+        (["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"], "max_num_seqs=none: must be a whole number"),
         (["--from", "nowhere"], "--from nowhere: no run in turns"),
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
