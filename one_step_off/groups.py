@@ -25,12 +25,17 @@ from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
-"""Told of a role's work: (role, method, step, begin, end), in seconds of time.perf_counter."""
+"""Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
 
 
 PING_S = 10.0  # so long a replica may take to say that it is there
 PAUSE_S = 0.2  # before one that may be ill is looked at again
 ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
+
+
+def now() -> float:
+    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation counts its own."""
+    return asyncio.get_running_loop().time()
 
 
 class PhaseTimeout(RuntimeError):
@@ -120,9 +125,9 @@ class TrainGroup:
         async with self.turn:
             if self.colocated is not None:
                 await self.colocated.sleep()
-            begin = time.perf_counter()
+            begin = now()
             answers = await every(self.limit, f"step {step}, {self.role}", self.ranks, method, *args)
-            self.on_span(self.role, method, step, begin, time.perf_counter())
+            self.on_span(self.role, method, step, begin, now())
         return answers
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
@@ -390,7 +395,7 @@ class RolloutGroup:
         self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
     ) -> list[tuple[list[Sample], float]]:
         """One part per prompt; the first failure is raised at once."""
-        begin, calls, asked, left = time.perf_counter(), [], {}, deque(prompts)
+        begin, calls, asked, left = now(), [], {}, deque(prompts)
         try:
             async with asyncio.TaskGroup() as group:
                 while left:
@@ -407,7 +412,7 @@ class RolloutGroup:
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [(call.result(), time.perf_counter() - begin) for call in calls]
+        return [(call.result(), now() - begin) for call in calls]
 
     def _again(self, losses: int, lost: Lost) -> int:
         """One loss more of the same prompts: they may be what replicas die of. Raises ProcessDied."""

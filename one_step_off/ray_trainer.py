@@ -21,7 +21,7 @@ from one_step_off.carry import Figures, Pool
 from one_step_off.checkpoint import Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
-from one_step_off.groups import NoReplica, RoleError
+from one_step_off.groups import NoReplica, RoleError, now
 from one_step_off.reward_models import mix
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
@@ -55,11 +55,6 @@ class Resumed:
 
 class Stopped(Exception):
     """The run was asked to stop and has done so, with or without a checkpoint."""
-
-
-def now() -> float:
-    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation counts its own."""
-    return asyncio.get_running_loop().time()
 
 
 def first_cause(error: BaseException) -> BaseException:
