@@ -16,7 +16,7 @@ import numpy as np
 from one_step_off.config import Config
 from one_step_off.groups import OnSpan, RoleError, TrainGroup, merged
 from one_step_off.rewards import LARGEST, RewardError
-from one_step_off.samples import Batch, Find, Sample
+from one_step_off.samples import Arrays, Batch, Find, Sample
 
 
 def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:
@@ -47,7 +47,7 @@ class LocalRewardModel(TrainGroup):
     async def rewards(self, batch: Batch) -> list[float]:
         """One score per sample. Tokenising happens beside the event loop."""
         sequences = await asyncio.to_thread(sequences_for, batch.samples, self.find, self.ours, self.theirs)
-        return merged(await self._in_turn(batch.step, "score_sequences", sequences))
+        return merged(await self._in_turn(batch.step, "score_sequences", Arrays(sequences)))
 
 
 class RemoteRewardModel:
