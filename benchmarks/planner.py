@@ -29,7 +29,7 @@ from one_step_off.config import ConfigError
 from one_step_off.config_checks import resolved_device, validate
 from one_step_off.config_io import load
 from one_step_off.simulation import Work, simulate
-from one_step_off.tracking import _speed
+from one_step_off.tracking import speed
 
 # The weights hardly move, so that responses are as long in all arms and steps.
 FIXED = [
@@ -88,7 +88,7 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
             begin = time.perf_counter()
             folders[name] = out / f"round{number}_{name.replace(' ', '_').replace(',', '')}"
             rows = run_arm(args.config, [], folders[name], arms[name])[plan.WARM_UP :]
-            measured[name] = {k: v for k, v in _speed(rows).items() if k in FIGURES.values()}
+            measured[name] = {k: v for k, v in speed(rows).items() if k in FIGURES.values()}
             step = measured[name][FIGURES["step"]]
             print(
                 f"round {number + 1}, {name}: {step:.3f} s/step (run of {time.perf_counter() - begin:.0f} s)",
