@@ -408,7 +408,10 @@ class RolloutReplica(UsageProbe):
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
         self.requests += 1
-        answers = self.engine.generate({"prompt_token_ids": ids.tolist()}, params, str(self.requests))
+        params.skip_clone = True  # it is this request's alone
+        # As if rendered already: else each prompt would travel through a thread that has nothing to tokenise.
+        prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
+        answers = self.engine.generate(prompt, params, str(self.requests))
         try:
             return [out async for out in answers][-1]
         finally:
