@@ -160,7 +160,7 @@ class Rank:
         self.send_weights = Remote(functools.partial(self._send, number, cell), cell.sync_s, log)
 
     @staticmethod
-    def _update(batch: Batch, learn: bool) -> dict[str, float]:
+    def _update(batch: Batch, learn: bool, profile: str) -> dict[str, float]:
         return {f"actor/figure_{i}": 0.5 for i in range(30)} | {"ratio/mean": 1.0, "actor/sync_wait_s": 0.0}
 
     @staticmethod
@@ -225,7 +225,7 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
     tracker = Tracker(folder, cell.steps, out=io.StringIO())
     tracker.meter = Meter(cfg, ModelShape(10**9, 24, 2048), cell.replicas, cell.ranks)
     if cell.loggers:
-        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.say)
+        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.say, {})
     return Pipeline(cfg, roles, streams[1], None, tracker), log
 
 
