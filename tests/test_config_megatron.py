@@ -20,7 +20,7 @@ MEGATRON = [
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
     (
         ["model.attn_implementation=sdpa"],
-        ["attn_implementation=sdpa", "actor.backend=megatron", "packs no sequences", "use auto"],
+        ["attn_implementation=sdpa", "actor.backend=megatron", "chooses its own", "use auto"],
     ),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "set it to false"]),
 ]

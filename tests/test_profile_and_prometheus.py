@@ -163,7 +163,7 @@ def test_it_listens_on_the_loopback_and_a_taken_port_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=rf"^logging.prometheus_port={port}: Address already in use; name another"
+            ConfigError, match=rf"^logging.prometheus_port={port}: OSError: .*Address already in use; name another"
         ):
             loggers.Prometheus(port)
     server = loggers.Prometheus(port)
