@@ -60,7 +60,7 @@ class Work:
     places: int = 256
 
 
-class Clock(selectors.SelectSelector):
+class Clock(selectors.DefaultSelector):
     """Counts `seconds` where an event loop would wait so long."""
 
     seconds = 0.0

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import resource
 import time
 from dataclasses import replace
 
@@ -38,6 +41,18 @@ def test_a_counted_clock_takes_no_time() -> None:
     with asyncio.Runner(loop_factory=counted_loop) as runner:
         assert runner.run(day()) == pytest.approx(86_400)
     assert time.perf_counter() - begin < 5
+
+
+def test_a_program_with_many_open_files_can_be_simulated() -> None:
+    """select() knows no descriptor above 1023."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, min(hard, 2048)), hard))
+    with contextlib.ExitStack() as files, open(os.devnull) as first:
+        for _ in range(1100):
+            files.callback(os.close, os.dup(first.fileno()))
+        with asyncio.Runner(loop_factory=counted_loop) as runner:
+            runner.run(asyncio.sleep(3600))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def test_what_never_happens_is_an_error_and_no_hang() -> None:
