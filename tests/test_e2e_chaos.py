@@ -21,6 +21,7 @@ def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_an_engine_dies_between_two_buckets_and_the_run_goes_on(tmp_path: Path):
     """What this takes is the start of a run and of an engine: there is one kill."""
     (kill,) = run_with(tmp_path, 1, "engine", "between buckets")["kills"]
