@@ -109,13 +109,13 @@ class Replica:
         self.score = Remote(lambda sequences: [np.zeros(7, np.float32) for _ in sequences], log=log)
         self.sync = Remote(functools.partial(self._sync, cell), cell.sync_s, log)
 
-    def _rollout(self, prompts: list[Prompt], _: Any) -> tuple[list[Sample], float]:
+    def _rollout(self, prompts: list[Prompt], _: Any) -> list[Sample]:
         found = [s for p in prompts for s in self.ready[p.id]]
         self.away += len(found)
         waiting, self.waiting = self.waiting, []
         for ask in waiting:
             self.vacancy.answer(*ask)
-        return found, 0.0
+        return found
 
     @staticmethod
     def _sync(cell: Cell, _: Any) -> list[dict[str, Any]]:

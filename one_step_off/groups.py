@@ -6,10 +6,11 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 
 import asyncio
 import heapq
+import itertools
 import os
 import time
-from collections import deque
-from collections.abc import Awaitable, Callable
+from collections import defaultdict, deque
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -363,94 +364,77 @@ class RolloutGroup:
     async def generate(
         self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
     ) -> tuple[list[Sample], float]:
-        """All samples in the order of `prompts`, and the seconds of the slowest replica. `land` is told of each prompt's
-        samples as they come. Raises NoReplica, and what a replica raised that is there."""
+        """All samples in the order of `prompts`, and the seconds that they took. `land` is told of each prompt's samples as
+        they come. Raises NoReplica, and what a replica raised that is there."""
         async with self.turn:
-            whole = (self.static or len(self.all) == 1) and not land
-            spread = self._fixed(prompts, what, sampling) if whole else self._spread(prompts, what, sampling, land)
-            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", spread)
+            begin, work = now(), self._shared_out(prompts, what, sampling, land)
+            samples = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
+            seconds = now() - begin
         kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
         step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
         self.on_trace([(f"rollout {i}{lane}", kind, step, *times) for i, times in worked.items()])
         position = {p.id: i for i, p in enumerate(prompts)}
-        samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
-        return samples, max(seconds for _, seconds in parts)
+        return sorted(samples, key=lambda s: (position[s.prompt_id], s.index)), seconds
 
-    async def _fixed(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, losses: int = 0
-    ) -> list[tuple[list[Sample], float]]:
-        """One part per replica; those of a replica that is lost are shared out again. `losses`: how often they were."""
+    async def _shared_out(
+        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable | None, losses: int = 0
+    ) -> list[Sample]:
+        """All samples, in any order; the first failure is raised at once. `losses`: how often a replica was lost that had
+        these prompts."""
+        calls, asked, left = [], {}, deque(prompts)
 
-        async def share(i: int, own: list[Prompt]) -> list[tuple[list[Sample], float]]:
+        async def share(i: int, own: list[Prompt]) -> list[Sample]:
+            load = self.loads[i]
             try:
-                return [await self._ask(i, what, "rollout", own, sampling)]
+                samples = await self._ask(i, what, "rollout", own, sampling)
             except Lost as e:
-                return await self._fixed(own, what, sampling, self._again(losses, e))
+                if losses + 1 >= ATTEMPTS:  # they may be what replicas die of
+                    raise ProcessDied(f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts") from e
+                return await self._shared_out(own, what, sampling, land, losses + 1)
+            load.back += len(samples)
+            if land:
+                land(samples)
+            return samples
 
-        ready = await self.serving()
-        shares = [share(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
-        return [part for parts in await asyncio.gather(*shares) for part in parts]
-
-    async def _spread(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
-    ) -> list[tuple[list[Sample], float]]:
-        """One part per prompt; the first failure is raised at once."""
-        begin, calls, asked, left = now(), [], {}, deque(prompts)
         try:
             async with asyncio.TaskGroup() as group:
                 while left:
-                    ready = await self._by_load()
-                    while left and ready[0][0] < self.most:
-                        i = self._give(ready, sampling)
-                        calls.append(group.create_task(self._one(i, left.popleft(), what, sampling, land)))
+                    ready, shares = await self.serving(), defaultdict(list)
+                    for i, prompt in self._give(ready, left, sampling, in_turn=not land):
+                        shares[i].append(prompt)
+                        self.loads[i].sent += sampling.n + sampling.greedy
+                    # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
+                    for i, own in shares.items():
+                        calls += [group.create_task(share(i, part)) for part in ([[p] for p in own] if land else [own])]
                     if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
-                        for i in {i for _, i in ready} - asked.keys():
-                            asked[i] = group.create_task(self._room(i, what))
+                        asked |= {i: group.create_task(self._room(i, what)) for i in ready if i not in asked}
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
                 for task in asked.values():
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [(call.result(), now() - begin) for call in calls]
+        return [sample for call in calls for sample in call.result()]
 
-    def _again(self, losses: int, lost: Lost) -> int:
-        """One loss more of the same prompts: they may be what replicas die of. Raises ProcessDied."""
-        if losses + 1 >= ATTEMPTS:
-            raise ProcessDied(f"{lost}: {ATTEMPTS} replicas in a row were lost with the same prompts") from lost
-        return losses + 1
-
-    async def _by_load(self) -> list[tuple[int, int]]:
-        """A heap of those that may be given prompts: (trajectories under way, number)."""
-        return sorted((self.loads[i].now, i) for i in await self.serving())
-
-    def _give(self, ready: list[tuple[int, int]], sampling: Sampling) -> int:
-        """The one that has least to do; a prompt more is counted as its own."""
-        (load, i), more = ready[0], sampling.n + sampling.greedy
-        heapq.heapreplace(ready, (load + more, i))
-        self.loads[i].sent += more
-        return i
+    def _give(
+        self, ready: list[int], left: deque[Prompt], sampling: Sampling, in_turn: bool
+    ) -> Iterator[tuple[int, Prompt]]:
+        """Take what replicas are to be given now out of `left`: with `in_turn` all, if so they are shared out; else to the
+        one that has least to do, as long as it has room."""
+        if in_turn and (self.static or len(self.all) == 1):
+            yield from zip(itertools.cycle(ready), list(left))
+            left.clear()
+        heap, more = sorted((self.loads[i].now, i) for i in ready), sampling.n + sampling.greedy
+        while left and heap[0][0] < self.most:
+            load, i = heap[0]
+            heapq.heapreplace(heap, (load + more, i))
+            yield i, left.popleft()
 
     async def _room(self, i: int, what: str) -> None:
         """Wait until replica `i` has room, whatever is at its tools or still to be scored; or is lost."""
         load = self.loads[i]
         with suppress(Lost):
             load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
-
-    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling, land: Any) -> list[Sample]:
-        losses = 0
-        while True:
-            load = self.loads[i]
-            try:
-                samples, _ = await self._ask(i, what, "rollout", [prompt], sampling)
-            except Lost as e:
-                losses = self._again(losses, e)
-                i = self._give(await self._by_load(), sampling)
-                continue
-            load.back += len(samples)
-            if land:
-                land(samples)
-            return samples
 
     async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:
         """These replicas' half of the canary."""

@@ -93,8 +93,8 @@ class Replica:
         self.position = self.since = 0.0  # tokens that a sequence at work from the beginning would have; as of when
         self.timer, self.taken, self.away, self.left = None, 0, 0, asyncio.Event()
 
-    async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
-        begin, samples, version = now(), [], np.full(1, self.stamp[1], np.int32)
+    async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        samples, version = [], np.full(1, self.stamp[1], np.int32)
         for prompt in prompts:
             row = np.random.default_rng([self.seed, *prompt.id]).integers(len(self.work.lengths))
             for i, length in enumerate(self.work.lengths[row].tolist()):
@@ -104,7 +104,7 @@ class Replica:
         self.waiting.extend((s.extra["tokens"], end) for s, end in zip(samples, ends, strict=True))
         self._go_on()
         await asyncio.gather(*ends)
-        return samples, now() - begin
+        return samples
 
     async def _vacancy(self, sent: int, most: int) -> int:
         while sent - self.away >= most:

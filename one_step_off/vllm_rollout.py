@@ -296,10 +296,9 @@ class RolloutReplica(UsageProbe):
             await self.engine.sleep(level=2)
             self.asleep = True
 
-    async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[Sample], float]:
-        """All trajectories of these prompts, scored, in order; and the seconds it took. Raises RuntimeError: no
-        verified weights, or the engine died."""
-        begin = time.perf_counter()
+    async def rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
+        """All trajectories of these prompts, scored, in order. Raises RuntimeError: no verified weights, or the engine
+        died."""
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
         indices = range(sampling.n + sampling.greedy)
@@ -309,7 +308,7 @@ class RolloutReplica(UsageProbe):
         finally:
             for task in tasks:
                 task.cancel()
-        return Samples(samples), time.perf_counter() - begin
+        return Samples(samples)
 
     async def vacancy(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start

@@ -74,7 +74,7 @@ class Slow:
         self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
         self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method(slots)
         self.family, self.ping = Method([]), Method((0, 0))
-        self.most, self.came, self.away, self.last, self.stopped = 0, 0, 0, 0.0, 0
+        self.most, self.came, self.away, self.last, self.calls, self.stopped = 0, 0, 0, 0.0, 0, 0
 
     async def room(self, sent, most):
         while sent - self.away >= most:
@@ -87,7 +87,7 @@ class Slow:
         self.away, self.last = self.away + 1, time.perf_counter()
 
     async def make(self, prompts, sampling):
-        begin = time.perf_counter()
+        self.calls += 1
         self.had += [p.id[1] for p in prompts]
         self.came += len(prompts) * sampling.n
         self.most = max(self.most, self.came - self.away)
@@ -99,7 +99,7 @@ class Slow:
         except asyncio.CancelledError:
             self.stopped += 1
             raise
-        return [a_sample(p, i) for p in prompts for i in range(sampling.n)], time.perf_counter() - begin
+        return [a_sample(p, i) for p in prompts for i in range(sampling.n)]
 
 
 def routed(routing: str, replicas: list[Slow], rows: int, n: int, seeded: bool = False, most: int | None = None):
@@ -180,7 +180,9 @@ def test_a_failing_reward_ends_a_step_before_the_other_prompts_are_sent():
         routed("least_loaded", replicas, 400, 1, most=4)
     assert time.perf_counter() - begin < 5
     sent = sum(len(r.had) for r in replicas)
-    assert sent < 20 and sum(r.stopped for r in replicas) == sent - 1, "all others are cancelled"
+    assert sent < 20 and sum(r.stopped for r in replicas) == sum(r.calls for r in replicas) - 1, (
+        "the others are cancelled"
+    )
 
 
 def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
@@ -188,12 +190,12 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
     prompts = [Prompt((0, r), np.arange(2), "", "") for r in (5, 3, 8, 1, 9)]
 
     def rollout(share, sampling):
-        return [a_sample(p, i) for p in reversed(share) for i in reversed(range(sampling.n))], 0.1 * len(share)
+        return [a_sample(p, i) for p in reversed(share) for i in reversed(range(sampling.n))]
 
     group = healthy(RolloutGroup([Actor(rollout=rollout) for _ in range(3)], cfg, seeded=True))
     samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
     assert [(s.prompt_id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(cfg.rollout.n)]
-    assert seconds == pytest.approx(0.2)
+    assert 0.0 < seconds < 5.0
     assert group.train.seed != group.val.seed
 
 
@@ -362,7 +364,7 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
 
     async def main():
         turn = asyncio.Lock()
-        replica = Actor(rollout=said("generate", ([], 0.1)), sleep=said("sleep", None))
+        replica = Actor(rollout=said("generate", []), sleep=said("sleep", None))
         rollout = healthy(RolloutGroup([replica], Config(), True, turn))
         actor = TrainGroup("actor", [Actor(update=said("update", {}))], Config(), turn)
         actor.colocated = rollout
@@ -402,3 +404,21 @@ def test_roles_in_one_pool_take_turns():
         assert asyncio.run(main(shared=False)) == 2
     finally:
         room._put = put
+
+
+def test_what_a_replica_gets_at_a_time_is_one_call():
+    """Unless somebody waits for each prompt."""
+    for land, calls in ((None, [1, 1]), (lambda samples: None, [8, 8])):
+        replicas = [Slow(0.05, slots=4), Slow(0.05, slots=4)]
+        cfg = Config()
+        cfg.rollout.n = 1
+        group = RolloutGroup(replicas, cfg, False)
+        prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(16)]
+
+        async def main(group=group, prompts=prompts, land=land):
+            return await healthy(group).generate(prompts, "step 0", group.train, land)
+
+        samples, seconds = asyncio.run(main())
+        assert len(samples) == 16 and 0.09 < seconds < 2.0
+        assert [r.calls for r in replicas] == calls and all(len(r.had) == 8 for r in replicas)
+        assert [(load.sent, load.back) for load in group.loads] == [(8, 8)] * 2

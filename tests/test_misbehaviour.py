@@ -265,7 +265,7 @@ def test_the_wait_for_a_place_is_not_the_loops_time():
         return await engine(*args)
 
     replica._generate = slowly
-    samples, _ = asyncio.run(replica.rollout([PROMPT], Sampling(6, 1.0, None)))
+    samples = asyncio.run(replica.rollout([PROMPT], Sampling(6, 1.0, None)))
     assert [s.reward for s in samples] == [1.0] * 6
 
 

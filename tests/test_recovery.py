@@ -198,7 +198,7 @@ class Dying:
                 raise RuntimeError("the engine died")
         await asyncio.sleep(0.01)
         self.had += [p.id[1] for p in prompts]
-        return [a_sample(p, i) for p in prompts for i in range(sampling.n)], 0.01
+        return [a_sample(p, i) for p in prompts for i in range(sampling.n)]
 
     async def answer(self):
         if self.gone and self.hangs:

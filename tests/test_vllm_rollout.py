@@ -151,7 +151,7 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
     replica.stamp = (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(2)]
-    samples, _ = asyncio.run(replica.rollout(prompts, group.train))
+    samples = asyncio.run(replica.rollout(prompts, group.train))
     found = [(s.prompt_id[1], s.index, s.log_probs[0], s.extra) for s in samples]
     greedy = {"greedy": True}
     assert found == [(row, i, float(i < 2), greedy if i == 2 else {}) for row in range(2) for i in range(2 + wanted)], (
@@ -293,9 +293,10 @@ def test_trajectories_under_way_are_bounded_and_slots_are_refilled():
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), engine
     replica.stamp = (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
-    samples, seconds = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, 7)))
+    begin = time.perf_counter()
+    samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, 7)))
     assert most == 3 and len(samples) == 12
-    assert seconds < 4 * 0.3, "the next ones generate while rewards are worked out"
+    assert time.perf_counter() - begin < 4 * 0.3, "the next ones generate while rewards are worked out"
     assert sorted(seeds) == sorted(sample_seed(7, p.id, 0) for p in prompts)
     assert len({sample_seed(7, (0, 0), 0, turn) for turn in range(5)}) == 5
     assert sample_seed(7, (0, 0), 0, 0) == sample_seed(7, (0, 0), 0)
@@ -314,7 +315,7 @@ def test_a_try_that_is_being_judged_keeps_no_other_one_waiting():
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.3, "boom") for _ in range(8)])
     replica.tokenizer, replica._generate, replica.stamp = tokenizer, engine, (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(8)]
-    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert len(samples) == 8 and all(s.extra["agent"]["tries"] == 2 for s in samples)
     first, second = ([at for at, n in began if (n == 2) == first] for first in (True, False))
     assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(first)
@@ -352,7 +353,7 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.05, "boom") for _ in range(40)])
     replica.tokenizer, replica._generate, replica.stamp = tiny_qwen.build_tokenizer(), engine, (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
-    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert [s.extra["agent"]["turns"] for s in samples] == [4.0] * 12
     assert most == 3 and replica.room._value == 3 and replica.room.away == 12
 
