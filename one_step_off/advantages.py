@@ -108,12 +108,8 @@ class Trajectories:
 
     def per_token(self, rows: np.ndarray) -> Arrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
-        return self.placed(rows[self.alive])
-
-    def placed(self, values: np.ndarray) -> Arrays:
-        """As `per_token`, of the trained tokens' values in a row."""
         flat = np.zeros(len(self.trained), dtype=np.float32)
-        flat[self.trained] = values
+        flat[self.trained] = rows[self.alive]
         return split(flat, [*map(len, self.masks)])
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
@@ -166,7 +162,7 @@ def estimate(
     if isinstance(result, tuple):
         result, returns = result
     if isinstance(result, np.ndarray):
-        result = t.placed(np.repeat(result.astype(np.float32), t.lengths))
+        result = [advantage * mask for advantage, mask in zip(result.astype(np.float32), t.masks, strict=True)]
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:

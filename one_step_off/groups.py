@@ -7,6 +7,7 @@ bridge between the two. The pipeline is tested with stand-ins that have the same
 import asyncio
 import heapq
 import itertools
+import operator
 import os
 import time
 from collections import defaultdict, deque
@@ -21,7 +22,7 @@ from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.health import Health, State
-from one_step_off.samples import COLUMNS, Arrays, Batch, Prompt, Sample, Samples, StalenessError
+from one_step_off.samples import COLUMNS, NOWHERE, Arrays, Batch, Prompt, Sample, Samples, StalenessError
 from one_step_off.vllm_rollout import Sampling
 
 T = TypeVar("T")
@@ -180,13 +181,19 @@ def merged(parts: list[dict[int, T]]) -> list[T]:
 
 
 def _put(batch: Batch) -> Any:
-    """Into Ray's object store once, however many ranks read it; without what none of them reads."""
+    """Into Ray's object store once, however many roles and ranks read it; without what none of them reads."""
     import ray
 
-    samples, columns = Samples(batch.samples), {name: getattr(batch, name) for name in COLUMNS}
-    samples.leave = "response", "extra"
-    columns = {name: values and Arrays(values) for name, values in columns.items()}
-    return ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], **columns))
+    now, (before, stored) = [batch.samples, *(getattr(batch, name) for name in COLUMNS)], batch.stored
+    if not all(map(operator.is_, now, before)):
+        samples, columns = (
+            Samples(batch.samples),
+            {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)},
+        )
+        samples.leave = "response", "extra"
+        stored = ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns))
+        batch.stored = now, stored
+    return stored
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config import Config
-from one_step_off.samples import Batch
+from one_step_off.samples import Batch, generated
 
 # Dense bf16 TFLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
 PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989, H800 989, A100 312, A800 312,
@@ -80,7 +80,7 @@ class Meter:
         """The figures of one step: of generation, and of the actor's update, in which nothing is done while the critic
         warms up alone. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
         lengths = np.array([s.length for s in batch.samples])
-        made = np.array([s.generated for s in batch.samples])
+        made = np.array(generated(batch.samples))
         epochs = self.cfg.actor.ppo_epochs * (batch.step >= self.cfg.trainer.critic_warmup)
         found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
         found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, update_s)
@@ -88,12 +88,12 @@ class Meter:
             return found
         prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
         # What tools said is context: it counts as if it stood before all that was made.
-        generated = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
+        whole = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
         # The table is for bf16; fp32 runs have another peak.
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
         trained = (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
-        work = {"rollout": (generated, generate_s, self.rollout), "trainer": (trained, update_s, self.trainer)}
+        work = {"rollout": (whole, generate_s, self.rollout), "trainer": (trained, update_s, self.trainer)}
         for group, (flops, seconds, devices) in work.items():
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))

@@ -81,14 +81,10 @@ class Sample:
         """Tokens of prompt and response together."""
         return len(self.prompt_ids) + len(self.response_ids)
 
-    @property
-    def generated(self) -> int:
-        """Tokens of the response that the policy made."""
-        return int(np.count_nonzero(self.versions != OTHERS))
-
 
 TOKENS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
 COLUMNS = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch, for trainers
+NOWHERE = ([None] * (1 + len(COLUMNS)), None)  # a batch that is not in Ray's object store
 
 
 @dataclass
@@ -99,7 +95,7 @@ class Batch:
     where the step does not use them; so do `values` (the critic's, before the update) and `returns` (what it is to
     learn). `old_log_probs` is the proximal policy of decoupled PPO, `prob_squares` sums its squared probabilities.
     `expected` is the one stamp that every token must carry, or with `older` the newest: a version may be so much older.
-    `dropped` are samples that `drop` took out.
+    `dropped` are samples that `drop` took out; `stored` is what was put into Ray's object store last, and where.
     """
 
     step: int
@@ -113,6 +109,7 @@ class Batch:
     returns: list[np.ndarray] | None = None
     prob_squares: list[np.ndarray] | None = None
     dropped: list[Sample] = field(default_factory=list)
+    stored: tuple[list, Any] = NOWHERE
 
     def prompt_order(self) -> list[PromptId]:
         """The prompts of this step, each once, in order; those that were dropped come last."""
@@ -131,6 +128,13 @@ def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     """The parts of `flat`, which stand in a row there, as views."""
     ends = list(itertools.accumulate(lengths))
     return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def generated(samples: list[Sample]) -> list[int]:
+    """Tokens of each response that the policy made."""
+    if OTHERS not in np.concatenate([np.zeros(0, np.int32), *(s.versions for s in samples)]):
+        return [len(s.versions) for s in samples]
+    return [int(np.count_nonzero(s.versions != OTHERS)) for s in samples]
 
 
 class Arrays(list[np.ndarray]):
@@ -181,8 +185,10 @@ def assert_versions(batch: Batch) -> None:
     whole = (len(s.versions) == len(s.loss_mask) == len(s.response_ids) for s in samples)
     # All at once, for calls on thousands of small arrays are slow; one by one where it is to be told what is wrong.
     if samples and all(whole) and all(s.incarnation == incarnation for s in samples):
-        made, masks = (np.concatenate([getattr(s, name) for s in samples]) for name in ("versions", "loss_mask"))
-        if not (((made < oldest) | (made > version)) & (masks | (made != OTHERS))).any():
+        made = np.concatenate([s.versions for s in samples])
+        if OTHERS in made:
+            made = made[(made != OTHERS) | np.concatenate([s.loss_mask for s in samples])]
+        if not made.size or (oldest <= made.min() and made.max() <= version):
             return
     for s in samples:
         whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
 from one_step_off.health import State
-from one_step_off.samples import Batch, Prompt, Sample, StalenessError
+from one_step_off.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
 from one_step_off.weight_sync import WeightSync
 
 
@@ -422,3 +423,14 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
         assert len(samples) == 16 and 0.09 < seconds < 2.0
         assert [r.calls for r in replicas] == calls and all(len(r.had) == 8 for r in replicas)
         assert [(load.sent, load.back) for load in group.loads] == [(8, 8)] * 2
+
+
+def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch):
+    put = []
+    monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
+    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
+    assert [room._put(batch), room._put(batch)] == [1, 1], "the reference model's and the critic's"
+    batch.advantages = [np.ones(1, np.float32)]
+    assert [room._put(batch), room._put(batch)] == [2, 2] and put[1].advantages[0][0] == 1.0
+    batch.samples = [replace(batch.samples[0], loss_mask=np.zeros(1, bool))]
+    assert room._put(batch) == 3 and not put[2].samples[0].loss_mask.any() and put[2].stored == NOWHERE
