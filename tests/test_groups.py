@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from one_step_off import groups as room
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError
 from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
