@@ -9,7 +9,6 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 
 import asyncio
 import math
-from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,6 +103,7 @@ class Pipeline:
         # Prompts of several steps under way at once, see carry.py; None: each step waits for its own.
         self.pool = Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry) if cfg.pipeline.partial_rollout else None
         self.figures, self.carried, self.landed = Figures(), resumed.carried if resumed else [], asyncio.Event()
+        self.coming: asyncio.Future | None = None  # the samples of the next step, where each step waits for its own
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
@@ -153,19 +153,19 @@ class Pipeline:
             await self._sync(self.start)
             self._start_evaluation(self.start)
             return
-        in_flight = await self._begin(total)
+        await self._begin(total)
         if self.start == total and all(e["val/version"] < total for e in self.tracker.evaluations):
             await self._finish(total)  # an earlier life was killed between its last step and its end
         for step in range(self.start, total):
             begin, batch = now(), None
-            if self.ahead and not self._must_wait(step, in_flight):
-                batch, waited = await self._collect(step, in_flight)
+            if self.ahead and not self._must_wait(step):
+                batch, waited = await self._collect(step)
             await self._checkpoint(step, batch)
-            renewal = self.background.create_task(self._renew(step, total, in_flight))
+            renewal = self.background.create_task(self._renew(step, total))
             if not self.overlap:
                 await renewal
             if batch is None:
-                batch, waited = await self._collect(step, in_flight)
+                batch, waited = await self._collect(step)
             metrics = waited | await self._train(batch) | await renewal
             metrics["time/step_s"], self.trained = now() - begin, step + 1
             metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
@@ -177,13 +177,13 @@ class Pipeline:
         if self.checkpointer and self.checkpointer.in_use:
             await self._save(total, None)
 
-    def _must_wait(self, step: int, in_flight: deque[asyncio.Future]) -> bool:
+    def _must_wait(self, step: int) -> bool:
         """With partial rollouts: whether the samples of `step` are not complete, so that the replicas had better go on with
         the newest weights and begin the next prompts. A checkpoint needs them before that."""
         due = self.stopping or (self.checkpointer and step > self.start and self.checkpointer.is_due(step))
-        return bool(self.pool and not in_flight and not due and not self.pool.choose(step))
+        return bool(self.pool and not self.coming and not due and not self.pool.choose(step))
 
-    async def _renew(self, step: int, total: int, in_flight: deque[asyncio.Future]) -> dict[str, Any]:
+    async def _renew(self, step: int, total: int) -> dict[str, Any]:
         """What the replicas do at a step's beginning, beside the trainer if `weight_sync.overlap`: take v(step) over,
         then generate with it."""
         try:
@@ -194,19 +194,19 @@ class Pipeline:
             return {}
         self._evaluate_if_due(step)
         if step + self.ahead < total:
-            in_flight.extend(self._launch(step + self.ahead))
+            self._launch(step + self.ahead)
         return metrics
 
-    async def _begin(self, total: int) -> deque[asyncio.Future]:
-        """The rollouts in flight before the first step: launched now, or those of the checkpoint."""
+    async def _begin(self, total: int) -> None:
+        """The rollouts before the first step: launched now, or those of the checkpoint."""
         if self.resumed and self.resumed.samples:
-            done = asyncio.get_running_loop().create_future()
-            done.set_result((self.resumed.samples, self.resumed.generate_s))
-            return deque([done])
+            self.coming = asyncio.get_running_loop().create_future()
+            return self.coming.set_result((self.resumed.samples, self.resumed.generate_s))
         await self._sync(self.start)
         if self.cfg.trainer.val_before_train and not self.resumed:
             self._start_evaluation(0)
-        return deque(self._launch(self.start) if self.ahead and self.start < total else ())
+        if self.ahead and self.start < total:
+            self._launch(self.start)
 
     async def _checkpoint(self, step: int, batch: Batch | None) -> None:
         """Write a checkpoint if due; end the run if asked to. Trainer and samples are both complete here."""
@@ -257,15 +257,14 @@ class Pipeline:
             if self.lost:
                 raise self.lost
 
-    def _launch(self, step: int) -> list[asyncio.Task]:
-        """Start generating the samples of `step` with the weights that the replicas hold now. What to await for them;
-        nothing where they come into the pool."""
+    def _launch(self, step: int) -> None:
+        """Start generating the samples of `step` with the weights that the replicas hold now."""
         if self.pool:
             return self._fill(step)
         self.positions = {step: self.stream.state_dict()}
-        return [self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))]
+        self.coming = self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))
 
-    def _fill(self, step: int) -> list[asyncio.Task]:
+    def _fill(self, step: int) -> None:
         """Bring what is under way up to `rollout.oversample` batches for `step`, beside one that is still waited for; but
         not beyond what the run will train on."""
         waiting, b = step - self.collected, self.pool.size
@@ -286,7 +285,6 @@ class Pipeline:
             self.background.create_task(
                 self._unless_lost(rollout.generate(prompts, f"step {step}", rollout.train, land))
             )
-        return []
 
     async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
         """The first groups that are complete, and how long they took: since the last batch was, or since they were begun."""
@@ -331,10 +329,11 @@ class Pipeline:
         self.rollouts_ended = ended or now()
         self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
 
-    async def _collect(self, step: int, in_flight: deque[asyncio.Future]) -> tuple[Batch, dict[str, float]]:
+    async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
-        begin = now()
-        coming = in_flight.popleft() if in_flight else self._first_complete(step) if self.pool else None
+        begin, coming, self.coming = now(), self.coming, None
+        if self.pool and not coming:
+            coming = self._first_complete(step)
         samples, seconds = await coming if coming else ([], 0.0)
         if self.lost:
             raise self.lost
