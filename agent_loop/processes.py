@@ -66,35 +66,32 @@ class Processes:
     @contextlib.asynccontextmanager
     async def one(self) -> AsyncIterator[Streams]:
         """The streams to a new process, which is killed at the end. Raises RuntimeError: none begins."""
-        async with self.beginning:
-            if self.parent is None or self.parent.poll() is not None:
-                self._start()
-            parent, control, name, begun = self.parent, self.control, b"%d" % next(self.names), b""
-            ours, theirs = socket.socketpair()
-            with theirs:
-                socket.send_fds(control, [name], [theirs.fileno()])
-            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
-            try:
-                begun = await asyncio.wait_for(reader.readline(), LONGEST_START)
-            except TimeoutError as e:
-                raise RuntimeError(f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s") from e
-            finally:
-                if not begun:
-                    with contextlib.suppress(OSError):  # the parent has ended
-                        control.send(name)
-                    writer.close()
-        if not begun:
-            raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
-        with contextlib.closing(writer):
-            try:
-                yield reader, writer
-            finally:
-                with contextlib.suppress(OSError):  # the parent has ended, and all with it
-                    control.send(name)
-                with contextlib.suppress(ConnectionError, TimeoutError):
-                    async with asyncio.timeout(60):
-                        while self.confined and await reader.read(1 << 16):  # ends when the process has ended
-                            pass
+        async with contextlib.AsyncExitStack() as end:
+            async with self.beginning:
+                if self.parent is None or self.parent.poll() is not None:
+                    self._start()
+                parent, control, name = self.parent, self.control, b"%d" % next(self.names)
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    socket.send_fds(control, [name], [theirs.fileno()])
+                streams = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
+                end.push_async_callback(self._kill, control, name, *streams)
+                try:
+                    begun = await asyncio.wait_for(streams[0].readline(), LONGEST_START)
+                except TimeoutError as e:
+                    raise RuntimeError(f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s") from e
+            if not begun:
+                raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
+            yield streams
+
+    async def _kill(
+        self, control: socket.socket, name: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+            control.send(name)  # an error: the parent has ended, and all with it
+            async with asyncio.timeout(60):
+                while self.confined and await reader.read(1 << 16):  # ends when the process has ended
+                    pass
 
 
 def _end(parent: subprocess.Popen, control: socket.socket) -> None:

@@ -13,6 +13,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
@@ -233,10 +234,8 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
     for role, name in itertools.product(roles, ("param_offload", "optimizer_offload")):
         if device == "cpu" and getattr(getattr(cfg, role), name, False):
             yield f"{role}.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
-    if a.kl_coef > 0 and "ref" not in roles:
-        yield f"algorithm.kl_coef={a.kl_coef:g}: needs the role ref; set placement.roles.ref=actor"
-    if "ref" in roles and a.kl_coef == 0:
-        yield "placement.roles.ref: nothing uses it while algorithm.kl_coef=0; remove the role or raise kl_coef"
+    if ("ref" in roles) != (a.kl_coef > 0):
+        yield f"algorithm.kl_coef={a.kl_coef:g}: goes with the role ref; set it above 0 and placement.roles.ref=actor, or 0 and no ref"
     warmup, steps = cfg.trainer.critic_warmup, cfg.trainer.total_steps
     if warmup and "critic" not in roles:
         yield f"trainer.critic_warmup={warmup}: needs the role critic; set placement.roles.critic"
@@ -431,9 +430,8 @@ def _is_yours(spec: str) -> bool:
 
 def _output(cfg: Config) -> Iterator[str]:
     path, resume, log = cfg.trainer.output_dir, cfg.trainer.resume, cfg.logging
-    parent = os.path.abspath(path)
-    while not os.path.lexists(parent):
-        parent = os.path.dirname(parent)
+    absolute = Path(os.path.abspath(path))
+    parent = next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))
     if not path.strip():
         yield "trainer.output_dir: not set; name a folder, as outputs/run"
     if not os.path.isdir(parent) or not os.access(parent, os.W_OK | os.X_OK) or "\0" in path:

@@ -35,7 +35,7 @@ STEP, AHEAD = "median/time/step_s", "one step off"
 TABLE = "{:20}{:22}{:>7}{:>15}{:>9}{:>12}"
 ASSUMED = """assumed: {0.decode_s:.3g} s for a token, {0.sequence_s:.3g} s more for each sequence beside it; training
   {0.train_fixed_s:.3g} s however many GPUs, and {0.train_token_s:.3g} s a token and GPU; sync {0.sync_s:.3g} s on every split;
-  responses of {1:.0f} tokens, {2} at most; in the colocated arrangement devices change hands in {0.switch_s:g} s"""
+  responses of {1:.0f} tokens, {2} at most; in the colocated arrangement devices change hands at once"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -56,16 +56,8 @@ def calibrate(keys: list[str], cfg: Config, folder: str) -> list[str]:
     for own in ([], smaller)[: 1 + bool(few)]:
         folders.append(f"{folder}/{len(folders)}")
         print(f"calibrating: run {len(folders)}, {STEPS} steps in turns ...", flush=True)
-        command = [
-            sys.executable,
-            "-m",
-            "one_step_off.main_ppo",
-            *keys,
-            *ALONE,
-            *own,
-            f"trainer.output_dir={folders[-1]}",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True)
+        own = [*keys, *ALONE, *own, f"trainer.output_dir={folders[-1]}"]
+        done = subprocess.run([sys.executable, "-m", "one_step_off.main_ppo", *own], capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(f"error: the calibration ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
     return folders
@@ -73,8 +65,6 @@ def calibrate(keys: list[str], cfg: Config, folder: str) -> list[str]:
 
 def by_runs(folders: list[str]) -> Any:
     """The `simulation.Work` of the first of these finished runs in turns. Raises ConfigError: one is no such run."""
-    from one_step_off.simulation import Work
-
     rows, lengths, n = [], [], 0
     for folder in map(Path, folders):
         try:
@@ -88,23 +78,11 @@ def by_runs(folders: list[str]) -> Any:
             rows.append((*devices(own), own.actor.ppo_epochs, *(np.median([row[k] for row in steps]) for k in USED)))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
             raise ConfigError(f"--from {folder}: no run in turns ({e}); give its trainer.output_dir") from None
-    replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
-    decode = np.linalg.lstsq(np.stack([longest, made / replicas], 1), generate)[0].clip(0)
-    x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
-    update = np.linalg.lstsq(x, train)[0].clip(0)
-    update *= train[0] / (x[0] @ update)  # where something was clipped
-    drawn = np.array(lengths[: len(lengths) // n * n]).reshape(-1, n)
-    prompt_tokens = (trained[0] / epochs[0] - made[0]) / samples[0]
-    seconds = *decode.tolist(), *update.tolist(), sync[0], canary[0] / 2  # the other half is the replicas'
-    return scaled(
-        Work(round(samples[0] / n), drawn, prompt_tokens, *seconds), int(replicas[0]), int(ranks[0]), generate[0]
-    )
+    return fitted(rows, np.array(lengths[: len(lengths) // n * n]).reshape(-1, n))
 
 
 def by_times(cfg: Config, text: str) -> Any:
     """The same by GEN,TRAIN,SYNC[,TAIL], the seconds of a step in turns with the config's pools. Raises ConfigError."""
-    from one_step_off.simulation import Work
-
     try:
         generate, train, sync, tail = map(float, (text + ",0" * (text.count(",") == 2)).split(","))
         if not (0 < generate < 1e9 and 0 < train < 1e9 and 0 <= sync < 1e9 and 0 <= tail <= generate):
@@ -112,18 +90,28 @@ def by_times(cfg: Config, text: str) -> Any:
     except ValueError:
         mend = "GEN,TRAIN,SYNC[,TAIL] in seconds, TAIL at most GEN (what the longest response takes alone), as 458,445,6,60"
         raise ConfigError(f"--times {text}: must be {mend}") from None
-    (replicas, ranks), longest, n = devices(cfg), cfg.data.max_response_length, cfg.rollout.n
+    n, longest, counts = cfg.rollout.n, cfg.data.max_response_length, (*devices(cfg), 1)
     lengths = np.linspace(longest / n, longest, n).round().astype(int)[None]
-    tokens = cfg.data.train_batch_size * lengths.sum()
-    each = tail / longest, (generate - tail) * replicas / tokens, 0.0, train * ranks / tokens, sync
-    return scaled(Work(cfg.data.train_batch_size, lengths, 0.0, *each), replicas, ranks, generate)
+    samples, tokens = cfg.data.train_batch_size * n, cfg.data.train_batch_size * lengths.sum()
+    whole = *counts, tokens, longest, generate, train, tokens, samples, sync, 0
+    tail_alone = *counts, 0, longest, tail, 0, 0, 0, 0, 0
+    return fitted([whole, tail_alone], lengths)
 
 
-def scaled(work: Any, replicas: int, ranks: int, seconds: float) -> Any:
-    """With decoding such that generation takes so long on these: the fit knows nothing of routing and of places."""
-    from one_step_off.simulation import simulate
+def fitted(rows: list[tuple[float, ...]], lengths: np.ndarray) -> Any:
+    """The `simulation.Work` of the first of some runs in turns; a row is of one: replicas, ranks, passes, and what USED names."""
+    from one_step_off.simulation import Work, simulate
 
-    factor = seconds / simulate(work, replicas, ranks, 0)["median/time/wait_rollout_s"]
+    replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
+    decode = np.linalg.lstsq(np.stack([longest, made / replicas], 1), generate)[0].clip(0)
+    x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
+    update = np.linalg.lstsq(x, train)[0].clip(0)
+    update *= train[0] / (x[0] @ update)  # where something was clipped
+    prompts, prompt_tokens = round(samples[0] / lengths.shape[1]), (trained[0] / epochs[0] - made[0]) / samples[0]
+    half = canary[0] / 2  # the other one is the replicas'
+    work = Work(prompts, lengths, prompt_tokens, *decode.tolist(), *update.tolist(), sync[0], half)
+    # The fit knows nothing of routing and of places: generation is to take as long as it did.
+    factor = generate[0] / simulate(work, int(replicas[0]), int(ranks[0]), 0)["median/time/wait_rollout_s"]
     return replace(work, decode_s=work.decode_s * factor, sequence_s=work.sequence_s * factor)
 
 
@@ -158,9 +146,8 @@ def report(work: Any, found: list[tuple[str, str, dict[str, Any]]]) -> None:
         idle = (f"{r[f'idle_share/{role}']:.0%}" for role in ("rollout", "trainer"))
         print(TABLE.format(label, name, f"{r[STEP]:.4g}", *idle, f"{r['samples_per_s']:.4g}"))
     best, turns = (min(rows, key=lambda row: row[2][STEP]) for rows in (found, [x for x in found if x[1] != AHEAD]))
-    print(
-        f"best: {best[1]}, {best[0]}: {best[2][STEP]:.4g} s a step; in turns at best {turns[2][STEP]:.4g} s ({turns[0]})"
-    )
+    in_turns = f"in turns at best {turns[2][STEP]:.4g} s ({turns[0]})"
+    print(f"best: {best[1]}, {best[0]}: {best[2][STEP]:.4g} s a step; {in_turns}")
 
 
 def main(argv: list[str]) -> int:
@@ -173,12 +160,8 @@ def _main(argv: list[str]) -> int:
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value")
     parser.add_argument("--gpus", type=int, help="to share out; default: all of placement.pools")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument(
-        "--from", dest="runs", action="append", help="a finished run in turns; twice: of two batch sizes"
-    )
-    source.add_argument(
-        "--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns with the config's pools"
-    )
+    source.add_argument("--from", dest="runs", action="append", help="a run in turns; twice: of two batch sizes")
+    source.add_argument("--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns on those pools")
     args = parser.parse_intermixed_args(argv)
     cfg, given = load(args.keys), bool(args.runs or args.times)
     pools, where = cfg.placement.pools, cfg.placement.roles
@@ -196,9 +179,8 @@ def _main(argv: list[str]) -> int:
     most = cfg.rollout.engine_kwargs.get("max_num_seqs", 256)
     if type(most) is not int or most < 1:
         raise ConfigError(f"rollout.engine_kwargs.max_num_seqs={most}: must be a whole number above 0")
-    work = replace(
-        work, places=min(cfg.agent.max_concurrency, most), prompts=cfg.data.train_batch_size, before_step=1 / minis
-    )
+    places = min(cfg.agent.max_concurrency, most)
+    work = replace(work, places=places, prompts=cfg.data.train_batch_size, before_step=1 / minis)
     report(work, compare(cfg, work, gpus))
     return 0
 

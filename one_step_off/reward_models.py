@@ -54,7 +54,7 @@ class RemoteRewardModel:
     """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores": [numbers]}."""
 
     def __init__(self, cfg: Config, find: Find) -> None:
-        self.own, self.find = cfg.reward_model, find
+        self.own, self.find, self.gate = cfg.reward_model, find, asyncio.Semaphore(cfg.reward_model.max_concurrency)
         self.on_span: OnSpan = lambda *_: None
 
     async def rewards(self, batch: Batch) -> list[float]:
@@ -64,14 +64,8 @@ class RemoteRewardModel:
 
         begin, size = time.perf_counter(), self.own.request_size
         parts = [batch.samples[i : i + size] for i in range(0, len(batch.samples), size)]
-        gate = asyncio.Semaphore(self.own.max_concurrency)
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(self.own.timeout_s)) as session:
-
-            async def one(part: list[Sample]) -> list[float]:
-                async with gate:
-                    return await self._request(session, part, batch.step)
-
-            scores = await asyncio.gather(*(one(part) for part in parts))
+            scores = await asyncio.gather(*(self._request(session, part, batch.step) for part in parts))
         self.on_span("reward_model", "score_sequences", batch.step, begin, time.perf_counter())
         return [score for part in scores for score in part]
 
@@ -83,7 +77,7 @@ class RemoteRewardModel:
             if attempt:
                 await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), 10.0))
             try:
-                async with session.post(self.own.url, json=body) as answer:
+                async with self.gate, session.post(self.own.url, json=body) as answer:
                     answer.raise_for_status()
                     scores = (await answer.json())["scores"]
                 if len(scores) == len(samples) and all(type(x) in (int, float) and math.isfinite(x) for x in scores):

@@ -60,9 +60,7 @@ BUILT_IN = Registry("reward.function")
 
 # --- built-in functions -----------------------------------------------------------------------------------------
 
-_PLAIN = re.compile(
-    r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
-)
+_PLAIN = r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
 # A sum that was not worked out is no final answer; powers and factorials can also take for ever to evaluate.
 _UNWORKED = re.compile(r"[+*^!=]|.-|\\(?:times|cdot|sum|prod|int)")
 # The same for `math`, whose answers may be formulas: between digits it is a sum of numbers, and the task's own.
@@ -73,7 +71,7 @@ _LONGEST_TAIL = 4000
 
 def plain_number(text: str) -> Fraction | None:
     """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
-    match = _PLAIN.fullmatch(text) if len(text) <= _LONGEST_ANSWER else None
+    match = re.fullmatch(_PLAIN, text) if len(text) <= _LONGEST_ANSWER else None
     if match is None:
         return None
     sign, inner_sign, digits, denominator = match.groups()

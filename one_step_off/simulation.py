@@ -43,7 +43,7 @@ class Work:
     Training, log-probs and the driver's part included: train_fixed_s + train_token_s * tokens / ranks, of the tokens of
     prompts and responses; the first optimiser step comes after the share `before_step` of it.
     The sync: sync_s for the replicas; in the first canary_s of it the trainer is busy too, with its half of the canary.
-    switch_s: where all devices take turns, once a step, to hand them over.
+    Handing devices over, where all take turns, costs nothing.
     """
 
     prompts: int
@@ -55,7 +55,6 @@ class Work:
     train_token_s: float
     sync_s: float
     canary_s: float = 0.0
-    switch_s: float = 0.0
     before_step: float = 1.0
     places: int = 256
 
@@ -86,7 +85,6 @@ class Replica:
 
     def __init__(self, work: Work, seed: int) -> None:
         self.rollout, self.vacancy = SimpleNamespace(remote=self._rollout), SimpleNamespace(remote=self._vacancy)
-        self.sleep = SimpleNamespace(remote=lambda: asyncio.sleep(work.switch_s))
         self.work, self.seed, self.stamp = work, seed, (0, -1)
         self.waiting: deque[tuple[float, asyncio.Future]] = deque()
         self.at_work: list[tuple[float, int, asyncio.Future]] = []  # a heap: by the position at which each ends
@@ -148,8 +146,6 @@ class Trainer:
         """One step; its optimiser waits until the replicas have the weights, where they are sent meanwhile."""
         w, tokens = self.work, sum(s.extra["tokens"] + self.work.prompt_tokens for s in batch.samples)
         seconds = w.train_fixed_s + w.train_token_s * tokens / self.ranks
-        if self.rollout.shared:
-            await self.rollout.sleep()
         await self._busy(seconds * w.before_step)
         begin = now()
         await self.sent.wait()

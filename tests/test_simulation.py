@@ -90,9 +90,8 @@ def test_in_turns_it_is_the_sum() -> None:
     assert found["samples_per_s"] == pytest.approx(32 / found[STEP])
 
 
-def test_colocated_all_devices_do_both_and_change_hands() -> None:
-    work = replace(ALIKE, switch_s=3.0)
-    assert simulate(work, 0, 8, staleness=0)[STEP] == pytest.approx(sum(parts(work, 8, 8)) + work.sync_s + 3.0)
+def test_colocated_all_devices_do_both() -> None:
+    assert simulate(ALIKE, 0, 8, staleness=0)[STEP] == pytest.approx(sum(parts(ALIKE, 8, 8)) + ALIKE.sync_s)
 
 
 def test_the_optimiser_waits_for_weights_that_are_still_sent() -> None:
@@ -157,7 +156,7 @@ def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
     replicas, ranks, decode, each, fixed, token, sync, canary, before, overlap, static, places, length
 ) -> None:
-    work = Work(6, np.full((1, 2), length), 10.0, decode, each, fixed, token, sync, canary * sync, 0.0, before, places)
+    work = Work(6, np.full((1, 2), length), 10.0, decode, each, fixed, token, sync, canary * sync, before, places)
     turns, ahead = (simulate(work, replicas, ranks, k, overlap, static, steps=5) for k in (0, 1))
     generate, train = turns["median/time/generate_s"], turns["median/time/train_s"]
     assert turns[STEP] == pytest.approx(generate + train + sync)
