@@ -41,7 +41,6 @@ from one_step_off.shared_link import SharedInlet, SharedOutlet
 
 ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
-RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
 
 
 def unpin() -> None:
@@ -211,12 +210,7 @@ class Sender(_End):
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
             if receivers > len(near):
-                far = self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1)
-                for i in (*_rehearsed(self.plan), *_rehearsed(self.plan)):
-                    if self.sizes[i]:
-                        far.publish(self.buffers[0][: self.sizes[i]])
-                        far.wait(self.timeout_s)
-                self.links.append(far)
+                self.links.append(self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1))
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
@@ -364,17 +358,6 @@ class Receiver(_End):
             # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
             self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
-            self.raw = self._rehearse() if any(self.far) else 0.0
-
-    def _rehearse(self) -> float:
-        """Seconds per byte of the bare link: the first buckets as they will travel, twice; the second time counts."""
-        for _ in range(2):
-            begin, total = time.perf_counter(), 0
-            for i in _rehearsed(self.plan):
-                rooms = self._rooms(i)
-                self._arrive(rooms)
-                total += sum(map(len, rooms.values()))
-        return (time.perf_counter() - begin) / max(total, 1)
 
     def _rooms(self, i: int) -> Parts:
         """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
@@ -393,9 +376,9 @@ class Receiver(_End):
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load), "bytes", "each" part's time on the wire, and "raw", the time that the bare link would take for
-        them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
-        are given up then."""
+        verify, load), "bytes", and "each" part's time on the wire; `sums` (int64 [senders, buckets, 2]) are the checksums
+        then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
+        given up then."""
         self._begin()
         try:
             self._receive(load, version)
@@ -403,8 +386,7 @@ class Receiver(_End):
             self.mirror = self.live = None
             self.close()
             raise
-        far = sum(self.plan.buckets[i].nbytes[s] for i, s, _ in self.each)
-        return self._report() | {"raw": self.raw * min(self.bytes, far)}
+        return self._report()
 
     def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
         buckets = self.plan.buckets
@@ -483,12 +465,6 @@ class Receiver(_End):
             sender, bucket = wrong[0]
             where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
             raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
-
-
-def _rehearsed(plan: BucketPlan) -> list[int]:
-    """The buckets by which the bare link is measured: the first RAW_BYTES."""
-    ends = itertools.accumulate(sum(b.nbytes) for b in plan.buckets)
-    return [i for i, end in enumerate(ends) if end <= RAW_BYTES] or [0]
 
 
 def own_host(host: str) -> str:

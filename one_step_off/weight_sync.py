@@ -166,9 +166,7 @@ class WeightSync:
         for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
-        metrics["sync/wire_s"], raw = max((_on_wire(theirs, w["each"]), w["raw"]) for w in workers)
-        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
-            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
+        metrics["sync/wire_s"] = max(_on_wire(theirs, w["each"]) for w in workers)
         held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)

@@ -449,13 +449,13 @@ def test_groups_are_made_anew_without_a_lost_receiver_and_with_a_late_one():
         assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
 
 
-def test_each_bucket_is_timed_on_the_wire_and_set_against_the_bare_link():
+def test_each_bucket_is_timed_on_the_wire():
     net = Net({"w": (1000, 64)}, 2, 1, bucket_bytes=50_000)
     results, _ = net.sync(normal({"w": (1000, 64)}), 0)
     received = results[2]
     assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
     assert {(i, s) for i, s, _ in received["each"]} == {(i, s) for i in range(len(net.plan.buckets)) for s in (0, 1)}
-    assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
+    assert {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
 
 
