@@ -272,7 +272,8 @@ import torch
 from one_step_off.shared_link import SharedInlet
 inlet = SharedInlet(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
-    assert (inlet.bucket(1 << 20) == expected).all()
+    room = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
+    assert (inlet.take(room) == expected).all()
     inlet.release()
 """
     process = subprocess.Popen([sys.executable, "-c", reader])
@@ -454,7 +455,8 @@ def test_each_bucket_is_timed_on_the_wire():
     results, _ = net.sync(normal({"w": (1000, 64)}), 0)
     received = results[2]
     assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
-    assert {(i, s) for i, s, _ in received["each"]} == {(i, s) for i in range(len(net.plan.buckets)) for s in (0, 1)}
+    for one in results:
+        assert [i for i, _ in one["each"]] == list(range(len(net.plan.buckets))) and min(one["each"])[1] > 0
     assert {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
 
