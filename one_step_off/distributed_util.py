@@ -254,7 +254,11 @@ class Sender(_End):
                 flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
-            payload = self._changes(i, flat) if self.since_full else None
+            payload = None
+            if self.since_full:
+                with self._phase("encode"):
+                    payload, changed = delta.encode(flat, self.base[i].to(self.device, non_blocking=True))
+                    self.changed += changed
             if self.base and not again:
                 with self._phase("keep"):
                     self.base[i].copy_(flat, non_blocking=True)
@@ -268,14 +272,6 @@ class Sender(_End):
         with self._phase("wire"):
             self._carry(sums)
         self.kept = version if self.base else -1
-
-    def _changes(self, i: int, flat: torch.Tensor) -> torch.Tensor | None:
-        """What changed in a bucket since it was sent last; None: too much."""
-        with self._phase("encode"):
-            base = self.base[i].to(self.device, non_blocking=True)
-            payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
-            self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
-        return payload
 
     def _carry(self, *messages: torch.Tensor) -> float:
         """To every receiver; returns the seconds it took."""
