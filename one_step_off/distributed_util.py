@@ -294,13 +294,12 @@ class Sender(_End):
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
-            if not slot.first:  # the others are strips of the same tensor
+            if slot.piece.start == slot.of.start:  # the others are strips of the same tensor
                 self.tensor = next(data)
-                if self.tensor.shape != slot.piece.block:
-                    shape, planned = tuple(self.tensor.shape), slot.piece.block
-                    raise SyncError(f"{self.who}: {slot.piece.name} is {shape}, planned {planned}")
-            view = slot.view(flat)
-            view.copy_(self.tensor[slot.first : slot.last] if slot.piece.shape else self.tensor, non_blocking=True)
+                if self.tensor.shape != slot.of.block:
+                    shape, planned = tuple(self.tensor.shape), slot.of.block
+                    raise SyncError(f"{self.who}: {slot.of.name} is {shape}, planned {planned}")
+            slot.view(flat).copy_(slot.piece.place(self.tensor, slot.of.start), non_blocking=True)
             slot.seal(flat)
 
 

@@ -53,16 +53,16 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
             ends = [0] + [slot.offset + slot.nbytes for slot in slots]
             assert all(slot.offset >= end and slot.offset % 16 == 0 for slot, end in zip(slots, ends, strict=False))
             assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
-        one_row_each = all(slot.last - slot.first == 1 for slot in bucket.slots)
+        one_row_each = all(slot.piece.stop - slot.piece.start == 1 for slot in bucket.slots)
         assert sum(bucket.nbytes) <= bucket_bytes or (one_row_each and len({s.piece.name for s in bucket.slots}) == 1)
     assert {slot.piece.name for b in plan.buckets for slot in b.slots} == set(shapes)
     # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
     for s, sent in enumerate(pieces):
         mine = [slot for b in plan.buckets for slot in b.slots if slot.sender == s]
-        assert [slot.piece for slot in mine if slot.first == 0] == sent
+        assert [slot.of for slot in mine if slot.piece.start == slot.of.start] == sent
         for piece in sent:  # all of its rows, once, in order
-            rows = [n for slot in mine if slot.piece == piece for n in range(slot.first, slot.last)]
-            assert rows == list(range(piece.block[0] if piece.block else 1))
+            rows = [n for slot in mine if slot.of == piece for n in range(slot.piece.start, slot.piece.stop)]
+            assert rows == list(range(piece.start, piece.stop))
     assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
 
 
@@ -388,7 +388,7 @@ def test_pieces_cut_along_columns_are_joined():
     for limit in (1000, 64):  # in one bucket, and in strips
         plan, joined = BucketPlan.build(pieces, limit), torch.zeros(6, 10)
         for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
-            slot.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop][slot.first : slot.last])
+            slot.piece.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop])
         assert torch.equal(joined, whole)
 
 
