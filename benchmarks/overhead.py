@@ -120,9 +120,9 @@ class Replica:
     @staticmethod
     def _sync(cell: Cell, _: Any) -> list[dict[str, Any]]:
         now, phases = time.time(), ("wait", "apply", "load")
-        each = [[i, sender, 0.001] for i in range(cell.buckets) for sender in range(cell.ranks)]
+        each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        return [{"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01} | dict.fromkeys(phases, 0.02)]
+        return [{"bytes": 1e9, "each": each, "spans": spans[:200]} | dict.fromkeys(phases, 0.02)]
 
 
 class Vacancy:
@@ -157,17 +157,17 @@ class Rank:
         first = number == 0
         self.score = Remote(lambda seqs: [np.zeros(7, np.float32) for _ in seqs] if first else None, log=log)
         self.release, self.connect_sync = Remote(lambda version: None, log=log), Remote(lambda *_: None, log=log)
-        self.send_weights = Remote(functools.partial(self._send, number, cell), cell.sync_s, log)
+        self.send_weights = Remote(functools.partial(self._send, cell), cell.sync_s, log)
 
     @staticmethod
     def _update(batch: Batch, learn: bool, profile: str) -> dict[str, float]:
         return {f"actor/figure_{i}": 0.5 for i in range(30)} | {"ratio/mean": 1.0, "actor/sync_wait_s": 0.0}
 
     @staticmethod
-    def _send(number: int, cell: Cell, _: Any) -> dict[str, Any]:
+    def _send(cell: Cell, _: Any) -> dict[str, Any]:
         now, phases = time.time(), ("gather", "checksum", "wire")
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        own = {"bytes": 1e9 / cell.ranks, "changed": 1.0, "each": [[i, number, 0.002] for i in range(cell.buckets)]}
+        own = {"bytes": 1e9 / cell.ranks, "changed": 1.0, "each": [[i, 0.002] for i in range(cell.buckets)]}
         return own | {"spans": spans[:200]} | dict.fromkeys(phases, 0.02)
 
 

@@ -37,7 +37,7 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = NetworkLink(self.store, "vllm", rank, size, torch.device("cpu"), host, TIMEOUT_S).group
+        self.group = NetworkLink(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S).group
         self.seconds = 0.0
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:

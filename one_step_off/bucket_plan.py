@@ -28,19 +28,18 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True)
 class Slot:
-    """The rows [first, last) of a sender's piece, and where they lie in its part of a bucket: bytes
-    [offset, offset + nbytes), followed by zeros up to offset + padded."""
+    """A piece, or the strip of one, and where it lies in its sender's part of a bucket: bytes [offset, offset + nbytes),
+    followed by zeros up to offset + padded. `of`: the piece as the sender has it."""
 
     piece: WeightPiece
+    of: WeightPiece
     sender: int
-    first: int
-    last: int
     offset: int = 0
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return (self.last - self.first) * math.prod(self.piece.block[1:]) * getattr(torch, self.piece.dtype).itemsize
+        """Bytes of the piece."""
+        return math.prod(self.piece.block) * getattr(torch, self.piece.dtype).itemsize
 
     @property
     def padded(self) -> int:
@@ -48,18 +47,13 @@ class Slot:
         return -(-self.nbytes // ALIGN) * ALIGN
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
-        """Its rows as a tensor of their own shape and dtype, inside `part` (uint8 [n])."""
-        flat = part[self.offset : self.offset + self.nbytes].view(getattr(torch, self.piece.dtype))
-        block = self.piece.block
-        return flat.view((self.last - self.first, *block[1:]) if block else ())
+        """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
+        flat = part[self.offset : self.offset + self.nbytes]
+        return flat.view(getattr(torch, self.piece.dtype)).view(self.piece.block)
 
     def seal(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
         part[self.offset + self.nbytes : self.offset + self.padded].zero_()
-
-    def place(self, whole: torch.Tensor) -> torch.Tensor:
-        """Its rows inside the whole tensor."""
-        return self.piece.place(whole)[self.first : self.last] if self.piece.shape else whole
 
 
 @dataclass
@@ -92,7 +86,7 @@ class Bucket:
         tensors = []
         for name, tensor, joined in self.whole(parts, room):
             for slot in joined:
-                slot.place(tensor).copy_(slot.view(parts[slot.sender]))
+                slot.piece.place(tensor).copy_(slot.view(parts[slot.sender]))
             tensors.append((name, tensor))
         return tensors
 
@@ -102,7 +96,7 @@ class Bucket:
             slot.seal(parts[slot.sender])
         for _, tensor, joined in self.whole(parts, room):
             for slot in joined:
-                slot.view(parts[slot.sender]).copy_(slot.place(tensor))
+                slot.view(parts[slot.sender]).copy_(slot.piece.place(tensor))
 
 
 @dataclass
@@ -118,11 +112,11 @@ class BucketPlan:
     @staticmethod
     def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
         """Fill buckets with whole tensors, in the order of `_merged`; one over `bucket_bytes` is cut into strips, each
-        with rows of all its senders, and has its buckets for itself.
+        with a part of every sender's piece, and has its buckets for itself.
 
         Args:
             pieces: per sender its pieces, in the order in which it will yield their data.
-            bucket_bytes: the most a bucket holds, all senders' parts together (or one row of each).
+            bucket_bytes: the most a bucket holds, all senders' parts together (or one row or column of each).
 
         Raises:
             SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
@@ -131,8 +125,9 @@ class BucketPlan:
         filled, room, joined = math.inf, 0, 0
         order: list[list[WeightPiece]] = [[] for _ in pieces]
         for parts in owners(pieces):
-            strips, size = _strips(parts, bucket_bytes), sum(Slot(p, s, 0, p.rows).padded for s, p in parts)
-            alone, joins = len(strips) > 1, len(strips) > 1 or len(parts) > 1
+            strips = _strips(parts, bucket_bytes)
+            size, alone = sum(slot.padded for strip in strips for slot in strip), len(strips) > 1
+            joins = alone or len(parts) > 1
             for i, strip in enumerate(strips):
                 if alone or filled + size > bucket_bytes:
                     buckets.append(Bucket([], [0] * len(pieces), ends=i == len(strips) - 1))
@@ -166,12 +161,12 @@ class BucketPlan:
 
 def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
     """One tensor, cut into as few strips as keep to `limit` bytes each."""
-    longest = max(piece.rows for _, piece in parts)
-    count = max(1, min(longest, sum(Slot(p, s, 0, p.rows).nbytes for s, p in parts) // limit))
+    longest = max(piece.stop - piece.start for _, piece in parts)
+    count = max(1, min(longest, sum(Slot(p, p, s).nbytes for s, p in parts) // limit))
     while True:
-        cuts = [[Slot(p, s, p.rows * i // count, p.rows * (i + 1) // count) for s, p in parts] for i in range(count)]
+        cuts = [[Slot(p.part(i, count), p, s) for s, p in parts] for i in range(count)]
         if count >= longest or max(sum(slot.padded for slot in cut) for cut in cuts) <= limit:
-            return [[slot for slot in cut if slot.first < slot.last] for cut in cuts]
+            return [[slot for slot in cut if slot.nbytes] for cut in cuts]
         count += 1
 
 

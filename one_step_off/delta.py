@@ -17,23 +17,23 @@ _BLOCK = {"cpu": 1 << 21, "cuda": 1 << 23}
 _WIDTHS = (torch.int32, torch.int16, torch.uint8)
 
 
-def encode(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
+def encode(new: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """The payload (uint8 [m], m a multiple of 16, on the tensors' device) that makes `new` of `base` (both uint8 [n], n a
-    multiple of 16), or None if it would have n bytes or more: then sending all of `new` is cheaper. The
-    largest temporaries, beside the payload's parts, are about 40 bytes for each word of a block, not of the bucket."""
+    multiple of 16), or None if it would have n bytes or more: then sending all of `new` is cheaper. And how many words
+    differ. The largest temporaries, beside the payload's parts, are about 40 bytes for each word of a block, not of the
+    bucket."""
     words, before, block = new.view(torch.int16), base.view(torch.int16), _BLOCK[new.device.type]
-    size, parts = 4 * (2 + 6 * -(-len(words) // block)), []
-    if len(words) >= 2**31:  # the header could not say so
-        return None
+    parts, changed = [], 0
     for start in range(0, len(words), block):
-        for column in _changes(words[start : start + block], before[start : start + block]):
-            parts += _split(column)
-            size += sum(part.nbytes for part in parts[-3:])
-        if -(-size // 16) * 16 >= len(new):
-            return None
+        gaps, steps = _changes(words[start : start + block], before[start : start + block])
+        parts += [*_split(gaps), *_split(steps)]
+        changed += len(gaps)
+    size = -(-(4 * (2 + len(parts)) + sum(part.nbytes for part in parts)) // 16) * 16
+    if size >= len(new) or len(words) >= 2**31:  # the header could not say so
+        return None, changed
     header = torch.tensor([len(words), block, *map(len, parts)], dtype=torch.int32).to(new.device)
     parts = [header, *sorted(parts, key=lambda part: -part.itemsize), new.new_zeros(16)]
-    return torch.cat([part.view(torch.uint8) for part in parts])[: -(-size // 16) * 16]
+    return torch.cat([part.view(torch.uint8) for part in parts])[:size], changed
 
 
 def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,13 +69,6 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
             if write:
                 step = ((step >> 1) ^ -(step & 1)).to(torch.int16)
                 part.scatter_(0, at, part.index_select(0, at) + step)
-
-
-def changed(payload: torch.Tensor) -> int:
-    """How many 16-bit words a payload of `encode` changes."""
-    count, block = payload[:8].view(torch.int32).tolist()
-    lengths = payload[8 : 8 + 24 * -(-count // block)].view(torch.int32).view(-1, 6).cpu()
-    return int(torch.where(lengths[:, 2] > 0, lengths[:, 2], lengths[:, 1]).sum())  # all gaps stand in one of the two
 
 
 def _blocks(payload: torch.Tensor, words: torch.Tensor) -> list[tuple[torch.Tensor, list, list]]:

@@ -41,7 +41,6 @@ from one_step_off.shared_link import SharedInlet, SharedOutlet
 
 ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
-RAW_BYTES = 256 << 20  # at most so many are sent to measure the bare link
 
 
 def unpin() -> None:
@@ -67,22 +66,23 @@ class NetworkLink:
     """Either end of a sender's group, which has a store of its own: NCCL for CUDA, gloo for CPU."""
 
     def __init__(
-        self, store: dist.Store, name: str, rank: int, size: int, device: torch.device, host: str, timeout_s: float
+        self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
-        """Blocks until all `size` ranks are there."""
-        self.device, self.timeout_s, scoped = device, timeout_s, dist.PrefixStore(name, store)
+        """Blocks until all `size` ranks are there. `store`: nobody else's."""
+        self.device, self.timeout_s = device, timeout_s
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             # Our own limit (`wait`) comes first: NCCL's watchdog would take the whole process down without a word.
             options._timeout = timedelta(seconds=10 * timeout_s + 600)
-            self.group = dist.ProcessGroupNCCL(scoped, rank, size, options)
+            self.group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
             options._timeout = timedelta(seconds=timeout_s)
-            self.group = dist.ProcessGroupGloo(scoped, rank, size, options)
+            self.group = dist.ProcessGroupGloo(store, rank, size, options)
         # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
-        self.fill(torch.zeros(1, device=device))
+        self.publish(torch.zeros(1, device=device))
+        self.wait(timeout_s)
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Begin to send a tensor; it must stay as it is until `wait` has returned."""
@@ -98,10 +98,17 @@ class NetworkLink:
             time.sleep(1e-4)
         self.work.wait()
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Receive a tensor."""
-        self.publish(tensor)
+    def ask(self, room: torch.Tensor) -> None:
+        """Begin to receive into `room`."""
+        self.publish(room)
+
+    def take(self, room: torch.Tensor) -> torch.Tensor:
+        """What was asked for, now that it is in `room`."""
         self.wait(self.timeout_s)
+        return room
+
+    def release(self) -> None:
+        """What was taken is this end's own."""
 
     def close(self) -> None:
         """Break the connections, so that no peer waits for this one any longer: gloo does so when nothing refers to the
@@ -132,15 +139,14 @@ class _End:
 
     def _begin(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.each: list[list[float]] = []  # on the wire: [bucket, sender, seconds]
+        self.each: list[list[float]] = []  # on the wire: [bucket, seconds]
         self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
         self.bytes = self.changed = 0
         self.bucket = -1
 
-    def _join(self, store: dist.Store, epoch: int, sender: int, rank: int, size: int) -> NetworkLink:
+    def _join(self, store: dist.Store, rank: int, size: int) -> NetworkLink:
         # On the wire's thread, because gloo starts threads of its own, which may run where that one may.
-        name, where = f"{epoch}/sync{sender}", (rank, size, self.device, self.host, self.timeout_s)
-        return self.wire.submit(NetworkLink, store, name, *where).result()
+        return self.wire.submit(NetworkLink, store, rank, size, self.device, self.host, self.timeout_s).result()
 
     def close(self) -> None:
         """Leave all groups; peers that wait for this end fail at once."""
@@ -204,19 +210,14 @@ class Sender(_End):
         self.since_full = -1
         with self._phase("connect"):
             # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
-            room = [max(self.sizes, default=0)] * 2
+            room, store = [max(self.sizes, default=0)] * 2, dist.PrefixStore(f"{epoch}", self.store)
             if near:
-                self.links = [SharedOutlet(dist.PrefixStore(f"{epoch}", self.store), room, list(near), self.device)]
+                self.links = [SharedOutlet(store, room, list(near), self.device)]
                 self.buffers = self.links[0].buffers
             elif not self.buffers:
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
             if receivers > len(near):
-                far = self._join(self.store, epoch, self.index, 0, receivers - len(near) + 1)
-                for i in (*_rehearsed(self.plan), *_rehearsed(self.plan)):
-                    if self.sizes[i]:
-                        far.publish(self.buffers[0][: self.sizes[i]])
-                        far.wait(self.timeout_s)
-                self.links.append(far)
+                self.links.append(self._join(store, 0, receivers - len(near) + 1))
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
@@ -253,7 +254,11 @@ class Sender(_End):
                 flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
-            payload = self._changes(i, flat) if self.since_full else None
+            payload = None
+            if self.since_full:
+                with self._phase("encode"):
+                    payload, changed = delta.encode(flat, self.base[i].to(self.device, non_blocking=True))
+                    self.changed += changed
             if self.base and not again:
                 with self._phase("keep"):
                     self.base[i].copy_(flat, non_blocking=True)
@@ -267,14 +272,6 @@ class Sender(_End):
         with self._phase("wire"):
             self._carry(sums)
         self.kept = version if self.base else -1
-
-    def _changes(self, i: int, flat: torch.Tensor) -> torch.Tensor | None:
-        """What changed in a bucket since it was sent last; None: too much."""
-        with self._phase("encode"):
-            base = self.base[i].to(self.device, non_blocking=True)
-            payload, words = delta.encode(flat, base), (x.view(torch.int16) for x in (flat, base))
-            self.changed += int(torch.ne(*words).sum()) if payload is None else delta.changed(payload)
-        return payload
 
     def _carry(self, *messages: torch.Tensor) -> float:
         """To every receiver; returns the seconds it took."""
@@ -293,17 +290,16 @@ class Sender(_End):
         """Until the bucket on the wire has reached everybody."""
         if flying:
             with self._phase("wire", flying[0]):
-                self.each.append([flying[0], self.index, flying[1].result()])
+                self.each.append([flying[0], flying[1].result()])
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
-            if not slot.first:  # the others are strips of the same tensor
+            if slot.piece.start == slot.of.start:  # the others are strips of the same tensor
                 self.tensor = next(data)
-                if self.tensor.shape != slot.piece.block:
-                    shape, planned = tuple(self.tensor.shape), slot.piece.block
-                    raise SyncError(f"{self.who}: {slot.piece.name} is {shape}, planned {planned}")
-            view = slot.view(flat)
-            view.copy_(self.tensor[slot.first : slot.last] if slot.piece.shape else self.tensor, non_blocking=True)
+                if self.tensor.shape != slot.of.block:
+                    shape, planned = tuple(self.tensor.shape), slot.of.block
+                    raise SyncError(f"{self.who}: {slot.of.name} is {shape}, planned {planned}")
+            slot.view(flat).copy_(slot.piece.place(self.tensor, slot.of.start), non_blocking=True)
             slot.seal(flat)
 
 
@@ -346,56 +342,33 @@ class Receiver(_End):
     live: Any = None
 
     def connect(self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()) -> None:
-        """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the receivers on its device. An earlier
-        epoch's groups are given up, and what it was sent in them."""
+        """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the
+        receivers on its device. An earlier epoch's groups are given up, and what it was sent in them."""
         self.close()
         self.mirror = self.live = None
         with self._phase("connect"):
             for s, (host, port) in enumerate(addresses):
                 store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+                store = dist.PrefixStore(f"{epoch}", store)
                 far = [r for r in range(receivers) if not (near and r in near[s])]
                 if self.index in far:
-                    self.links.append(self._join(store, epoch, s, 1 + far.index(self.index), len(far) + 1))
+                    self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1))
                 else:
-                    store = dist.PrefixStore(f"{epoch}", store)
                     self.links.append(SharedInlet(store, self.index, self.device, self.timeout_s))
-            self.far = [isinstance(link, NetworkLink) for link in self.links]
-            most = self.plan.largest if any(self.far) else 0
+            self.far = any(isinstance(link, NetworkLink) for link in self.links)
+            where = self.device if self.far else "meta"  # where all is read out of the senders', there need be none
             # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
-            self.buffers = [torch.zeros(most, dtype=torch.uint8, device=self.device) for _ in range(2)]
+            self.buffers = [torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
-            self.raw = self._rehearse() if any(self.far) else 0.0
-
-    def _rehearse(self) -> float:
-        """Seconds per byte of the bare link: the first buckets as they will travel, twice; the second time counts."""
-        for _ in range(2):
-            begin, total = time.perf_counter(), 0
-            for i in _rehearsed(self.plan):
-                rooms = self._rooms(i)
-                self._arrive(rooms)
-                total += sum(map(len, rooms.values()))
-        return (time.perf_counter() - begin) / max(total, 1)
-
-    def _rooms(self, i: int) -> Parts:
-        """Where the far senders' parts of bucket `i` go: into the two buffers in turn."""
-        parts = self.plan.buckets[i].parts(self.buffers[i % 2]) if any(self.far) else {}
-        return {s: part for s, part in parts.items() if self.far[s]}
-
-    def _arrive(self, rooms: Parts) -> dict[int, float]:
-        """Receive from several far senders at once; seconds until each was there."""
-        begin = time.perf_counter()
-        for s, room in rooms.items():
-            self.links[s].publish(room)
-        return {s: self.links[s].wait(self.timeout_s) or time.perf_counter() - begin for s in rooms}
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load), "bytes", "each" part's time on the wire, and "raw", the time that the bare link would take for
-        them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups
-        are given up then."""
+        verify, load), "bytes", and "each" bucket's time on the wire; `sums` (int64 [senders, buckets, 2]) are the checksums
+        then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
+        given up then."""
         self._begin()
         try:
             self._receive(load, version)
@@ -403,8 +376,7 @@ class Receiver(_End):
             self.mirror = self.live = None
             self.close()
             raise
-        far = sum(self.plan.buckets[i].nbytes[s] for i, s, _ in self.each)
-        return self._report() | {"raw": self.raw * min(self.bytes, far)}
+        return self._report()
 
     def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
         buckets = self.plan.buckets
@@ -416,11 +388,8 @@ class Receiver(_End):
         coming = self.wire.submit(self._fill, 0, changes)
         for i, bucket in enumerate(buckets):
             self.bucket = i
-            near = [s for s, size in enumerate(bucket.nbytes) if size and not self.far[s]]
             with self._phase("wait"):
-                # The near ones first: their senders go on only when they are taken, and others wait for these senders.
-                parts = {s: self._take(s, bucket.nbytes[s], changes) for s in near}
-                parts |= coming.result()
+                parts = coming.result()
                 if i + 1 < len(buckets):
                     coming = self.wire.submit(self._fill, i + 1, changes)
             with self._phase("apply"):
@@ -433,17 +402,16 @@ class Receiver(_End):
                     self.live.write(i)
                 elif (tensors := bucket.join(full, self.room)) and bucket.ends:
                     load(tensors)
-                for s in near:
+                for s in parts:
                     self.links[s].release()
         self._check_sums(sums)
         self.sums = sums
 
     def _headers(self, version: int) -> bool:
         """Whether messages tell their size, after checking that every sender sends what is expected."""
-        header = torch.zeros(3, dtype=torch.int64, device=self.device)
-        for s, link in enumerate(self.links):
-            with self._phase("header"):
-                link.fill(header)
+        with self._phase("header"):
+            headers = self._numbers(range(self.plan.senders), 3)
+        for s, header in headers.items():
             digest, sent, changes = header.tolist()
             if digest != self.plan.digest:
                 raise SyncError(f"{self.who}: sender {s} follows another bucket plan")
@@ -452,43 +420,37 @@ class Receiver(_End):
         return bool(changes)
 
     def _fill(self, i: int, changes: bool) -> Parts:
-        """On the wire's thread: what far senders have of bucket `i`, side by side."""
-        begin, rooms = time.perf_counter(), self._rooms(i)
-        if changes and rooms:
-            sizes = {s: torch.zeros(1, dtype=torch.int64, device=self.device) for s in rooms}
-            self._arrive(sizes)
-            rooms = {s: room[: int(sizes[s])] for s, room in rooms.items()}
-        self.each += [[i, s, seconds] for s, seconds in self._arrive(rooms).items()]
-        self.bytes += sum(map(len, rooms.values()))
-        self._timed(" wire", "wire", time.perf_counter() - begin)
-        return rooms
-
-    def _take(self, sender: int, size: int, changes: bool) -> torch.Tensor:
-        """A near sender's message for a bucket."""
+        """On the wire's thread: what the senders have of bucket `i`, side by side, until it is released."""
+        begin, rooms = time.perf_counter(), self.plan.buckets[i].parts(self.buffers[i % 2])
         if changes:
-            told = torch.zeros(1, dtype=torch.int64, device=self.device)
-            self.links[sender].fill(told)
-            size = int(told)
-        self.bytes += size
-        return self.links[sender].bucket(size)
+            sizes = self._numbers(rooms, 1)
+            rooms = {s: room[: int(sizes[s])] for s, room in rooms.items()}
+        parts = self._take(rooms)
+        self.bytes += sum(map(len, parts.values()))
+        seconds = self._timed(" wire", "wire", time.perf_counter() - begin)
+        self.each += [[i, seconds]] * self.far
+        return parts
+
+    def _take(self, rooms: Parts) -> Parts:
+        """The next message of each of these senders, of all at once: in its room, or of a near one where that has it."""
+        for s, room in rooms.items():
+            self.links[s].ask(room)
+        return {s: self.links[s].take(room) for s, room in rooms.items()}
+
+    def _numbers(self, senders: Iterable[int], count: int) -> Parts:
+        """The same of a message of a few numbers, int64 [count]."""
+        return self._take({s: torch.zeros(count, dtype=torch.int64, device=self.device) for s in senders})
 
     def _check_sums(self, mine: torch.Tensor) -> None:
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
         theirs = torch.zeros_like(mine)
         with self._phase("verify"):
-            for link, table in zip(self.links, theirs, strict=True):
-                link.fill(table)
+            self._take(dict(enumerate(theirs)))
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]
             where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
             raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
-
-
-def _rehearsed(plan: BucketPlan) -> list[int]:
-    """The buckets by which the bare link is measured: the first RAW_BYTES."""
-    ends = itertools.accumulate(sum(b.nbytes) for b in plan.buckets)
-    return [i for i, end in enumerate(ends) if end <= RAW_BYTES] or [0]
 
 
 def own_host(host: str) -> str:

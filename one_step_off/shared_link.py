@@ -68,28 +68,30 @@ class SharedInlet:
 
     def __init__(self, store: dist.Store, number: int, device: torch.device, timeout_s: float) -> None:
         self.store, self.number, self.device, self.count = store, number, device, 0
+        self.answers = store.clone()  # a store lets no other thread in while one waits
         self.limit = timedelta(seconds=timeout_s)
         self.buffers = [rebuild(*args) for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))]
 
-    def fill(self, tensor: torch.Tensor) -> None:
-        """The next message, into `tensor`."""
-        tensor.copy_(torch.frombuffer(bytearray(self._next()), dtype=tensor.dtype).view(tensor.shape))
-        self.release()
+    def ask(self, room: torch.Tensor) -> None:
+        """Messages come unasked."""
 
-    def bucket(self, size: int) -> torch.Tensor:
-        """The next message's buffer, uint8 [size]; it is the sender's, and stays as it is until `release`."""
-        return self.buffers[int(self._next())][:size]
+    def take(self, room: torch.Tensor) -> torch.Tensor:
+        """The next message. Bytes stand for a bucket of as many as `room`, which is the sender's own and stays as it is until
+        `release`; any other goes into `room`."""
+        key = f"message{self.count + 1}"
+        self.store.wait([key], self.limit)
+        message, self.count = self.store.get(key), self.count + 1  # now, for what is still in use was the one before
+        if room.dtype == torch.uint8:
+            return self.buffers[int(message)][: len(room)]
+        room.copy_(torch.frombuffer(bytearray(message), dtype=room.dtype).view(room.shape))
+        self.release()
+        return room
 
     def release(self) -> None:
         """Answer that the last message may be overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self.store.set(f"answer{self.count}.{self.number}", b"")
-
-    def _next(self) -> bytes:
-        self.count += 1
-        self.store.wait([f"message{self.count}"], self.limit)
-        return self.store.get(f"message{self.count}")
+        self.answers.set(f"answer{self.count}.{self.number}", b"")
 
     def close(self) -> None:
         """There is nothing to break."""

@@ -165,10 +165,10 @@ class WeightSync:
         workers = [worker for replica in received for worker in replica]
         for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
-        theirs = {(i, s): seconds for report in sent for i, s, seconds in report["each"]}
-        metrics["sync/wire_s"], raw = max((_on_wire(theirs, w["each"]), w["raw"]) for w in workers)
-        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
-            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
+        # Either end's time includes its wait for the other, so the shorter one counts.
+        slowest = dict(sorted((i, seconds) for report in sent for i, seconds in report["each"]))
+        on_wire = (sum(min(seconds, slowest[i]) for i, seconds in worker["each"]) for worker in workers)
+        metrics["sync/wire_s"] = max(on_wire)
         held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
@@ -196,12 +196,3 @@ class WeightSync:
                 name = f"canary/logprob_diff_{kind}"
                 found[name] = max(found.get(name, 0.0), float(size))
         return found
-
-
-def _on_wire(theirs: dict[tuple[int, int], float], each: list[list[float]]) -> float:
-    """Seconds that a receiver's data travelled; `theirs`: the senders' (bucket, sender) -> seconds. Either end's time
-    includes its wait for the other, so the shorter of the two counts; a bucket's parts travel side by side, so the longest of them does."""
-    buckets: dict[float, float] = {}
-    for i, s, seconds in each:
-        buckets[i] = max(buckets.get(i, 0.0), min(seconds, theirs[i, s]))
-    return sum(buckets.values())

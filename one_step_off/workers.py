@@ -13,7 +13,7 @@ A back end has a class per role, as `fsdp_workers.py` does, where the methods ar
     reward_model   score_sequences
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -40,11 +40,11 @@ class WeightPiece:
             return ()
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
 
-    @property
-    def rows(self) -> int:
-        """Rows of the piece, that is of its first dimension."""
-        return self.block[0] if self.shape else 1
+    def part(self, i: int, count: int) -> "WeightPiece":
+        """The `i`-th of `count` parts, as equal as they can be, along the dimension in which it is cut."""
+        first, size = self.start, self.stop - self.start
+        return replace(self, start=first + size * i // count, stop=first + size * (i + 1) // count)
 
-    def place(self, whole: Any) -> Any:
-        """Where the piece lies in the whole tensor: a view."""
-        return whole.narrow(self.dim, self.start, self.stop - self.start) if self.shape else whole
+    def place(self, tensor: Any, first: int = 0) -> Any:
+        """Where the piece lies in the whole tensor, or in another piece of it that starts at `first`: a view."""
+        return tensor.narrow(self.dim, self.start - first, self.stop - self.start) if self.shape else tensor

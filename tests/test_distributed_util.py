@@ -53,16 +53,16 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
             ends = [0] + [slot.offset + slot.nbytes for slot in slots]
             assert all(slot.offset >= end and slot.offset % 16 == 0 for slot, end in zip(slots, ends, strict=False))
             assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
-        one_row_each = all(slot.last - slot.first == 1 for slot in bucket.slots)
+        one_row_each = all(slot.piece.stop - slot.piece.start == 1 for slot in bucket.slots)
         assert sum(bucket.nbytes) <= bucket_bytes or (one_row_each and len({s.piece.name for s in bucket.slots}) == 1)
     assert {slot.piece.name for b in plan.buckets for slot in b.slots} == set(shapes)
     # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
     for s, sent in enumerate(pieces):
         mine = [slot for b in plan.buckets for slot in b.slots if slot.sender == s]
-        assert [slot.piece for slot in mine if slot.first == 0] == sent
+        assert [slot.of for slot in mine if slot.piece.start == slot.of.start] == sent
         for piece in sent:  # all of its rows, once, in order
-            rows = [n for slot in mine if slot.piece == piece for n in range(slot.first, slot.last)]
-            assert rows == list(range(piece.block[0] if piece.block else 1))
+            rows = [n for slot in mine if slot.of == piece for n in range(slot.piece.start, slot.piece.stop)]
+            assert rows == list(range(piece.start, piece.stop))
     assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
 
 
@@ -272,7 +272,8 @@ import torch
 from one_step_off.shared_link import SharedInlet
 inlet = SharedInlet(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
-    assert (inlet.bucket(1 << 20) == expected).all()
+    room = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
+    assert (inlet.take(room) == expected).all()
     inlet.release()
 """
     process = subprocess.Popen([sys.executable, "-c", reader])
@@ -387,7 +388,7 @@ def test_pieces_cut_along_columns_are_joined():
     for limit in (1000, 64):  # in one bucket, and in strips
         plan, joined = BucketPlan.build(pieces, limit), torch.zeros(6, 10)
         for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
-            slot.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop][slot.first : slot.last])
+            slot.piece.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop])
         assert torch.equal(joined, whole)
 
 
@@ -449,13 +450,14 @@ def test_groups_are_made_anew_without_a_lost_receiver_and_with_a_late_one():
         assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
 
 
-def test_each_bucket_is_timed_on_the_wire_and_set_against_the_bare_link():
+def test_each_bucket_is_timed_on_the_wire():
     net = Net({"w": (1000, 64)}, 2, 1, bucket_bytes=50_000)
     results, _ = net.sync(normal({"w": (1000, 64)}), 0)
     received = results[2]
     assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
-    assert {(i, s) for i, s, _ in received["each"]} == {(i, s) for i in range(len(net.plan.buckets)) for s in (0, 1)}
-    assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
+    for one in results:
+        assert [i for i, _ in one["each"]] == list(range(len(net.plan.buckets))) and min(one["each"])[1] > 0
+    assert {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
 
 

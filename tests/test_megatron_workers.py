@@ -266,8 +266,9 @@ def assembled(ranks, key):
     data = {p: block for r in ranks for p, block in ((WeightPiece(*p), b) for p, b in r[key])}
     whole = {}
     for slot in (slot for bucket in BucketPlan.build(pieces, 1 << 12).buckets for slot in bucket.slots):
-        into = whole.setdefault(slot.piece.name, np.empty(slot.piece.shape, data[slot.piece].dtype))
-        slot.place(torch.from_numpy(into)).copy_(torch.from_numpy(data[slot.piece])[slot.first : slot.last])
+        into = whole.setdefault(slot.piece.name, np.empty(slot.piece.shape, data[slot.of].dtype))
+        block = slot.piece.place(torch.from_numpy(data[slot.of]), slot.of.start)
+        slot.piece.place(torch.from_numpy(into)).copy_(block)
     return whole
 
 

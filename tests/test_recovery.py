@@ -73,7 +73,7 @@ class Lossy(WeightSync):
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0, 0.1]], "spans": []}
+        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
         trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report), release=None)
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
@@ -88,7 +88,7 @@ class Lossy(WeightSync):
                 self.broken[i] -= 1
                 died.append(1)
                 raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0, 0.1]], "spans": [], "raw": 0.0}]
+            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": []}]
 
         async def ping():
             if died and not answers:
