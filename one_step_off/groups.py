@@ -251,9 +251,9 @@ class RolloutGroup:
 
     async def setup(self) -> None:
         """Load all engines."""
-        at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
+        started = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
+        at_once, self.families = map(list, zip(*started, strict=True))
         self.most = min(self.most, *at_once)
-        self.families = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "family")
 
     async def watch(self) -> None:
         """Ask every replica again and again whether it is there, and give up what is not; runs until it is cancelled."""
@@ -302,8 +302,7 @@ class RolloutGroup:
         for left in reversed(range(ATTEMPTS)):
             try:
                 self.all[i] = self.respawn(i)
-                await every(limit, what, [self.all[i]], "start", self.families[i])
-                (self.families[i],) = await every(limit, what, [self.all[i]], "family")
+                ((_, self.families[i]),) = await every(limit, what, [self.all[i]], "start", self.families[i])
                 self.health[i].to(State.STALE)
                 if await self.restore(i):
                     break
@@ -334,11 +333,10 @@ class RolloutGroup:
         """Until one that is being started anew is there, or given up. Raises NoReplica: all are."""
         alive = [task for task in self.returning.values() if not task.done()]
         if not alive:
-            raise NoReplica(f"no replica is left, and none could be started anew: {self._failures()}")
+            why = "; ".join(str(task.exception()) for task in self.returning.values())
+            why = why or "they hold no verified weights"
+            raise NoReplica(f"no replica is left, and none could be started anew: {why}")
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
-
-    def _failures(self) -> str:
-        return "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
@@ -376,25 +374,23 @@ class RolloutGroup:
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
 
-    async def _fixed(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, losses: int = 0
-    ) -> list[tuple[list[Sample], float]]:
-        """One part per replica; those of a replica that is lost are shared out again. `losses`: how often they were."""
+    async def _fixed(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
+        """One part per replica; the prompts of one that is lost go to those that have least to do."""
 
         async def share(i: int, own: list[Prompt]) -> list[tuple[list[Sample], float]]:
             try:
                 return [await self._ask(i, what, "rollout", own, sampling)]
-            except Lost as e:
-                return await self._fixed(own, what, sampling, self._again(losses, e))
+            except Lost:
+                return await self._spread(own, what, sampling, losses=1)
 
         ready = await self.serving()
         shares = [share(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
         return [part for parts in await asyncio.gather(*shares) for part in parts]
 
     async def _spread(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
+        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None, losses: int = 0
     ) -> list[tuple[list[Sample], float]]:
-        """One part per prompt; the first failure is raised at once."""
+        """One part per prompt; the first failure is raised at once. `losses`: of replicas, with these prompts."""
         begin, calls, asked, left = now(), [], {}, deque(prompts)
         try:
             async with asyncio.TaskGroup() as group:
@@ -402,7 +398,7 @@ class RolloutGroup:
                     ready = await self._by_load()
                     while left and ready[0][0] < self.most:
                         i = self._give(ready, sampling)
-                        calls.append(group.create_task(self._one(i, left.popleft(), what, sampling, land)))
+                        calls.append(group.create_task(self._one(i, left.popleft(), what, sampling, land, losses)))
                     if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
                         for i in {i for _, i in ready} - asked.keys():
@@ -413,12 +409,6 @@ class RolloutGroup:
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
         return [(call.result(), now() - begin) for call in calls]
-
-    def _again(self, losses: int, lost: Lost) -> int:
-        """One loss more of the same prompts: they may be what replicas die of. Raises ProcessDied."""
-        if losses + 1 >= ATTEMPTS:
-            raise ProcessDied(f"{lost}: {ATTEMPTS} replicas in a row were lost with the same prompts") from lost
-        return losses + 1
 
     async def _by_load(self) -> list[tuple[int, int]]:
         """A heap of those that may be given prompts: (trajectories under way, number)."""
@@ -437,20 +427,22 @@ class RolloutGroup:
         with suppress(Lost):
             load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
 
-    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling, land: Any) -> list[Sample]:
-        losses = 0
+    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling, land: Any, losses: int) -> list[Sample]:
+        """Of one prompt. Raises ProcessDied: it may be what replicas die of."""
         while True:
             load = self.loads[i]
             try:
                 samples, _ = await self._ask(i, what, "rollout", [prompt], sampling)
+                break
             except Lost as e:
-                losses = self._again(losses, e)
+                losses += 1
+                if losses >= ATTEMPTS:
+                    raise ProcessDied(f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts") from e
                 i = self._give(await self._by_load(), sampling)
-                continue
-            load.back += len(samples)
-            if land:
-                land(samples)
-            return samples
+        load.back += len(samples)
+        if land:
+            land(samples)
+        return samples
 
     async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:
         """These replicas' half of the canary."""

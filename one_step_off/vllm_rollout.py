@@ -70,38 +70,32 @@ class RewardQueue:
 
     def __init__(self, scorers: list[Any], first: int = 0) -> None:
         """`first`: which to begin with, another one for each replica."""
-        self.idle, self.workers = deque(enumerate(scorers)), len(scorers)
-        self.idle.rotate(-first)
-        self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
-        self.calls: set[asyncio.Task] = set()
+        self.scorers = deque(enumerate(scorers))
+        self.scorers.rotate(-first)
+        self.waiting: asyncio.Queue[tuple[RewardItem, asyncio.Future]] = asyncio.Queue()
+        self.tasks: list[asyncio.Task] = []
 
     async def score(self, item: RewardItem) -> Score | RewardError:
         """What `Scorer.score_batch` says of one trajectory."""
+        self.tasks = self.tasks or [asyncio.create_task(self._keep_busy(*scorer)) for scorer in self.scorers]
         future = asyncio.get_running_loop().create_future()
-        self.waiting.append((item, future))
-        self._send()
+        self.waiting.put_nowait((item, future))
         return await future
 
-    def _send(self) -> None:
-        while self.idle and self.waiting:
-            share = -(-len(self.waiting) // self.workers)  # the others come back soon and want their part
-            batch, self.waiting = self.waiting[:share], self.waiting[share:]
-            task = asyncio.create_task(self._call(*self.idle.popleft(), batch))
-            self.calls.add(task)  # asyncio itself keeps no task alive
-            task.add_done_callback(self.calls.discard)
-
-    async def _call(self, number: int, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
-        scores, error = [None] * len(batch), None
-        try:
-            scores = await self._scored(scorer, [item for item, _ in batch])
-        except Exception as e:
-            gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
-            error = gone if isinstance(e, ActorDiedError) else e
-        for score, (_, future) in zip(scores, batch, strict=True):
-            if not future.done():  # its trajectory was cancelled
-                future.set_exception(error) if error else future.set_result(score)
-        self.idle.append((number, scorer))
-        self._send()
+    async def _keep_busy(self, number: int, scorer: Any) -> None:
+        while True:
+            batch = [await self.waiting.get()]
+            share = self.waiting.qsize() // len(self.scorers)  # the others come back soon and want their part
+            batch += [self.waiting.get_nowait() for _ in range(share)]
+            scores, error = [None] * len(batch), None
+            try:
+                scores = await self._scored(scorer, [item for item, _ in batch])
+            except Exception as e:
+                gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
+                error = gone if isinstance(e, ActorDiedError) else e
+            for score, (_, future) in zip(scores, batch, strict=True):
+                if not future.done():  # its trajectory was cancelled
+                    future.set_exception(error) if error else future.set_result(score)
 
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
@@ -225,9 +219,9 @@ class RolloutReplica(UsageProbe):
         self.requests = self.done = 0
         self.asleep = False
 
-    async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
-        """Load the engine; returns how many sequences it works on at once. `former`: the `family` of a replica that died
-        in this place: an engine outlives it, and would keep its memory."""
+    async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
+        """Load the engine; returns how many sequences it works on at once, and its processes: number and time of birth.
+        `former`: those of a replica that died in this place: an engine may outlive it, and would keep its memory."""
         for pid, born in former:
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(pid).create_time() == born:
@@ -241,7 +235,8 @@ class RolloutReplica(UsageProbe):
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
-        return self.engine.vllm_config.scheduler_config.max_num_seqs
+        family = [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
+        return self.engine.vllm_config.scheduler_config.max_num_seqs, family
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch. `info`: what `vllm_receiver` takes and replicas share;
@@ -276,10 +271,6 @@ class RolloutReplica(UsageProbe):
         await self.engine.resume_generation()
         self.stamp = stamp
         return [report | {"pause": pause} for report in reports]
-
-    async def family(self) -> list[tuple[int, float]]:
-        """The engine's processes: number and time of birth."""
-        return [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
 
     async def ping(self) -> tuple[int, int]:
         """Answer, once the engine has, between two of its steps: how many requests it has finished, and how many it works
