@@ -214,12 +214,7 @@ class RolloutGroup:
     """
 
     def __init__(
-        self,
-        replicas: list[Any],
-        cfg: Config,
-        seeded: bool,
-        turn: Any = None,
-        respawn: Callable[[int], Any] | None = None,
+        self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Callable | None = None
     ) -> None:
         """`turn`: shared with the other roles in the pool, if there are any. `respawn`: ends what is left of a replica
         and returns a new one in its place."""

@@ -552,7 +552,7 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
-    links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
+    links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
     tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
 
 

@@ -201,17 +201,11 @@ class RolloutReplica(UsageProbe):
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
 
     def __init__(
-        self,
-        cfg: Config,
-        index: int,
-        device: str,
-        scorers: list[Any],
-        listed: dict[str, list[Any]] | None = None,
-        loops: Sequence[str] = ("",),
+        self, cfg: Config, index: int, device: str, scorers: list[Any], listed: Any = (), loops: Sequence[str] = ("",)
     ) -> None:
         """`listed`: the driver's `agent_loop.tools.LISTED`. `loops`: the names of those that the data uses."""
         self.cfg, self.index, self.device, self.used = cfg, index, device, loops
-        LISTED.update(listed or {})
+        LISTED.update(listed)
         self.rewards = RewardQueue(scorers, index)
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
