@@ -26,7 +26,8 @@ from one_step_off.vllm_rollout import Sampling
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
-
+Parts = list[tuple[list[Sample], float]]
+"""What several replicas made, and how many seconds each took."""
 
 PING_S = 10.0  # so long a replica may take to say that it is there
 PAUSE_S = 0.2  # before one that may be ill is looked at again
@@ -369,31 +370,25 @@ class RolloutGroup:
         samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
         return samples, max(seconds for _, seconds in parts)
 
-    async def _fixed(self, prompts: list[Prompt], what: str, sampling: Sampling) -> list[tuple[list[Sample], float]]:
-        """One part per replica; the prompts of one that is lost go to those that have least to do."""
-
-        async def share(i: int, own: list[Prompt]) -> list[tuple[list[Sample], float]]:
-            try:
-                return [await self._ask(i, what, "rollout", own, sampling)]
-            except Lost:
-                return await self._spread(own, what, sampling, losses=1)
-
+    async def _fixed(self, prompts: list[Prompt], what: str, sampling: Sampling) -> Parts:
+        """A share of the prompts for each replica."""
         ready = await self.serving()
-        shares = [share(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
+        shares = [self._part(i, own, what, sampling) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
         return [part for parts in await asyncio.gather(*shares) for part in parts]
 
     async def _spread(
         self, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None, losses: int = 0
-    ) -> list[tuple[list[Sample], float]]:
-        """One part per prompt; the first failure is raised at once. `losses`: of replicas, with these prompts."""
+    ) -> Parts:
+        """Each prompt to whoever has least to do; the first failure is raised at once. `losses`: see `_part`."""
         begin, calls, asked, left = now(), [], {}, deque(prompts)
         try:
             async with asyncio.TaskGroup() as group:
                 while left:
-                    ready = await self._by_load()
+                    ready = sorted((self.loads[i].now, i) for i in await self.serving())  # a heap
                     while left and ready[0][0] < self.most:
-                        i = self._give(ready, sampling)
-                        calls.append(group.create_task(self._one(i, left.popleft(), what, sampling, land, losses)))
+                        load, i = ready[0]
+                        heapq.heapreplace(ready, (load + sampling.size, i))
+                        calls.append(group.create_task(self._part(i, [left.popleft()], what, sampling, land, losses)))
                     if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
                         for i in {i for _, i in ready} - asked.keys():
@@ -403,41 +398,31 @@ class RolloutGroup:
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [(call.result(), now() - begin) for call in calls]
+        return [([s for call in calls for samples, _ in call.result() for s in samples], now() - begin)]
 
-    async def _by_load(self) -> list[tuple[int, int]]:
-        """A heap of those that may be given prompts: (trajectories under way, number)."""
-        return sorted((self.loads[i].now, i) for i in await self.serving())
-
-    def _give(self, ready: list[tuple[int, int]], sampling: Sampling) -> int:
-        """The one that has least to do; a prompt more is counted as its own."""
-        (load, i), more = ready[0], sampling.n + sampling.greedy
-        heapq.heapreplace(ready, (load + more, i))
-        self.loads[i].sent += more
-        return i
+    async def _part(
+        self, i: int, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None, losses: int = 0
+    ) -> Parts:
+        """What replica `i` makes of these prompts; if it is lost, others make it. `losses`: of replicas that had them before.
+        Raises ProcessDied: the prompts may be what replicas die of."""
+        load = self.loads[i]
+        load.sent += len(prompts) * sampling.size
+        try:
+            samples, seconds = await self._ask(i, what, "rollout", prompts, sampling)
+        except Lost as e:
+            if losses + 1 == ATTEMPTS:
+                raise ProcessDied(f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts") from e
+            return await self._spread(prompts, what, sampling, land, losses + 1)
+        load.back += len(samples)
+        if land:
+            land(samples)
+        return [(samples, seconds)]
 
     async def _room(self, i: int, what: str) -> None:
         """Wait until replica `i` has room, whatever is at its tools or still to be scored; or is lost."""
         load = self.loads[i]
         with suppress(Lost):
             load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
-
-    async def _one(self, i: int, prompt: Prompt, what: str, sampling: Sampling, land: Any, losses: int) -> list[Sample]:
-        """Of one prompt. Raises ProcessDied: it may be what replicas die of."""
-        while True:
-            load = self.loads[i]
-            try:
-                samples, _ = await self._ask(i, what, "rollout", [prompt], sampling)
-                break
-            except Lost as e:
-                losses += 1
-                if losses >= ATTEMPTS:
-                    raise ProcessDied(f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts") from e
-                i = self._give(await self._by_load(), sampling)
-        load.back += len(samples)
-        if land:
-            land(samples)
-        return samples
 
     async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:
         """These replicas' half of the canary."""

@@ -43,6 +43,11 @@ class Sampling:
     max_tokens: int | None = None
     greedy: bool = False
 
+    @property
+    def size(self) -> int:
+        """Trajectories of each prompt, the greedy one too."""
+        return self.n + self.greedy
+
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0) -> int:
     """A seed of its own for each sample and turn: 63 bits of a hash of (run seed, epoch, row, index, turn).
@@ -287,8 +292,7 @@ class RolloutReplica(UsageProbe):
         begin = time.perf_counter()
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        indices = range(sampling.n + sampling.greedy)
-        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in indices]
+        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.size)]
         try:
             samples = await asyncio.gather(*tasks)
         finally:
@@ -415,32 +419,19 @@ def longest_sequence(cfg: Config) -> int:
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
-    longest = longest_sequence(cfg)
-    args = {
-        "model": cfg.model.path,
-        "dtype": cfg.model.dtype,
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "tensor_parallel_size": cfg.rollout.tensor_parallel_size,
-        # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
-        "distributed_executor_backend": "mp" if cfg.rollout.tensor_parallel_size > 1 else "uni",
-        "max_model_len": longest,
-        "seed": cfg.trainer.seed,
-        # Log-probs after temperature: those of the distribution that was sampled from.
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": "one_step_off"},
-        "worker_extension_cls": "one_step_off.vllm_receiver.SyncWorkerExtension",
-        "disable_log_stats": True,
-    }
+    own, width, longest = cfg.model, cfg.rollout.tensor_parallel_size, longest_sequence(cfg)
+    args = dict(model=own.path, dtype=own.dtype, trust_remote_code=own.trust_remote_code, max_model_len=longest)
+    args |= dict(tensor_parallel_size=width, seed=cfg.trainer.seed, disable_log_stats=True)
+    # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
+    args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
+    # Log-probs after temperature: those of the distribution that was sampled from.
+    args["logprobs_mode"] = "processed_logprobs"
+    args["weight_transfer_config"] = {"backend": "one_step_off"}
+    args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
-        args |= {
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20,
-            # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, longest),
-            "max_num_seqs": 256,
-        }
+        args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
+        # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
+        args |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest), max_num_seqs=256)
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1
