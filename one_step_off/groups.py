@@ -28,7 +28,7 @@ from one_step_off.vllm_rollout import Sampling
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
-
+"""What several replicas made, and how many seconds each took."""
 
 PING_S = 10.0  # so long a replica may take to say that it is there
 PAUSE_S = 0.2  # before one that may be ill is looked at again
@@ -222,12 +222,7 @@ class RolloutGroup:
     """
 
     def __init__(
-        self,
-        replicas: list[Any],
-        cfg: Config,
-        seeded: bool,
-        turn: Any = None,
-        respawn: Callable[[int], Any] | None = None,
+        self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Callable | None = None
     ) -> None:
         """`turn`: shared with the other roles in the pool, if there are any. `respawn`: ends what is left of a replica
         and returns a new one in its place."""
@@ -259,9 +254,9 @@ class RolloutGroup:
 
     async def setup(self) -> None:
         """Load all engines."""
-        at_once = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
+        started = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
+        at_once, self.families = map(list, zip(*started, strict=True))
         self.most = min(self.most, *at_once)
-        self.families = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "family")
 
     async def watch(self) -> None:
         """Ask every replica again and again whether it is there, and give up what is not; runs until it is cancelled."""
@@ -310,8 +305,7 @@ class RolloutGroup:
         for left in reversed(range(ATTEMPTS)):
             try:
                 self.all[i] = self.respawn(i)
-                await every(limit, what, [self.all[i]], "start", self.families[i])
-                (self.families[i],) = await every(limit, what, [self.all[i]], "family")
+                ((_, self.families[i]),) = await every(limit, what, [self.all[i]], "start", self.families[i])
                 self.health[i].to(State.STALE)
                 if await self.restore(i):
                     break
@@ -342,11 +336,10 @@ class RolloutGroup:
         """Until one that is being started anew is there, or given up. Raises NoReplica: all are."""
         alive = [task for task in self.returning.values() if not task.done()]
         if not alive:
-            raise NoReplica(f"no replica is left, and none could be started anew: {self._failures()}")
+            why = "; ".join(str(task.exception()) for task in self.returning.values())
+            why = why or "they hold no verified weights"
+            raise NoReplica(f"no replica is left, and none could be started anew: {why}")
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
-
-    def _failures(self) -> str:
-        return "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
@@ -409,7 +402,7 @@ class RolloutGroup:
                     ready, shares = await self.serving(), defaultdict(list)
                     for i, prompt in self._give(ready, left, sampling, in_turn=not land):
                         shares[i].append(prompt)
-                        self.loads[i].sent += sampling.n + sampling.greedy
+                        self.loads[i].sent += sampling.size
                     # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
                     for i, own in shares.items():
                         calls += [group.create_task(share(i, part)) for part in ([[p] for p in own] if land else [own])]
@@ -431,10 +424,10 @@ class RolloutGroup:
         if in_turn and (self.static or len(self.all) == 1):
             yield from zip(itertools.cycle(ready), list(left))
             left.clear()
-        heap, more = sorted((self.loads[i].now, i) for i in ready), sampling.n + sampling.greedy
+        heap = sorted((self.loads[i].now, i) for i in ready)
         while left and heap[0][0] < self.most:
             load, i = heap[0]
-            heapq.heapreplace(heap, (load + more, i))
+            heapq.heapreplace(heap, (load + sampling.size, i))
             yield i, left.popleft()
 
     async def _room(self, i: int, what: str) -> None:

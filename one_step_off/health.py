@@ -11,12 +11,6 @@ A sync takes a healthy replica back to STALE until its new weights are verified 
 from enum import Enum
 
 State = Enum("State", "STALE HEALTHY SUSPECT DEAD")
-NEXT = {
-    State.STALE: {State.HEALTHY, State.STALE, State.DEAD},
-    State.HEALTHY: {State.HEALTHY, State.SUSPECT, State.STALE, State.DEAD},
-    State.SUSPECT: {State.HEALTHY, State.STALE, State.DEAD},
-    State.DEAD: {State.DEAD, State.STALE},
-}
 
 
 class Health:
@@ -29,7 +23,8 @@ class Health:
 
     def to(self, state: State) -> None:
         """Go to another state. Raises ValueError: there is no such way, as from DEAD to HEALTHY."""
-        if state not in NEXT[self.state]:
+        revived = self.state is State.DEAD and state is State.HEALTHY
+        if revived or (state is State.SUSPECT and self.state is not State.HEALTHY):
             raise ValueError(f"a {self.state.name} replica never becomes {state.name}")
         self.state = state
 

@@ -28,7 +28,6 @@ from agent_loop.processes import completed
 from one_step_off import checkpoint, leftovers, report
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.banner import end_facts, start_facts
 from one_step_off.config import Config, ConfigError, as_config_error, first_line, path_of, settings_of, tokenizer_of
 from one_step_off.config_checks import check_engine_names, masked, resolved_device
 from one_step_off.config_io import resolved_yaml, seats_per_node
@@ -37,7 +36,7 @@ from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.samples import Prompt
-from one_step_off.screen import Screen, quiet_libraries
+from one_step_off.screen import Screen, end_facts, quiet_libraries, start_facts
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
 
@@ -92,13 +91,11 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
         own, plain = getattr(cfg, role), type(getattr(cfg, role))()
         if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:
             say(f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles")
-    check_model(cfg)
+    tokenizer = check_models(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
 
         check_engine_names(cfg, [f.name for f in fields(AsyncEngineArgs)])
-    tokenizer = load_tokenizer(cfg, "model")
-    check_other_models(cfg, tokenizer)
     check_weights(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # a loop that does not fit is found out before the data is read, and a row's before any engine starts
@@ -137,8 +134,9 @@ def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -
     return list(first)
 
 
-def check_model(cfg: Config) -> None:
-    """What the policy's files tell before anything is loaded. Raises ConfigError."""
+def check_models(cfg: Config) -> Any:
+    """What the models' files tell before anything is loaded: the policy's, and those of critic, reference and reward model
+    that are others. Returns the policy's tokenizer. Raises ConfigError."""
     name, found = _check_files(cfg, "model")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
@@ -146,11 +144,7 @@ def check_model(cfg: Config) -> None:
     if heads is not None and heads % width:
         key = f"rollout.tensor_parallel_size={width}"
         raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}; use one that does")
-
-
-def check_other_models(cfg: Config, tokenizer: Any) -> None:
-    """The models of critic, reference and reward model, where they are not the policy's; and whether Megatron, where it
-    is asked to, makes the same of each. Raises ConfigError."""
+    tokenizer = load_tokenizer(cfg, "model")
     for role in MODELS[1:]:
         if role not in cfg.placement.roles or getattr(cfg, role).path in ("", cfg.model.path):
             continue
@@ -158,6 +152,19 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
             raise ConfigError(f"{name}: its tokens mean something else than model.path's; give one of its family")
+    return tokenizer
+
+
+def check_weights(cfg: Config) -> None:
+    """Whether Megatron, where it is asked to, makes the same of each model; else the heads of the weights' files that are
+    here, and on CPUs whether this machine can hold what they are to become. Raises ConfigError: another model, broken
+    files, other tensors than the model's, or more than all its memory."""
+    import torch
+
+    from one_step_off import fsdp_model
+
+    dtype, needs = getattr(torch, cfg.model.dtype), {}
+    seats = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
@@ -165,19 +172,7 @@ def check_other_models(cfg: Config, tokenizer: Any) -> None:
                 from one_step_off import megatron_model  # an extra, and slow to import
 
             megatron_model.read_config(cfg, role)
-
-
-def check_weights(cfg: Config) -> None:
-    """The heads of the weights' files that are here, and on CPUs whether this machine can hold what they are to become.
-    Raises ConfigError: broken files, other tensors than the model's, or more than all its memory."""
-    import torch
-
-    from one_step_off import fsdp_model
-
-    dtype, needs = getattr(torch, cfg.model.dtype), {}
-    seats = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
-    for role in (role for role in cfg.placement.roles if role != "rollout" and os.path.isdir(path_of(cfg, role))):
-        if settings_of(cfg, role).backend == "fsdp" and not cfg.model.trust_remote_code:  # its code may need numbers
+        elif os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code:  # its code may need numbers
             count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
             trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
             needs[role] = count * (16 if trained else dtype.itemsize)  # fp32: masters, gradients, AdamW's two states
@@ -275,9 +270,7 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
 
 def write_run_folder(prepared: Prepared) -> None:
     """`config.yaml`, as the user asked for it, and `versions.json`."""
-    cfg = prepared.cfg
-    folder = Path(cfg.trainer.output_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    cfg, folder = prepared.cfg, Path(prepared.cfg.trainer.output_dir)
     as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     versions = {"python": platform.python_version(), "device": prepared.device}
@@ -552,7 +545,7 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
-    links = [("wandb", tracker.loggers.link)] if tracker.loggers.link else []
+    links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
     tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
 
 

@@ -50,7 +50,8 @@ class TensorBoard:
 
 
 class Wandb:
-    """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it."""
+    """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it. `link`: where it can
+    be seen."""
 
     def __init__(self, cfg: Config, resumed: bool) -> None:
         """Raises ConfigError if W&B does not start (not logged in, say). Not `resumed`: another run, another id."""
@@ -159,10 +160,10 @@ def numbered(folder: Path, kind: str) -> dict[int, Path]:
 
 
 class Loggers:
-    """All loggers of a run behind one queue and one thread. `link`: where the run can be seen, if anywhere."""
+    """All loggers of a run behind one queue and one thread."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say, self.link = say, ""
+        self.say = say
         self.live: dict[str, Any] = {}
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
@@ -228,7 +229,6 @@ def open_loggers(
         path.unlink()
     loggers = Loggers(say)
     loggers.live |= started
-    loggers.link = started["W&B"].link if "W&B" in started else ""
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

@@ -24,8 +24,7 @@ from one_step_off.vllm_rollout import RolloutReplica
 from one_step_off.weight_sync import WeightSync
 
 # On CPUs: huge pages, or page faults cost as much as copying large tensors does.
-COMMON_ENV = dict.fromkeys(("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "THP_MEM_ALLOC_ENABLE"), "1")
-COMMON_ENV["TOKENIZERS_PARALLELISM"] = "false"
+COMMON_ENV = dict(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", THP_MEM_ALLOC_ENABLE="1", TOKENIZERS_PARALLELISM="false")
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
 _ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}

@@ -38,12 +38,8 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
     of_each = [(s.reward, len(s.response_ids), s.finish_reason == "length") for s in samples]
     rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
     found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
-    found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean()}
-    return (
-        {name: float(figure) for name, figure in found.items()}
-        | {"samples": float(len(samples))}
-        | agent_stats(samples)
-    )
+    found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean(), "samples": len(samples)}
+    return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
 
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:

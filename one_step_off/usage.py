@@ -74,18 +74,15 @@ def _watch_gpus(busy: list[tuple[float, int]]) -> None:
             time.sleep(_GPU_INTERVAL_S)
 
 
-def merged(group: str, answers: list[dict[str, Any]]) -> dict[str, float]:
-    """Metrics of one group: the largest peak of its processes, the mean utilisation."""
-    busy = [a["gpu_utilisation"] for a in answers if "gpu_utilisation" in a]
-    found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in answers))}
-    return found | ({f"gpu_utilisation/{group}": fmean(busy)} if busy else {})
-
-
 async def look(group: str, actors: list[Any], cuda: bool, report: Report) -> None:
-    """Ask every process of a group once and report. One that does not answer is the pipeline's affair."""
+    """Ask every process of a group once, and report the largest peak and the mean utilisation. One that does not answer is
+    the pipeline's affair."""
     answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
     if good := [a for a in answers if isinstance(a, dict)]:
-        report(merged(group, good), next((a["device"] for a in good if a["device"]), ""))
+        found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in good))}
+        if busy := [a["gpu_utilisation"] for a in good if "gpu_utilisation" in a]:
+            found[f"gpu_utilisation/{group}"] = fmean(busy)
+        report(found, max(a["device"] for a in good))
 
 
 @contextlib.asynccontextmanager

@@ -43,6 +43,11 @@ class Sampling:
     max_tokens: int | None = None
     greedy: bool = False
 
+    @property
+    def size(self) -> int:
+        """Trajectories of each prompt, the greedy one too."""
+        return self.n + self.greedy
+
 
 def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0) -> int:
     """A seed of its own for each sample and turn: 63 bits of a hash of (run seed, epoch, row, index, turn).
@@ -70,38 +75,32 @@ class RewardQueue:
 
     def __init__(self, scorers: list[Any], first: int = 0) -> None:
         """`first`: which to begin with, another one for each replica."""
-        self.idle, self.workers = deque(enumerate(scorers)), len(scorers)
-        self.idle.rotate(-first)
-        self.waiting: list[tuple[RewardItem, asyncio.Future]] = []
-        self.calls: set[asyncio.Task] = set()
+        self.scorers = deque(enumerate(scorers))
+        self.scorers.rotate(-first)
+        self.waiting: asyncio.Queue[tuple[RewardItem, asyncio.Future]] = asyncio.Queue()
+        self.tasks: list[asyncio.Task] = []
 
     async def score(self, item: RewardItem) -> Score | RewardError:
         """What `Scorer.score_batch` says of one trajectory."""
+        self.tasks = self.tasks or [asyncio.create_task(self._keep_busy(*scorer)) for scorer in self.scorers]
         future = asyncio.get_running_loop().create_future()
-        self.waiting.append((item, future))
-        self._send()
+        self.waiting.put_nowait((item, future))
         return await future
 
-    def _send(self) -> None:
-        while self.idle and self.waiting:
-            share = -(-len(self.waiting) // self.workers)  # the others come back soon and want their part
-            batch, self.waiting = self.waiting[:share], self.waiting[share:]
-            task = asyncio.create_task(self._call(*self.idle.popleft(), batch))
-            self.calls.add(task)  # asyncio itself keeps no task alive
-            task.add_done_callback(self.calls.discard)
-
-    async def _call(self, number: int, scorer: Any, batch: list[tuple[RewardItem, asyncio.Future]]) -> None:
-        scores, error = [None] * len(batch), None
-        try:
-            scores = await self._scored(scorer, [item for item, _ in batch])
-        except Exception as e:
-            gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
-            error = gone if isinstance(e, ActorDiedError) else e
-        for score, (_, future) in zip(scores, batch, strict=True):
-            if not future.done():  # its trajectory was cancelled
-                future.set_exception(error) if error else future.set_result(score)
-        self.idle.append((number, scorer))
-        self._send()
+    async def _keep_busy(self, number: int, scorer: Any) -> None:
+        while True:
+            batch = [await self.waiting.get()]
+            share = self.waiting.qsize() // len(self.scorers)  # the others come back soon and want their part
+            batch += [self.waiting.get_nowait() for _ in range(share)]
+            scores, error = [None] * len(batch), None
+            try:
+                scores = await self._scored(scorer, [item for item, _ in batch])
+            except Exception as e:
+                gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
+                error = gone if isinstance(e, ActorDiedError) else e
+            for score, (_, future) in zip(scores, batch, strict=True):
+                if not future.done():  # its trajectory was cancelled
+                    future.set_exception(error) if error else future.set_result(score)
 
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
@@ -207,17 +206,11 @@ class RolloutReplica(UsageProbe):
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
 
     def __init__(
-        self,
-        cfg: Config,
-        index: int,
-        device: str,
-        scorers: list[Any],
-        listed: dict[str, list[Any]] | None = None,
-        loops: Sequence[str] = ("",),
+        self, cfg: Config, index: int, device: str, scorers: list[Any], listed: Any = (), loops: Sequence[str] = ("",)
     ) -> None:
         """`listed`: the driver's `agent_loop.tools.LISTED`. `loops`: the names of those that the data uses."""
         self.cfg, self.index, self.device, self.used = cfg, index, device, loops
-        LISTED.update(listed or {})
+        LISTED.update(listed)
         self.rewards = RewardQueue(scorers, index)
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
@@ -225,9 +218,9 @@ class RolloutReplica(UsageProbe):
         self.requests = self.done = 0
         self.asleep = False
 
-    async def start(self, former: Sequence[tuple[int, float]] = ()) -> int:
-        """Load the engine; returns how many sequences it works on at once. `former`: the `family` of a replica that died
-        in this place: an engine outlives it, and would keep its memory."""
+    async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
+        """Load the engine; returns how many sequences it works on at once, and its processes: number and time of birth.
+        `former`: those of a replica that died in this place: an engine may outlive it, and would keep its memory."""
         for pid, born in former:
             with contextlib.suppress(psutil.Error):
                 if psutil.Process(pid).create_time() == born:
@@ -241,7 +234,8 @@ class RolloutReplica(UsageProbe):
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
-        return self.engine.vllm_config.scheduler_config.max_num_seqs
+        family = [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
+        return self.engine.vllm_config.scheduler_config.max_num_seqs, family
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch. `info`: what `vllm_receiver` takes and replicas share;
@@ -277,10 +271,6 @@ class RolloutReplica(UsageProbe):
         self.stamp = stamp
         return [report | {"pause": pause} for report in reports]
 
-    async def family(self) -> list[tuple[int, float]]:
-        """The engine's processes: number and time of birth."""
-        return [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
-
     async def ping(self) -> tuple[int, int]:
         """Answer, once the engine has, between two of its steps: how many requests it has finished, and how many it works
         on. Raises RuntimeError: it died."""
@@ -301,8 +291,7 @@ class RolloutReplica(UsageProbe):
         died."""
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        indices = range(sampling.n + sampling.greedy)
-        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in indices]
+        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.size)]
         try:
             samples = await asyncio.gather(*tasks)
         finally:
@@ -429,32 +418,19 @@ def longest_sequence(cfg: Config) -> int:
 
 def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
-    longest = longest_sequence(cfg)
-    args = {
-        "model": cfg.model.path,
-        "dtype": cfg.model.dtype,
-        "trust_remote_code": cfg.model.trust_remote_code,
-        "tensor_parallel_size": cfg.rollout.tensor_parallel_size,
-        # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
-        "distributed_executor_backend": "mp" if cfg.rollout.tensor_parallel_size > 1 else "uni",
-        "max_model_len": longest,
-        "seed": cfg.trainer.seed,
-        # Log-probs after temperature: those of the distribution that was sampled from.
-        "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": {"backend": "one_step_off"},
-        "worker_extension_cls": "one_step_off.vllm_receiver.SyncWorkerExtension",
-        "disable_log_stats": True,
-    }
+    own, width, longest = cfg.model, cfg.rollout.tensor_parallel_size, longest_sequence(cfg)
+    args = dict(model=own.path, dtype=own.dtype, trust_remote_code=own.trust_remote_code, max_model_len=longest)
+    args |= dict(tensor_parallel_size=width, seed=cfg.trainer.seed, disable_log_stats=True)
+    # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
+    args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
+    # Log-probs after temperature: those of the distribution that was sampled from.
+    args["logprobs_mode"] = "processed_logprobs"
+    args["weight_transfer_config"] = {"backend": "one_step_off"}
+    args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
-        args |= {
-            "enforce_eager": True,
-            "block_size": 32,
-            "kv_cache_memory_bytes": cfg.rollout.kv_cache_mb << 20,
-            # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(8192, longest),
-            "max_num_seqs": 256,
-        }
+        args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
+        # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
+        args |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest), max_num_seqs=256)
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1

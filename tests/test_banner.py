@@ -6,9 +6,9 @@ import shlex
 import subprocess
 import sys
 
-from one_step_off.banner import count, end_facts, going_on, interpreter, start_facts
 from one_step_off.config import Config
 from one_step_off.config_io import load, resolved_yaml
+from one_step_off.screen import count, end_facts, going_on, interpreter, start_facts
 from tests.conftest import tiny_config
 
 SUMMARY = {

@@ -74,8 +74,8 @@ class Slow:
 
     def __init__(self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1) -> None:
         self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
-        self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method(slots)
-        self.family, self.ping = Method([]), Method((0, 0))
+        self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method((slots, []))
+        self.ping = Method((0, 0))
         self.most, self.came, self.away, self.last, self.calls, self.stopped = 0, 0, 0, 0.0, 0, 0
 
     async def room(self, sent, most):

@@ -98,11 +98,10 @@ class Lossy(WeightSync):
         async def start(former):
             assert former == [(i, 1.0)], "what the dead one left is to be ended"
             await asyncio.sleep(0.05)
+            return 8, [(i, 1.0)]
 
         died: list[int] = []
-        return Actor(
-            sync=sync, ping=ping, start=start, family=lambda: [(i, 1.0)], score=lambda seqs: [np.array([-1.0])]
-        )
+        return Actor(sync=sync, ping=ping, start=start, score=lambda seqs: [np.array([-1.0])])
 
     async def _regroup(self, numbers: list[int]) -> None:
         self.regrouped.append(numbers)
@@ -187,7 +186,7 @@ class Dying:
     def __init__(self, at: int = -1, hangs: bool = False) -> None:
         self.at, self.hangs, self.had, self.gone = at, hangs, [], False
         self.rollout, self.ping, self.vacancy = Method(self.make), Method(self.answer), Method(0)
-        self.start, self.family, self.stop = Method(8), Method([]), Method(None)
+        self.start, self.stop = Method((8, [])), Method(None)
 
     async def make(self, prompts, sampling):
         for p in prompts:

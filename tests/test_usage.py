@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from one_step_off import usage
-from one_step_off.usage import UsageProbe, look, merged, peak_resident_bytes, watching
+from one_step_off.usage import UsageProbe, look, peak_resident_bytes, watching
 
 
 def test_children_count():
@@ -74,11 +74,6 @@ def test_without_nvml_there_are_no_such_figures(monkeypatch):
     assert set(probe.usage(True)) == {"memory_bytes", "device"}
 
 
-def test_groups_are_merged():
-    answers = [{"memory_bytes": 1, "gpu_utilisation": 0.5}, {"memory_bytes": 3, "gpu_utilisation": 1.0}]
-    assert merged("rollout", answers) == {"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}
-
-
 class Actor:
     def __init__(self, answer) -> None:
         self.usage, self.answer, self.asked = self, answer, 0
@@ -88,6 +83,13 @@ class Actor:
         if isinstance(self.answer, Exception):
             raise self.answer
         return self.answer
+
+
+def test_groups_are_merged():
+    answers = [{"memory_bytes": 1, "gpu_utilisation": 0.5}, {"memory_bytes": 3, "gpu_utilisation": 1.0}]
+    actors, seen = [Actor(answer | {"device": "X"}) for answer in answers], []
+    asyncio.run(look("rollout", actors, True, lambda m, name: seen.append((m, name))))
+    assert seen == [({"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}, "X")]
 
 
 def test_a_dead_process_does_not_disturb():
