@@ -28,7 +28,6 @@ from one_step_off.vllm_rollout import Sampling
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
-"""What several replicas made, and how many seconds each took."""
 
 PING_S = 10.0  # so long a replica may take to say that it is there
 PAUSE_S = 0.2  # before one that may be ill is looked at again

@@ -19,7 +19,10 @@ from one_step_off.health import State
 from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
-MOST_DRAWN = 4000  # spans of one sync in the timeline, of all ends together
+MOST_TOLD, MOST_DRAWN = (
+    64,
+    2000,
+)  # processes of one sync that are told of, those that took longest; their spans in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
 
@@ -172,19 +175,20 @@ class WeightSync:
         held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
-        spans = [
-            (f"sync {who}", *s) for who, r in ranks.items() for s in r.pop("spans")[: MOST_DRAWN // len(ranks) + 1]
-        ]
-        self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
         plain = ("bytes", *SENDING, *RECEIVING)
+        took = {who: sum(report.get(phase, 0.0) for phase in plain[1:]) for who, report in ranks.items()}
+        ranks = {who: ranks[who] for who in sorted(took, key=took.get)[-MOST_TOLD:]}
+        most = MOST_DRAWN // len(ranks)
+        spans = [(f"sync {who}", *span) for who, report in ranks.items() for span in report["spans"][:most]]
+        self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
         metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
         return metrics
 
     async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
         replicas = await self.rollout.score(self.canary, numbers)
-        found: dict[str, float] = {}
+        found, own = {}, np.concatenate(trainer)
         for i, replica in zip(numbers, replicas, strict=True):
-            diffs = np.abs(np.concatenate(trainer) - np.concatenate(replica))
+            diffs = np.abs(own - np.concatenate(replica))
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
             for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
                 if not size <= share * self.tolerance:  # NaN fails too
