@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from benchmarks import lengths
 from one_step_off.config import Config
-from one_step_off.config_checks import resolved_device
 
 COLOCATED, APART = "colocated sync", "disaggregated sync"
 PLAIN, AHEAD = "one step off", "one step off, overlapped sync"
@@ -35,13 +34,9 @@ RANDOM = {
 
 
 def arms_of(cfg: Config) -> dict[str, list[str]]:
-    """Arm -> its keys, over a config whose rollout has a pool of its own. Colocated, all roles are in one pool: on GPUs
-    of as many as the others have together, on a CPU of as many processes as the largest pool, each with more cores."""
-    pools, device = cfg.placement.pools, resolved_device(cfg)
-    most = max(pools.values(), key=lambda shape: (len(shape), sum(shape)))
-    if device == "cuda":
-        padded = [shape + [0] * (len(most) - len(shape)) for shape in pools.values()]
-        most = [sum(node) for node in zip(*padded, strict=True)]
+    """Arm -> its keys, over a config whose rollout has a pool of its own. Colocated, all roles are in one pool of as many
+    GPUs, or processes on a CPU, as the others have together."""
+    most = [sum(node) for node in itertools.zip_longest(*cfg.placement.pools.values(), fillvalue=0)]
     roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
     colocated = [f"placement.pools={{all: {most}}}", f"placement.roles={{{roles}}}", "pipeline.staleness=0"]
     return {

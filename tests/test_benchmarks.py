@@ -124,7 +124,7 @@ def test_a_run_may_use_the_cores_it_is_given():
 def test_the_colocated_arm_has_the_devices_of_all_pools():
     cfg = load([TINY, "placement.pools={rollout: [2], actor: [3]}"])
     keys = cases.arms_of(cfg)[cases.COLOCATED]
-    assert keys[:2] == ["placement.pools={all: [3]}", "placement.roles={rollout: all, actor: all}"]
+    assert keys[:2] == ["placement.pools={all: [5]}", "placement.roles={rollout: all, actor: all}"]
     cfg.placement.device, cfg.placement.pools = "cuda", {"rollout": [2, 2], "actor": [4]}
     assert cases.arms_of(cfg)[cases.COLOCATED][0] == "placement.pools={all: [6, 2]}"
 
