@@ -37,12 +37,13 @@ class Pool:
         not all be in time."""
         self.size, self.max_carry = size, max_carry
         self.flights: dict[PromptId, Flight] = {}
+        self.there: list[Flight] = []  # those that are complete, as they came
         self.ended = 0.0  # when the last batch was complete
 
     @property
     def missing(self) -> int:
         """Prompts that are still being generated."""
-        return sum(f.samples is None for f in self.flights.values())
+        return len(self.flights) - len(self.there)
 
     def begin(self, prompts: list[Prompt], version: int, step: int, now: float) -> None:
         """These are generated from `now` on, for `step`, by the weights `version` and newer ones."""
@@ -53,11 +54,11 @@ class Pool:
         """All samples of one prompt are there."""
         flight = self.flights[samples[0].prompt_id]
         flight.samples, flight.landed = samples, now
+        self.there.append(flight)
 
     def choose(self, step: int) -> list[Flight]:
         """The groups that `step` trains on, in the order in which they were begun; none as long as it must wait."""
-        flights, chosen = self.flights.values(), set()
-        there = sorted((f for f in flights if f.samples), key=lambda f: f.landed)
+        flights, there, chosen = self.flights.values(), self.there, set()
         if len(there) < self.size:
             return []
         for due in sorted({f.due for f in flights}):
@@ -78,6 +79,7 @@ class Pool:
         taken = self.choose(step)
         for flight in taken:
             del self.flights[flight.prompt.id]
+            self.there.remove(flight)
             for s in flight.samples if flight.step < step else ():
                 s.extra["carried"] = step - flight.step
         begin = max(self.ended, min((f.begun for f in taken if f.step == step), default=0.0))

@@ -236,6 +236,7 @@ class RolloutGroup:
         self.say: Callable[[str], None] = lambda line: None
         self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: None
         self.worked: dict[str, dict[int, tuple[float, float]]] = {}  # at what, who, from when to when
+        self.drawn: dict[tuple[int, str], float] = {}  # to when, in the timeline
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
@@ -367,11 +368,16 @@ class RolloutGroup:
         they come. Raises NoReplica, and what a replica raised that is there."""
         async with self.turn:
             begin, work = now(), self._shared_out(prompts, what, sampling, land)
-            samples = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
+            steps = 2 + self.cfg.pipeline.max_carry if land else 1  # in which these may be under way
+            samples = await within(steps * self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
             seconds = now() - begin
         kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
         step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
-        self.on_trace([(f"rollout {i}{lane}", kind, step, *times) for i, times in worked.items()])
+        for i, (start, end) in worked.items():  # of several at once each is drawn from where the one before ended
+            start = max(start, self.drawn.get((i, kind), 0.0))
+            if start < end:
+                self.drawn[i, kind] = end
+                self.on_trace([(f"rollout {i}{lane}", kind, step, start, end)])
         position = {p.id: i for i, p in enumerate(prompts)}
         return sorted(samples, key=lambda s: (position[s.prompt_id], s.index)), seconds
 
@@ -384,6 +390,9 @@ class RolloutGroup:
 
         async def share(i: int, own: list[Prompt]) -> list[Sample]:
             load = self.loads[i]
+            if self.health[i].state is not State.HEALTHY:  # a sync began since they were given out; its call went first
+                return await self._shared_out(own, what, sampling, land, losses)
+            load.sent += len(own) * sampling.size
             try:
                 samples = await self._ask(i, what, "rollout", own, sampling)
             except Lost as e:
@@ -401,7 +410,6 @@ class RolloutGroup:
                     ready, shares = await self.serving(), defaultdict(list)
                     for i, prompt in self._give(ready, left, sampling, in_turn=not land):
                         shares[i].append(prompt)
-                        self.loads[i].sent += sampling.size
                     # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
                     for i, own in shares.items():
                         calls += [group.create_task(share(i, part)) for part in ([[p] for p in own] if land else [own])]

@@ -168,6 +168,9 @@ class Pipeline:
                 batch, waited = await self._collect(step)
             metrics = waited | await self._train(batch) | await renewal
             metrics["time/step_s"], self.trained = now() - begin, step + 1
+            if self.pool:  # then replicas generate all the time, unless they hold new weights up or wait for them
+                idle = metrics.get("time/sync_s", 0.0) + metrics.get("time/wait_trainer_s", 0.0)
+                metrics["time/generate_s"] = max(0.0, metrics["time/step_s"] - idle)
             metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
             try:
                 if step + 1 == total:
@@ -288,11 +291,11 @@ class Pipeline:
 
     async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
         """The first groups that are complete, and how long they took: since the last batch was, or since they were begun."""
-        while not self.pool.choose(step):
-            if self.lost:
-                return [], 0.0
+        while not (self.lost or self.pool.choose(step)):
             self.landed.clear()
             await self.landed.wait()
+        if self.lost:  # what is complete stays in the pool, for the checkpoint
+            return [], 0.0
         samples, seconds = self.pool.take(step)
         self._rollouts_end("generate", step, seconds, self.pool.ended)
         return samples, seconds
@@ -326,8 +329,9 @@ class Pipeline:
 
     def _rollouts_end(self, what: str, step: int, seconds: float, ended: float | None = None) -> None:
         """They took so long; the wait for their turn before that is not theirs."""
-        self.rollouts_ended = ended or now()
-        self.tracker.span("rollout", what, step, self.rollouts_ended - seconds, self.rollouts_ended)
+        ended = ended or now()
+        self.rollouts_ended = max(ended, self.rollouts_ended)
+        self.tracker.span("rollout", what, step, ended - seconds, ended)
 
     async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""

@@ -214,6 +214,7 @@ class RolloutReplica(UsageProbe):
         self.rewards = RewardQueue(scorers, index)
         self.room = Room(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None
+        self.incarnation = 0
         self.engine: Any = None
         self.requests = self.done = 0
         self.asleep = False
@@ -255,7 +256,7 @@ class RolloutReplica(UsageProbe):
         unfinished goes on then, its KV cache computed anew. Returns per worker seconds per
         phase (pause, wait, load, verify, ...), bytes, and what `Receiver.receive` tells besides. Raises SyncError: the
         engine stays paused then, and generates nothing until a sync has ended well."""
-        self.stamp, begin = None, time.perf_counter()
+        self.stamp, self.incarnation, begin = None, stamp[0], time.perf_counter()
         mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
         # Not AsyncLLM.pause_generation, which sleeps 20 ms besides, for callers to whom the order of outputs matters.
         await self.engine.engine_core.pause_scheduler_async(mode=mode, clear_cache=True)
@@ -365,7 +366,7 @@ class RolloutReplica(UsageProbe):
         what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, prompt {prompt.id}, sample {index}"
         extra |= self._fault(RewardError(f"{what}: raised {type(error).__name__}: {error}", "agent/errors"))
         given = prompt.id, index, prompt.ids, *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4"))
-        return Sample(*given, incarnation=self.stamp[0], reward=0.0, finish_reason="error", extra=extra)
+        return Sample(*given, incarnation=self.incarnation, reward=0.0, finish_reason="error", extra=extra)
 
     async def _generate(self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling) -> Generated:
         from vllm import SamplingParams
@@ -425,12 +426,13 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
     # Log-probs after temperature: those of the distribution that was sampled from.
     args["logprobs_mode"] = "processed_logprobs"
+    args["max_num_seqs"] = 256
     args["weight_transfer_config"] = {"backend": "one_step_off"}
     args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
         args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
         # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
-        args |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest), max_num_seqs=256)
+        args |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest))
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
         args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1

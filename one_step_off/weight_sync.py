@@ -128,9 +128,11 @@ class WeightSync:
                 for i in lost:
                     self.rollout.lose(i, f"in the weight sync of version {stamp[1]}: {error}")
                 return {}
-        for i in numbers:
-            self.rollout.health[i].to(State.HEALTHY)
-            self.rollout.health[i].begin(time.monotonic())
+        for i, replica in zip(numbers, self.grouped, strict=True):
+            health = self.rollout.health[i]
+            if replica is self.rollout.all[i] and health.state is not State.DEAD:  # else it was lost since its canary
+                health.to(State.HEALTHY)
+                health.begin(time.monotonic())
         return metrics
 
     async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:

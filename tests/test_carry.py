@@ -18,6 +18,7 @@ from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.data import PromptStream
+from one_step_off.groups import NoReplica
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.samples import Prompt, Sample, StalenessError
 from one_step_off.tracking import Tracker
@@ -252,3 +253,56 @@ def test_a_resumed_run_begins_what_was_under_way_anew(tmp_path, stop_after):
 def test_what_cannot_be_carried_is_refused(models, tmp_path, keys, told):
     with pytest.raises(ConfigError, match=told):
         validate(tiny_config(models("qwen2", True), str(tmp_path), **keys), 0)
+
+
+def test_what_is_complete_is_carried_when_the_last_replica_goes(tmp_path):
+    """It goes while a step trains for which no sample is missing; the next step's are complete too, but for one."""
+    world, saved = World(random.Random(0)), {}
+
+    class Kept(Checkpointer):
+        in_use = True
+
+        def __init__(self) -> None:
+            self.cfg = Config()
+
+        async def save(self, step, samples, state):
+            saved.update(state, step=step, samples=samples)
+
+            async def written():
+                return tmp_path, 0
+
+            return written()
+
+        def has(self, step: int) -> bool:
+            return False
+
+    pipeline = build(tmp_path, world, 8, over=2.0, checkpointer=Kept())
+    update, gone, calls = pipeline.roles.actor.update, asyncio.Event(), []
+
+    async def generate(prompts, what, sampling, land=None):
+        calls.append(what)
+        late = len(calls) == 3
+        for p in prompts[: len(prompts) - late]:
+            land([sample(p, i, [world.engine_version]) for i in range(2)])
+        if late:
+            await gone.wait()
+            raise NoReplica("none is left")
+        return [], 0.0
+
+    async def last(batch, learn=True):
+        found = await update(batch, learn)
+        if batch.step == 1:
+            gone.set()
+            await asyncio.sleep(0.05)
+        return found
+
+    pipeline.roles.rollout.generate, pipeline.roles.actor.update, pipeline.val = generate, last, None
+    with pytest.raises(NoReplica):
+        asyncio.run(pipeline.fit())
+    assert saved["step"] == 2 and saved["samples"] is None
+    whole = PromptStream([prompt(r) for r in range(7)], 3, True, 0, 8)
+    begun = []
+    while whole.state_dict() != saved["stream"]:
+        begun += [p.id for p in whole.next_batch(1)]
+    assert sorted(begun) == sorted([p for t in world.trained for p in t[1]] + saved["carried"])
+    assert len(saved["carried"]) >= 4, "a complete batch, and what was late"

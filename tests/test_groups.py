@@ -435,3 +435,57 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     assert [room._put(batch), room._put(batch)] == [2, 2] and put[1].advantages[0][0] == 1.0
     batch.samples = [replace(batch.samples[0], loss_mask=np.zeros(1, bool))]
     assert room._put(batch) == 3 and not put[2].samples[0].loss_mask.any() and put[2].stored == NOWHERE
+
+
+def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_it():
+    """The sync's call goes first then, and the replica has no verified weights until it has ended."""
+    cfg, stale = Config(), []
+    cfg.rollout.n = 1
+    replica = Slow(0.001)
+    group = healthy(RolloutGroup([replica], cfg, False))
+    give, make = group._give, replica.make
+
+    def at_that_moment(*args, **kwargs):
+        yield from give(*args, **kwargs)
+        if not stale:
+            stale.append(True)
+            group.syncing = True
+            group.health[0].to(State.STALE)
+            asyncio.get_running_loop().call_later(0.05, healthy, group)
+
+    async def seen(prompts, sampling):
+        assert group.health[0].state is State.HEALTHY
+        return await make(prompts, sampling)
+
+    group._give, replica.rollout = at_that_moment, Method(seen)
+    prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(4)]
+    samples, _ = asyncio.run(group.generate(prompts, "step 0", group.train, lambda samples: None))
+    assert len(samples) == 4 and stale and (group.loads[0].sent, group.loads[0].back) == (4, 4)
+
+
+def test_a_replica_that_dies_behind_its_canary_is_not_taken_for_healthy():
+    """Another's canary was still awaited then; a prompt under way told of the death."""
+    right = [np.array([-1.0])]
+    sync = sync_of(right, [right, right])
+    rollout = sync.rollout
+
+    def dies(sequences):
+        rollout.health[0].state = State.DEAD
+        return right
+
+    rollout.all[1].score = Method(dies)
+    asyncio.run(sync((0, 4)))
+    assert [health.state for health in rollout.health] == [State.DEAD, State.HEALTHY]
+
+
+def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_take():
+    for land, enough in ((lambda samples: None, True), (None, False)):
+        cfg = Config()
+        cfg.trainer.step_timeout_s, cfg.rollout.n, cfg.pipeline.max_carry = 0.1, 1, 1
+        group = healthy(RolloutGroup([Slow(0.2)], cfg, False))
+        work = group.generate([Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train, land)
+        if enough:
+            assert len(asyncio.run(work)[0]) == 1
+        else:
+            with pytest.raises(PhaseTimeout, match="step 0, rollout: no answer in 0.1 s"):
+                asyncio.run(work)

@@ -202,6 +202,14 @@ class Loop(AgentLoop):
     async def nothing(self, *_): ...
 
 
+def test_a_loop_that_fails_while_new_weights_arrive_is_an_error_of_its_sample():
+    """With partial rollouts trajectories live on in a sync, and tools go on in it."""
+    replica = replica_of("fine", "zero")
+    replica.stamp, replica.incarnation = None, 3
+    sample = replica._unmade(PROMPT, 1, ValueError("the tool broke"), {})
+    assert sample.incarnation == 3 and sample.reward == 0.0 and "the tool broke" in sample.extra["error"]
+
+
 BAD_LOOPS = [
     "broken",
     "for_ever",
