@@ -26,8 +26,8 @@ from one_step_off.vllm_rollout import Sampling
 T = TypeVar("T")
 OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
-Parts = list[tuple[list[Sample], float]]
-"""What several replicas made, and how many seconds each took."""
+Made = tuple[list[Sample], float]
+"""What replicas made, and how many seconds it took."""
 
 PING_S = 10.0  # so long a replica may take to say that it is there
 PAUSE_S = 0.2  # before one that may be ill is looked at again
@@ -354,31 +354,27 @@ class RolloutGroup:
         finally:
             call.cancel()
 
-    async def generate(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
-    ) -> tuple[list[Sample], float]:
-        """All samples in the order of `prompts`, and the seconds of the slowest replica. `land` is told of each prompt's
-        samples as they come. Raises NoReplica, and what a replica raised that is there."""
+    async def generate(self, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None) -> Made:
+        """All samples in the order of `prompts`, and the seconds of the slowest replica. `land`, if given, is called with
+        each prompt's samples as they come. Raises NoReplica, and what a replica raised that is there."""
         async with self.turn:
             whole = (self.static or len(self.all) == 1) and not land
-            spread = self._fixed(prompts, what, sampling) if whole else self._spread(prompts, what, sampling, land)
-            parts = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", spread)
+            spread = self._fixed(prompts, what, sampling) if whole else self._spread(prompts, what, sampling, land, 0)
+            samples, seconds = await within(self.cfg.trainer.step_timeout_s, f"{what}, rollout", spread)
         kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
         step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
         self.on_trace([(f"rollout {i}{lane}", kind, step, *times) for i, times in worked.items()])
         position = {p.id: i for i, p in enumerate(prompts)}
-        samples = sorted((s for part, _ in parts for s in part), key=lambda s: (position[s.prompt_id], s.index))
-        return samples, max(seconds for _, seconds in parts)
+        return sorted(samples, key=lambda s: (position[s.prompt_id], s.index)), seconds
 
-    async def _fixed(self, prompts: list[Prompt], what: str, sampling: Sampling) -> Parts:
+    async def _fixed(self, prompts: list[Prompt], what: str, sampling: Sampling) -> Made:
         """A share of the prompts for each replica."""
         ready = await self.serving()
-        shares = [self._part(i, own, what, sampling) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
-        return [part for parts in await asyncio.gather(*shares) for part in parts]
+        shares = [(i, own) for k, i in enumerate(ready) if (own := prompts[k :: len(ready)])]
+        parts = await asyncio.gather(*(self._part(*share, what, sampling, None, 0) for share in shares))
+        return [s for samples, _ in parts for s in samples], max(seconds for _, seconds in parts)
 
-    async def _spread(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None, losses: int = 0
-    ) -> Parts:
+    async def _spread(self, prompts: list[Prompt], what: str, sampling: Sampling, land: Any, losses: int) -> Made:
         """Each prompt to whoever has least to do; the first failure is raised at once. `losses`: see `_part`."""
         begin, calls, asked, left = now(), [], {}, deque(prompts)
         try:
@@ -398,11 +394,9 @@ class RolloutGroup:
                     task.cancel()
         except ExceptionGroup as e:  # as it is without a group
             raise e.exceptions[0] from e.exceptions[0].__cause__
-        return [([s for call in calls for samples, _ in call.result() for s in samples], now() - begin)]
+        return [s for call in calls for s in call.result()[0]], now() - begin
 
-    async def _part(
-        self, i: int, prompts: list[Prompt], what: str, sampling: Sampling, land: Any = None, losses: int = 0
-    ) -> Parts:
+    async def _part(self, i: int, prompts: list[Prompt], what: str, sampling: Sampling, land: Any, losses: int) -> Made:
         """What replica `i` makes of these prompts; if it is lost, others make it. `losses`: of replicas that had them before.
         Raises ProcessDied: the prompts may be what replicas die of."""
         load = self.loads[i]
@@ -416,7 +410,7 @@ class RolloutGroup:
         load.back += len(samples)
         if land:
             land(samples)
-        return [(samples, seconds)]
+        return samples, seconds
 
     async def _room(self, i: int, what: str) -> None:
         """Wait until replica `i` has room, whatever is at its tools or still to be scored; or is lost."""

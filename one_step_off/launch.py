@@ -116,7 +116,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
     if resume_from := checkpoint.find(cfg, say):
         prepared.go_on_from(resume_from)
-        prepared.incarnation = prepared.state.get("incarnation", 0) + 1
+        prepared.incarnation = prepared.state["incarnation"] + 1
     return prepared
 
 
@@ -291,11 +291,11 @@ def require_cluster(address: str) -> None:
         return
     what = f"RAY_ADDRESS={address}: no Ray cluster answers there"
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-    with as_config_error(what, mend, (OSError, OverflowError)):
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
-            s.sendall(HELLO)
-            if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
-                raise ConnectionError("something else does")
+    refused = as_config_error(what, mend, (OSError, OverflowError))
+    with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
+        s.sendall(HELLO)
+        if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
+            raise ConnectionError("something else does")
 
 
 def start_ray(cfg: Config) -> str:
@@ -366,8 +366,7 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
         tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     carried = [replace(prepared.data.find(id), id=id) for id in map(tuple, state["carried"])]
-    rest = state["generate_s"], state.get("kl_coef"), state.get("incarnation", 0), carried
-    return Resumed(state["step"], samples, *rest)
+    return Resumed(state["step"], samples, state["generate_s"], state["kl_coef"], state["incarnation"], carried)
 
 
 @contextlib.contextmanager

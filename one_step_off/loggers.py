@@ -216,9 +216,7 @@ class Loggers:
             self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
-def open_loggers(
-    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict[str, Any]
-) -> Loggers:
+def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
     also its event files, for it was another run. `started`: see `started_first`."""
     folder = Path(cfg.trainer.output_dir)

@@ -148,16 +148,11 @@ class Screen:
     def step(self, row: dict[str, Any], total: int) -> None:
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
         if not self.live or row["step"] + 1 == total:
-            self.say(step_line(row, total))
+            known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
+            self.say(_STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}))
         if self.live:
             self.bars.figures, done = figures(row), row["step"] + 1
             self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
-
-
-def step_line(row: dict[str, Any], total: int) -> str:
-    """One step in one line."""
-    known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
-    return _STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))})
 
 
 def figures(row: dict[str, Any]) -> str:

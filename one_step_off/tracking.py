@@ -81,9 +81,7 @@ class Tracker:
         self.epoch = time.time() - time.perf_counter()
         self.lanes: set[str] = set()  # that this process has named in the timeline
 
-    def start(
-        self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
-    ) -> None:
+    def start(self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.first_step, self.evaluations, self.unwritten = step, list(evaluations), dict(unwritten or {})
         names = "metrics.jsonl", "ledger.jsonl"
