@@ -8,7 +8,7 @@ import asyncio
 import heapq
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -225,11 +225,11 @@ class RolloutGroup:
         self.health = [Health(*limits) for _ in replicas]
         self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
-        self.losses: dict[int, asyncio.Future] = {}  # of those that were asked for something; done: it was lost
+        self.losses = defaultdict(asyncio.Future)  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
         self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: None
-        self.worked: dict[str, dict[int, tuple[float, float]]] = {}  # at what, who, from when to when
+        self.worked = defaultdict(dict)  # at what, who: (from when, to when)
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
@@ -336,9 +336,7 @@ class RolloutGroup:
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
-        name, lost, begin = f"{what}, rollout {i}", self.losses.get(i), time.time()
-        if lost is None:  # one for all that is asked of it
-            lost = self.losses[i] = asyncio.get_running_loop().create_future()
+        name, lost, begin = f"{what}, rollout {i}", self.losses[i], time.time()
         call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
         try:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -348,8 +346,8 @@ class RolloutGroup:
                 self.lose(i, str(error))
                 raise Lost(name) from error
             if method == "rollout" and not error:
-                known = self.worked.setdefault(what, {}).get(i, (begin, 0.0))
-                self.worked[what][i] = min(begin, known[0]), time.time()
+                first, _ = self.worked[what].get(i, (begin, None))
+                self.worked[what][i] = min(begin, first), time.time()
             return call.result()
         finally:
             call.cancel()

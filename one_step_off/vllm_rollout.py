@@ -294,11 +294,10 @@ class RolloutReplica(UsageProbe):
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
         tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.size)]
         try:
-            samples = await asyncio.gather(*tasks)
+            return Samples(await asyncio.gather(*tasks)), time.perf_counter() - begin
         finally:
             for task in tasks:
                 task.cancel()
-        return Samples(samples), time.perf_counter() - begin
 
     async def vacancy(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
