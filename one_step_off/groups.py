@@ -221,8 +221,7 @@ class RolloutGroup:
         and returns a new one in its place."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn, self.shared = turn or nullcontext(), turn is not None
-        limits = cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s
-        self.health = [Health(*limits) for _ in replicas]
+        self.health = [Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s) for _ in replicas]
         self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
         self.losses = defaultdict(asyncio.Future)  # of those that were asked for something; done: it was lost

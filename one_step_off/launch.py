@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -108,10 +109,9 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
-    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1]
-    if not scorable:
+    scorable = (p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1)
+    if not (canary := list(itertools.islice(scorable, cfg.weight_sync.canary_sequences))):
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
-    canary = scorable[: cfg.weight_sync.canary_sequences]
     prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
     if resume_from := checkpoint.find(cfg, say):
         prepared.go_on_from(resume_from)
@@ -469,7 +469,7 @@ def run(cfg: Config) -> int:
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
         started = started_first(cfg, state is not None)
-        tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
+        tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
@@ -533,7 +533,6 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     model = checkpoint.empty_models(cfg).get("actor")
     params = model and sum(p.numel() for p in model.parameters())  # tied ones once
     tracker.meter = Meter(cfg, model and shape_of(model.config, params))
-    tracker.total_steps = data.stream.total_steps
     tracker.val_names = data.val_names
     used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]

@@ -141,10 +141,9 @@ class SampleDump:
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """A sample as people read it."""
-        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index", "reward")}
-        row["reward"] = row["reward"] if math.isfinite(row["reward"]) else None
-        row |= {"length": len(sample.response_ids), "finish_reason": sample.finish_reason}
-        row["versions"] = sorted(set(sample.versions.tolist()) - {OTHERS})
+        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index")}
+        row |= {"reward": sample.reward if math.isfinite(sample.reward) else None, "length": len(sample.response_ids)}
+        row |= {"finish_reason": sample.finish_reason, "versions": sorted(set(sample.versions.tolist()) - {OTHERS})}
         row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
         row["response"] = sample.response
         return row | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}

@@ -6,7 +6,6 @@ token. What is computed twice (activation checkpointing) counts once: this is ut
 weights have no gradients, so that a trained token counts as two forward passes in place of three.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    words = set(device_name.upper().replace("-", " ").split())
     rows = (row.split() for row in PEAKS.split(","))
     return next((float(tera) * 1e12 for *name, tera in rows if words.issuperset(name)), None)
 

@@ -67,6 +67,7 @@ class Tracker:
     def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
         self.folder, self.total_steps, self.screen = Path(folder), total_steps, screen or Screen(out)
+        self.say = self.screen.say  # one line for the person at the screen
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step = self.steps_before = 0
@@ -105,10 +106,6 @@ class Tracker:
         for found in self.evaluations if self.loggers and self.first_step else ():
             if found["val/version"] >= self.first_step:
                 self.loggers.evaluation(found, [])
-
-    def say(self, line: str) -> None:
-        """One line for the person at the screen."""
-        self.screen.say(line)
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
         """What `usage.watching` found; it goes into the rows from now on."""
