@@ -299,17 +299,15 @@ class RolloutGroup:
                 self.all[i] = self.respawn(i)
                 ((_, self.families[i]),) = await every(limit, what, [self.all[i]], "start", self.families[i])
                 self.health[i].to(State.STALE)
-                if await self.restore(i):
-                    break
+                if not await self.restore(i):
+                    raise Lost("it died in its first sync")
+                del self.returning[i]
+                return self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
             except Exception as e:  # whatever it is, the others go on
                 self.say(f"{what}: {e}" + ("" if left else "; it is left out from now on"))
+                self.health[i].to(State.DEAD)
                 if not left:
                     raise
-            self.health[i].to(State.DEAD)
-        else:
-            raise RoleError(f"{what}: lost {ATTEMPTS} times in its first sync")
-        del self.returning[i]
-        self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
 
     async def serving(self) -> list[int]:
         """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""

@@ -35,7 +35,6 @@ from one_step_off.loggers import open_loggers, started_first
 from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
-from one_step_off.samples import Prompt
 from one_step_off.screen import Screen, end_facts, quiet_libraries, start_facts
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
@@ -121,9 +120,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
-    first: dict[str, Prompt] = {}
-    for prompt in [*data.stream.prompts, *(data.val or ())]:
-        first.setdefault(prompt.agent_loop or loops.cfg.agent.loop, prompt)
+    rows, usual = [*data.stream.prompts, *(data.val or ())], loops.cfg.agent.loop
+    first = {prompt.agent_loop or usual: prompt for prompt in reversed(rows)}
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
@@ -510,10 +508,9 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     finally:
         import ray
 
-        failed = sys.exc_info()[0] is not None
         with tracker.screen.working("ending all processes"):
             ray.shutdown()
-            tracker.close(failed)
+            tracker.close(failed=sys.exc_info()[0] is not None)
         signal.signal(signal.SIGTERM, previous)
 
 
