@@ -232,12 +232,11 @@ class RolloutGroup:
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
-        own, longest = cfg.rollout, cfg.rollout.val_max_response_length
+        own, seed, longest = cfg.rollout, cfg.trainer.seed, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
+        self.train = Sampling(own.n, own.temperature, seed if seeded else None, greedy=greedy)
         # Other seeds for evaluation than for training, whatever the prompts' ids.
-        train_seed, val_seed = (cfg.trainer.seed, cfg.trainer.seed + 1) if seeded else (None, None)
-        self.train = Sampling(own.n, own.temperature, train_seed, greedy=greedy)
-        self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
+        self.val = Sampling(own.val_n, own.val_temperature, seed + 1 if seeded else None, own.val_top_p, longest)
 
     @property
     def active(self) -> list[int]:

@@ -86,9 +86,8 @@ class Spawned:
     def _near(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its seat, or on CPUs anywhere on its node."""
         where, cpu = self.cfg.placement.roles, self.device == "cpu"
-        ranks, replicas = enumerate(self.pools[where["actor"]]), list(enumerate(self.pools[where["rollout"]]))
-        if where["actor"] != where["rollout"]:
-            return [[] for _ in ranks]
+        ranks = list(enumerate(self.pools[where["actor"]]))
+        replicas = ranks if where["actor"] == where["rollout"] else []  # a seat has one of each
         return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
 
     def _group(self, role: str) -> TrainGroup:
@@ -119,17 +118,17 @@ class Spawned:
 
     async def lost(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another life may do better."""
-        gone = ProcessDied, PhaseTimeout
-        if isinstance(error, gone) or isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
-            return isinstance(error, gone)
-        active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
-        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
-        limit = self.cfg.trainer.step_timeout_s  # busy is not gone; whoever waited for what is may have failed first
-        try:
-            await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
-        except (RoleError, PhaseTimeout) as e:
-            return isinstance(e, gone)
-        return False
+        if isinstance(error, (RoleError, SyncError)) and not isinstance(error, (ProcessDied, NoReplica)):
+            active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
+            everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
+            limit = (
+                self.cfg.trainer.step_timeout_s
+            )  # busy is not gone; whoever waited for what is may have failed first
+            try:
+                await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
+            except (RoleError, PhaseTimeout) as e:
+                error = e
+        return isinstance(error, (ProcessDied, PhaseTimeout))
 
     async def end(self) -> None:
         """End all processes and give their places back."""

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,7 +183,7 @@ class Tracker:
             known = [r["reward/mean"] for r in self.steps if r["reward/mean"] is not None]
             rewards = [x for x in known if not math.isnan(x)] or [math.nan]
             k = max(1, min(5, len(rewards) // 2))
-            first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
+            first, last = np.mean(rewards[:k]), np.mean(rewards[-k:])
             found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
             found |= speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
@@ -221,7 +220,7 @@ def speed(rows: list[Row]) -> dict[str, float | None]:
     for name in rows[-1]:
         if name.startswith(("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")):
             known = [r[name] for r in rows if r.get(name) is not None]
-            medians[name] = statistics.median(known) if known else None
+            medians[name] = np.median(known) if known else None
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
 
     def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:

@@ -148,8 +148,7 @@ class Place:
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
-        if not self.over:
-            self.ask(nothing=False)
+        self.ask(nothing=self.over)
         async with self.turn:
             if not self.held and not self.over:
                 await self.room.acquire()
