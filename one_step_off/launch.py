@@ -142,9 +142,8 @@ def check_models(cfg: Config) -> Any:
         key = f"rollout.tensor_parallel_size={width}"
         raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}; use one that does")
     tokenizer = load_tokenizer(cfg, "model")
-    for role in MODELS[1:]:
-        if role not in cfg.placement.roles or getattr(cfg, role).path in ("", cfg.model.path):
-            continue
+    here = (role for role in MODELS[1:] if role in cfg.placement.roles)
+    for role in (role for role in here if getattr(cfg, role).path not in ("", cfg.model.path)):
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
@@ -531,9 +530,8 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     params = model and sum(p.numel() for p in model.parameters())  # tied ones once
     tracker.meter = Meter(cfg, model and shape_of(model.config, params))
     tracker.val_names = data.val_names
-    used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
-    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
+    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, data, links))
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

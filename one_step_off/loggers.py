@@ -22,7 +22,6 @@ from one_step_off.config import Config, as_config_error
 from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
-RUN_ID_FILE = "wandb_run_id"
 SAMPLES, STEP, VAL = "samples", "step_", "val_v"
 _PATIENCE_S = 60.0
 _QUEUE = 32
@@ -59,7 +58,7 @@ class Wandb:
 
         folder, offline = Path(cfg.trainer.output_dir), cfg.logging.wandb_mode == "offline"
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / RUN_ID_FILE
+        file = folder / "wandb_run_id"
         run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
         mend = "run `wandb login`, or set logging.wandb_mode=offline"

@@ -167,17 +167,17 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub.utils._http").addFilter(lambda record: known not in record.getMessage())
 
 
-def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
+def start_facts(cfg: Config, asked_model: str, params: int | None, data: Any, links: Facts) -> Facts:
     """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
-    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set
-    and, if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
+    since). `params`: the model's parameters, None if they cannot be counted yet. `data`: the `data.Data` of the run.
+    `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
-    each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
+    each = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
     return [
         ("model", f"{asked_model}{size}, {cfg.model.dtype}"),
-        ("data", f"{used[0]} prompts of {cfg.data.train_files}"),
-        ("held out", f"{used[1]} prompts of {cfg.data.val_files}" if len(used) > 1 else "none"),
+        ("data", f"{len(data.stream)} prompts of {cfg.data.train_files}"),
+        ("held out", f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"),
         *(("" if i else "placement", line) for i, line in enumerate(placement_text(cfg).splitlines())),
         ("staleness", f"{cfg.pipeline.staleness} ({how})"),
         ("steps", "none: the held-out set is evaluated" if cfg.trainer.val_only else each),
