@@ -169,9 +169,8 @@ class Tracker:
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""
-        loggers, self.loggers = self.loggers, None
-        if loggers:
-            loggers.close(failed)
+        if self.loggers:
+            self.loggers.close(failed)
 
     def summary(self) -> Row:
         """Write and return `summary.json`. `seconds` are this run's; `steps` also count those before a resume

@@ -387,11 +387,12 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outs = await asyncio.gather(*(self._run(ids, params) for ids in sequences))
-        return [
-            np.array([row[int(t)].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
-            for out, ids in zip(outs, sequences, strict=True)
-        ]
+
+        async def one(ids: np.ndarray) -> np.ndarray:
+            rows = (await self._run(ids, params)).prompt_logprobs[1:]
+            return np.array([row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)], np.float32)
+
+        return await asyncio.gather(*(one(ids) for ids in sequences))
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
         self.requests += 1
