@@ -223,7 +223,7 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
     more = {"ref": group("ref"), "critic": group("critic")} if cell.full else {}
     roles = Roles(actor, rollout, sync_of(cell, actor, rollout), **more)
     tracker = Tracker(folder, cell.steps, out=io.StringIO())
-    tracker.meter = Meter(cfg, ModelShape(10**9, 24, 2048), cell.replicas, cell.ranks)
+    tracker.meter = Meter(cfg, ModelShape(10**9, 24, 2048))
     if cell.loggers:
         tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.say, {})
     return Pipeline(cfg, roles, streams[1], None, tracker), log

@@ -70,8 +70,7 @@ def empty_models(cfg: Config) -> dict[str, Any]:
 
 def shapes(cfg: Config) -> dict[str, list[int]]:
     """Of every parameter of the roles that learn; {} if they are not known."""
-    models = empty_models(cfg)
-    return {f"{role}: {name}": [*p.shape] for role, m in models.items() for name, p in m.named_parameters()}
+    return {f"{role}: {name}": [*p.shape] for role, m in empty_models(cfg).items() for name, p in m.named_parameters()}
 
 
 def folder_of(cfg: Config) -> Path:

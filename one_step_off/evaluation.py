@@ -27,8 +27,7 @@ def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]
     for the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
     found: dict[str, float] = {}
     for index, name in enumerate(names):
-        own = [s for s in samples if s.prompt_id[0] == set_epoch(index)]
-        if not own:
+        if not (own := [s for s in samples if s.prompt_id[0] == set_epoch(index)]):
             continue
         sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= PASSES_AT)
         n = min(sizes.values())

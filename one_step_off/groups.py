@@ -227,25 +227,23 @@ class RolloutGroup:
         and returns a new one in its place."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn, self.shared = turn or nullcontext(), turn is not None
-        limits = cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s
-        self.health = [Health(*limits) for _ in replicas]
+        self.health = [Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s) for _ in replicas]
         self.families: list[Any] = [()] * len(replicas)
         self.returning: dict[int, asyncio.Task] = {}
-        self.losses: dict[int, asyncio.Future] = {}  # of those that were asked for something; done: it was lost
+        self.losses = defaultdict(asyncio.Future)  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
         self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: None
-        self.worked: dict[str, dict[int, tuple[float, float]]] = {}  # at what, who, from when to when
+        self.worked = defaultdict(dict)  # at what, who: (from when, to when)
         self.drawn: dict[tuple[int, str], float] = {}  # to when, in the timeline
         self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
-        own, longest = cfg.rollout, cfg.rollout.val_max_response_length
+        own, seed, longest = cfg.rollout, cfg.trainer.seed, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
+        self.train = Sampling(own.n, own.temperature, seed if seeded else None, greedy=greedy)
         # Other seeds for evaluation than for training, whatever the prompts' ids.
-        train_seed, val_seed = (cfg.trainer.seed, cfg.trainer.seed + 1) if seeded else (None, None)
-        self.train = Sampling(own.n, own.temperature, train_seed, greedy=greedy)
-        self.val = Sampling(own.val_n, own.val_temperature, val_seed, own.val_top_p, longest)
+        self.val = Sampling(own.val_n, own.val_temperature, seed + 1 if seeded else None, own.val_top_p, longest)
 
     @property
     def active(self) -> list[int]:
@@ -307,17 +305,15 @@ class RolloutGroup:
                 self.all[i] = self.respawn(i)
                 ((_, self.families[i]),) = await every(limit, what, [self.all[i]], "start", self.families[i])
                 self.health[i].to(State.STALE)
-                if await self.restore(i):
-                    break
+                if not await self.restore(i):
+                    raise Lost("it died in its first sync")
+                del self.returning[i]
+                return self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
             except Exception as e:  # whatever it is, the others go on
                 self.say(f"{what}: {e}" + ("" if left else "; it is left out from now on"))
+                self.health[i].to(State.DEAD)
                 if not left:
                     raise
-            self.health[i].to(State.DEAD)
-        else:
-            raise RoleError(f"{what}: lost {ATTEMPTS} times in its first sync")
-        del self.returning[i]
-        self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
 
     async def serving(self) -> list[int]:
         """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""
@@ -343,9 +339,7 @@ class RolloutGroup:
 
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
-        name, lost, begin = f"{what}, rollout {i}", self.losses.get(i), time.time()
-        if lost is None:  # one for all that is asked of it
-            lost = self.losses[i] = asyncio.get_running_loop().create_future()
+        name, lost, begin = f"{what}, rollout {i}", self.losses[i], time.time()
         call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
         try:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
@@ -355,8 +349,8 @@ class RolloutGroup:
                 self.lose(i, str(error))
                 raise Lost(name) from error
             if method == "rollout" and not error:
-                known = self.worked.setdefault(what, {}).get(i, (begin, 0.0))
-                self.worked[what][i] = min(begin, known[0]), time.time()
+                first, _ = self.worked[what].get(i, (begin, None))
+                self.worked[what][i] = min(begin, first), time.time()
             return call.result()
         finally:
             call.cancel()

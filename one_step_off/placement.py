@@ -40,24 +40,21 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     group that must lie on one node. Raises ConfigError: the cluster has too little; says which pool, what it wants and
     what there is."""
     resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
-    groups: dict[tuple[str, int], PlacementGroup] = {}
+    seats: dict[tuple[str, int], list[Seat]] = {}
     shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
     # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
     for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == cfg.placement.roles["rollout"] else 1
-        count = seats_per_node(cfg, pool)[node]
+        *before, count = seats_per_node(cfg, pool)[: node + 1]
         group = placement_group([{resource: width}] * count, strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
             free = ray.available_resources().get(resource, 0)
             needs = f"node {node} needs {count * width} {resource}s on one node"
             has = f"the cluster has {free:g} free in all; give the pool less or the cluster more"
             raise ConfigError(f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}")
-        groups[pool, node] = group
-    seats: dict[str, list[Seat]] = {pool: [] for pool in cfg.placement.pools}
-    for pool, node in shares:
-        begin, group = len(seats[pool]), groups[pool, node]
-        seats[pool] += [Seat(group, i, node, tuple(cores[pool][begin + i])) for i in range(len(group.bundle_specs))]
-    return seats
+        own = cores[pool][sum(before) :]
+        seats[pool, node] = [Seat(group, i, node, tuple(own[i])) for i in range(count)]
+    return {pool: [seat for at in shares if at[0] == pool for seat in seats[at]] for pool in cfg.placement.pools}
 
 
 def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
@@ -93,7 +90,6 @@ def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float =
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)
-        options["num_gpus"] = bundle.get("GPU", 0) * share
-        options["num_cpus"] = 0 if device == "cuda" else bundle["CPU"] * share
+        options |= {"num_gpus": bundle.get("GPU", 0) * share, "num_cpus": bundle.get("CPU", 0) * share}
     wrap = ray.remote(concurrency_groups=cls.threads) if hasattr(cls, "threads") else ray.remote
     return wrap(Pinned).options(**options).remote(*args)

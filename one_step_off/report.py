@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config import ConfigError, first_line
+from one_step_off.config import ConfigError, as_config_error, first_line
 from one_step_off.config_checks import masked
 from one_step_off.loggers import STEP, numbered
 from one_step_off.tracking import Row, speed
@@ -82,10 +82,8 @@ def main(argv: list[str]) -> int:
     folder = Path(" ".join(argv))
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one")
-    try:
+    with as_config_error(f"{folder}: no report", "mend it, or copy the run's folder", OSError):
         print(write(folder))
-    except OSError as e:
-        raise ConfigError(f"{e.filename or folder}: {e.strerror}; mend it, or copy the run's folder") from e
     return 0
 
 

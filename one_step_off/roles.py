@@ -11,7 +11,7 @@ from ray.util.placement_group import remove_placement_group
 from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
 from one_step_off.checkpoint import TRAINED
-from one_step_off.config import Config, settings_of, tokenizer_of
+from one_step_off.config import settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
 from one_step_off.groups import NoReplica, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
 from one_step_off.launch import Prepared
@@ -29,15 +29,6 @@ COMMON_ENV = dict(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", THP_MEM_ALLOC_ENABL
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
 _ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
-
-
-def worker_class(cfg: Config, role: str) -> type:
-    """The class of a role's ranks, of the back end that its config names."""
-    if settings_of(cfg, role).backend == "fsdp":
-        return WORKERS[role]
-    from one_step_off import megatron_workers  # an extra, and slow to import
-
-    return megatron_workers.WORKERS[role]
 
 
 class Spawned:
@@ -95,17 +86,18 @@ class Spawned:
     def _near(self) -> list[list[int]]:
         """Per rank of the actor the replicas on its device: in its seat, or on CPUs anywhere on its node."""
         where, cpu = self.cfg.placement.roles, self.device == "cpu"
-        ranks, replicas = enumerate(self.pools[where["actor"]]), list(enumerate(self.pools[where["rollout"]]))
-        if where["actor"] != where["rollout"]:
-            return [[] for _ in ranks]
+        ranks = list(enumerate(self.pools[where["actor"]]))
+        replicas = ranks if where["actor"] == where["rollout"] else []  # a seat has one of each
         return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
 
     def _group(self, role: str) -> TrainGroup:
-        cls, pool = worker_class(self.cfg, role), self.cfg.placement.roles[role]
+        workers, pool = WORKERS, self.cfg.placement.roles[role]
+        if settings_of(self.cfg, role).backend == "megatron":  # an extra, and slow to import
+            from one_step_off.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
         where = self.device, self._share(pool), self.env
-        ranks = [spawn(cls, (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
+        ranks = [spawn(workers[role], (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
             return TrainGroup(*of_group)
@@ -126,17 +118,17 @@ class Spawned:
 
     async def lost(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another life may do better."""
-        gone = ProcessDied, PhaseTimeout
-        if isinstance(error, gone) or isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
-            return isinstance(error, gone)
-        active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
-        everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
-        limit = self.cfg.trainer.step_timeout_s  # busy is not gone; whoever waited for what is may have failed first
-        try:
-            await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
-        except (RoleError, PhaseTimeout) as e:
-            return isinstance(e, gone)
-        return False
+        if isinstance(error, (RoleError, SyncError)) and not isinstance(error, (ProcessDied, NoReplica)):
+            active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
+            everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
+            limit = (
+                self.cfg.trainer.step_timeout_s
+            )  # busy is not gone; whoever waited for what is may have failed first
+            try:
+                await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
+            except (RoleError, PhaseTimeout) as e:
+                error = e
+        return isinstance(error, (ProcessDied, PhaseTimeout))
 
     async def end(self) -> None:
         """End all processes and give their places back."""

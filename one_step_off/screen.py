@@ -22,7 +22,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, TextIO
 
 from rich import progress
 from rich.console import Console
@@ -58,40 +58,30 @@ _END = (
 )
 
 
-class _Bars(progress.Progress):
-    """A line per task, and one with the figures of the last step."""
+class Screen(progress.Progress):
+    """What is going on stands at the bottom of a terminal and moves, a line per task and one with the `figures` of the last
+    step; what was said, and what libraries print meanwhile, scrolls by above it. Files, pipes, CI and terminals that cannot
+    move their cursor get lines instead, one per step."""
 
     figures = ""
-
-    def get_renderables(self) -> Iterator[Any]:
-        yield self.make_tasks_table(self.tasks)
-        if self.figures:
-            yield Text(self.figures, style="cyan")
-
-
-class Screen:
-    """What is going on stands at the bottom of a terminal and moves, what was said scrolls by above it. Files, pipes,
-    CI and terminals that cannot move their cursor get lines instead, one per step."""
 
     def __init__(self, out: TextIO | Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         """`out` None: stdout; a console: a terminal, whatever it may look like. `clock`: seconds."""
         dumb, given = os.environ.get("TERM", "dumb") == "dumb", isinstance(out, Console)
-        self.live = given or ((out or sys.stdout).isatty() and not dumb)
-        self.console = out if given else Console(file=out, highlight=False)
+        moves = given or ((out or sys.stdout).isatty() and not dumb)
+        console = out if given else Console(file=out, highlight=False)
         what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
         times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
-        look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not self.live}
+        look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not moves}
         # Steps may take minutes, and by default rich would only look at the last half of one.
         pace = {"get_time": clock, "speed_estimate_period": math.inf}
-        self.bars = _Bars(what, bar, progress.TaskProgressColumn(), *times, console=self.console, **look, **pace)
+        super().__init__(what, bar, progress.TaskProgressColumn(), *times, console=console, **look, **pace)
 
-    def __enter__(self) -> Self:
-        # What libraries print meanwhile goes through the console too, and so above the live part.
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
+    def get_renderables(self) -> Iterator[Any]:
+        """What moves."""
+        yield self.make_tasks_table(self.tasks)
+        if self.figures:
+            yield Text(self.figures, style="cyan")
 
     def say(self, line: str) -> None:
         """One line without its secrets, left to the terminal to wrap: a command must copy as one line."""
@@ -114,50 +104,45 @@ class Screen:
 
     def progress(self, what: str, done: float) -> None:
         """Something long of which `done` (0 to 1) is done. Lines: one at once, one at its end."""
-        task = next((t for t in self.bars.tasks if t.description == what), None) or self._begin(what, 1.0)
-        self.bars.update(task.id, completed=done)
+        task = next((t for t in self.tasks if t.description == what), None) or self._begin(what, 1.0)
+        self.update(task.id, completed=done)
         if done >= 1:
             self._remove(task)
             self._tell(task)
 
     def _begin(self, what: str, total: float | None) -> Task:
-        if not self.live:
+        if self.disable:
             self.say(f"{what} ...")
-        self.bars.add_task(what, total=total)
-        return self.bars.tasks[-1]
+        self.add_task(what, total=total)
+        return self.tasks[-1]
 
     def _tell(self, task: Task) -> None:
         if task.elapsed >= 1:
             self.say(f"{task.description}: {task.elapsed:.0f} s")
 
     def _remove(self, task: Task) -> None:
-        self.bars.remove_task(task.id)
-        self.bars.refresh()  # or what is said next would draw it once more
+        self.remove_task(task.id)
+        self.refresh()  # or what is said next would draw it once more
 
     @contextlib.contextmanager
     def training(self, total: int, done: int = 0) -> Iterator[None]:
         """The steps come now; `done` of them were made by an earlier run."""
-        self.bars.add_task(f"step {done}/{total}", total=total, completed=done)
-        self.steps, self.bars.figures = self.bars.tasks[-1], "waiting for the first step"
+        self.add_task(f"step {done}/{total}", total=total, completed=done)
+        self.steps, self.figures = self.tasks[-1], "waiting for the first step"
         try:
             yield
         finally:
-            self.bars.figures = ""
+            self.figures = ""
             self._remove(self.steps)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
-        if not self.live or row["step"] + 1 == total:
-            self.say(step_line(row, total))
-        if self.live:
-            self.bars.figures, done = figures(row), row["step"] + 1
-            self.bars.update(self.steps.id, completed=done, description=f"step {done}/{total}")
-
-
-def step_line(row: dict[str, Any], total: int) -> str:
-    """One step in one line."""
-    known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
-    return _STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))})
+        if self.disable or row["step"] + 1 == total:
+            known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
+            self.say(_STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}))
+        if not self.disable:
+            self.figures, done = figures(row), row["step"] + 1
+            self.update(self.steps.id, completed=done, description=f"step {done}/{total}")
 
 
 def figures(row: dict[str, Any]) -> str:
@@ -182,17 +167,17 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub.utils._http").addFilter(lambda record: known not in record.getMessage())
 
 
-def start_facts(cfg: Config, asked_model: str, params: int | None, used: list[int], steps: int, links: Facts) -> Facts:
+def start_facts(cfg: Config, asked_model: str, params: int | None, data: Any, links: Facts) -> Facts:
     """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
-    since). `params`: the model's parameters, None if they cannot be counted yet. `used`: prompts in the training set
-    and, if there is one, in the held-out set. `links`: more places to look at, as the W&B run's."""
+    since). `params`: the model's parameters, None if they cannot be counted yet. `data`: the `data.Data` of the run.
+    `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
     how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
-    each = f"{steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
+    each = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
     return [
         ("model", f"{asked_model}{size}, {cfg.model.dtype}"),
-        ("data", f"{used[0]} prompts of {cfg.data.train_files}"),
-        ("held out", f"{used[1]} prompts of {cfg.data.val_files}" if len(used) > 1 else "none"),
+        ("data", f"{len(data.stream)} prompts of {cfg.data.train_files}"),
+        ("held out", f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"),
         *(("" if i else "placement", line) for i, line in enumerate(placement_text(cfg).splitlines())),
         ("staleness", f"{cfg.pipeline.staleness} ({how})"),
         ("steps", "none: the held-out set is evaluated" if cfg.trainer.val_only else each),

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import shutil
-import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +66,7 @@ class Tracker:
     def __init__(self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None) -> None:
         """`screen` None: plain lines to `out`."""
         self.folder, self.total_steps, self.screen = Path(folder), total_steps, screen or Screen(out)
+        self.say = self.screen.say  # one line for the person at the screen
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step = self.steps_before = 0
@@ -81,9 +81,7 @@ class Tracker:
         self.epoch = time.time() - time.perf_counter()
         self.lanes: set[str] = set()  # that this process has named in the timeline
 
-    def start(
-        self, step: int, evaluations: Sequence[dict[str, float]] = (), unwritten: dict[str, float] | None = None
-    ) -> None:
+    def start(self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
         self.first_step, self.evaluations, self.unwritten = step, list(evaluations), dict(unwritten or {})
         names = "metrics.jsonl", "ledger.jsonl"
@@ -107,10 +105,6 @@ class Tracker:
         for found in self.evaluations if self.loggers and self.first_step else ():
             if found["val/version"] >= self.first_step:
                 self.loggers.evaluation(found, [])
-
-    def say(self, line: str) -> None:
-        """One line for the person at the screen."""
-        self.screen.say(line)
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
         """What `usage.watching` found; it goes into the rows from now on."""
@@ -175,9 +169,8 @@ class Tracker:
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""
-        loggers, self.loggers = self.loggers, None
-        if loggers:
-            loggers.close(failed)
+        if self.loggers:
+            self.loggers.close(failed)
 
     def summary(self) -> Row:
         """Write and return `summary.json`. `seconds` are this run's; `steps` also count those before a resume
@@ -189,7 +182,7 @@ class Tracker:
             known = [r["reward/mean"] for r in self.steps if r["reward/mean"] is not None]
             rewards = [x for x in known if not math.isnan(x)] or [math.nan]
             k = max(1, min(5, len(rewards) // 2))
-            first, last = statistics.fmean(rewards[:k]), statistics.fmean(rewards[-k:])
+            first, last = np.mean(rewards[:k]), np.mean(rewards[-k:])
             found |= {"reward/first": first, "reward/last": last, "reward/averaged_steps": k}
             found |= speed(self.steps[1:] or self.steps)
             found["canary/logprob_diff_max"] = max(r.get("canary/logprob_diff_max", 0.0) for r in self.steps)
@@ -226,7 +219,7 @@ def speed(rows: list[Row]) -> dict[str, float | None]:
     for name in rows[-1]:
         if name.startswith(("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")):
             known = [r[name] for r in rows if r.get(name) is not None]
-            medians[name] = statistics.median(known) if known else None
+            medians[name] = np.median(known) if known else None
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}
 
     def per_s(name: str, of: list[Row] = rows, over: list[Row] = rows) -> float:

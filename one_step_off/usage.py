@@ -17,9 +17,6 @@ INTERVAL_S = 5.0
 _GPU_INTERVAL_S = 0.5
 _LAST_LOOK_S = 10.0
 
-Report = Callable[[dict[str, float], str], None]
-"""Told the metrics of a group, and the name of its GPUs if there are any."""
-
 
 class UsageProbe:
     """A mixin of actors. It needs no constructor, so that it fits any class."""
@@ -74,9 +71,9 @@ def _watch_gpus(busy: list[tuple[float, int]]) -> None:
             time.sleep(_GPU_INTERVAL_S)
 
 
-async def look(group: str, actors: list[Any], cuda: bool, report: Report) -> None:
-    """Ask every process of a group once, and report the largest peak and the mean utilisation. One that does not answer is
-    the pipeline's affair."""
+async def look(group: str, actors: list[Any], cuda: bool, report: Callable[[dict[str, float], str], None]) -> None:
+    """Ask every process of a group once, and report the largest peak and the mean utilisation, and the name of its GPUs if
+    there are any. One that does not answer is the pipeline's affair."""
     answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
     if good := [a for a in answers if isinstance(a, dict)]:
         found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in good))}
@@ -86,8 +83,8 @@ async def look(group: str, actors: list[Any], cuda: bool, report: Report) -> Non
 
 
 @contextlib.asynccontextmanager
-async def watching(groups: dict[str, list[Any]], cuda: bool, report: Report) -> AsyncIterator[None]:
-    """Look every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
+async def watching(groups: dict[str, list[Any]], cuda: bool, report: Callable) -> AsyncIterator[None]:
+    """Look at all groups every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
 
     def all_at_once() -> asyncio.Future:
         return asyncio.gather(*(look(*group, cuda, report) for group in groups.items()))

@@ -148,8 +148,7 @@ class Place:
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
-        if not self.over:
-            self.ask(nothing=False)
+        self.ask(nothing=self.over)
         async with self.turn:
             if not self.held and not self.over:
                 await self.room.acquire()
@@ -294,11 +293,10 @@ class RolloutReplica(UsageProbe):
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
         tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.size)]
         try:
-            samples = await asyncio.gather(*tasks)
+            return Samples(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
-        return Samples(samples)
 
     async def vacancy(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
@@ -389,11 +387,12 @@ class RolloutReplica(UsageProbe):
         from vllm import SamplingParams
 
         params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        outs = await asyncio.gather(*(self._run(ids, params) for ids in sequences))
-        return [
-            np.array([row[int(t)].logprob for row, t in zip(out.prompt_logprobs[1:], ids[1:], strict=True)], np.float32)
-            for out, ids in zip(outs, sequences, strict=True)
-        ]
+
+        async def one(ids: np.ndarray) -> np.ndarray:
+            rows = (await self._run(ids, params)).prompt_logprobs[1:]
+            return np.array([row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)], np.float32)
+
+        return await asyncio.gather(*(one(ids) for ids in sequences))
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
         self.requests += 1

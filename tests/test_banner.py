@@ -5,9 +5,14 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import numpy as np
 
 from one_step_off.config import Config
 from one_step_off.config_io import load, resolved_yaml
+from one_step_off.data import PromptStream
+from one_step_off.samples import Prompt
 from one_step_off.screen import count, end_facts, going_on, interpreter, start_facts
 from tests.conftest import tiny_config
 
@@ -20,10 +25,16 @@ SUMMARY = {
 }  # fmt: skip
 
 
+def data_of(train: int, held_out: int, steps: int) -> SimpleNamespace:
+    """Of so many prompts."""
+    stream = PromptStream([Prompt((0, row), np.arange(2), "", "") for row in range(train)], 1, False, 0, steps)
+    return SimpleNamespace(stream=stream, val=[None] * held_out or None)
+
+
 def test_the_banner():
     cfg = load(["config=config/gsm8k_tiny_cpu.yaml"])
     cfg.model.path = "/cache/tiny-qwen2-abc"
-    facts = start_facts(cfg, "tiny:qwen2", 345_000, [4096, 128], 40, [("wandb", "offline")])
+    facts = start_facts(cfg, "tiny:qwen2", 345_000, data_of(4096, 128, 40), [("wandb", "offline")])
     text = "\n".join(f"{k}: {v}" for k, v in facts)
     for part in (
         "model: tiny:qwen2, 345k parameters, float32",
@@ -37,7 +48,7 @@ def test_the_banner():
         "wandb: offline",
     ):
         assert part in text
-    assert "held out: none" in "\n".join(f"{k}: {v}" for k, v in start_facts(cfg, "m", None, [5], 1, []))
+    assert "held out: none" in "\n".join(f"{k}: {v}" for k, v in start_facts(cfg, "m", None, data_of(5, 0, 1), []))
 
 
 def test_counts():
@@ -89,7 +100,7 @@ def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
     (tmp_path / "hf_model").mkdir()  # an earlier run's
-    assert dict(start_facts(cfg, "m", None, [5], 1, []))["steps"] == "none: the held-out set is evaluated"
+    assert dict(start_facts(cfg, "m", None, data_of(5, 0, 1), []))["steps"] == "none: the held-out set is evaluated"
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "val_v000040.jsonl").write_text("{}\n")
     found = dict(end_facts(SUMMARY, cfg))

@@ -104,7 +104,7 @@ def terminal(width: int = 120) -> Console:
 def drawn(screen: Screen, width: int) -> str:
     """What moves, as it is now."""
     console = terminal(width)
-    console.print(screen.bars.get_renderable())
+    console.print(screen.get_renderable())
     return " ".join(console.file.getvalue().split())
 
 

@@ -172,7 +172,7 @@ def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
 
 def test_speed_and_memory_in_rows_and_summary(tmp_path):
     tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
-    tracker.meter = Meter(Config(), ModelShape(1000, 2, 8), 1, 1)
+    tracker.meter = Meter(Config(), ModelShape(1000, 2, 8))
     tracker.report_usage({"memory/trainer_peak_bytes": 5.0}, "NVIDIA H100 80GB HBM3")
     for step in range(2):
         tracker.span("actor", "update", step, tracker.begin + step, tracker.begin + step + 0.4)
