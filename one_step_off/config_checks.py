@@ -235,7 +235,7 @@ def _roles(cfg: Config, device: str) -> Iterator[str]:
         if device == "cpu" and getattr(getattr(cfg, role), name, False):
             yield f"{role}.{name}=true: moves data off GPUs, and this run is on CPU; set it to false"
     if ("ref" in roles) != (a.kl_coef > 0):
-        yield f"algorithm.kl_coef={a.kl_coef:g}: goes with the role ref; set it above 0 and placement.roles.ref=actor, or 0 and no ref"
+        yield f"algorithm.kl_coef={a.kl_coef:g}: goes with a reference; set placement.roles.ref=actor and this, or neither"
     warmup, steps = cfg.trainer.critic_warmup, cfg.trainer.total_steps
     if warmup and "critic" not in roles:
         yield f"trainer.critic_warmup={warmup}: needs the role critic; set placement.roles.critic"
