@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
 import socket
 import subprocess
@@ -50,7 +49,6 @@ class Processes:
         self.spec, self.confined = spec, confined
         self.parent: subprocess.Popen | None = None
         self.beginning = asyncio.Semaphore(8)  # a socket holds only so many others that nobody has fetched
-        self.names = itertools.count()
 
     def _start(self) -> None:
         if self.parent:
@@ -70,7 +68,7 @@ class Processes:
             async with self.beginning:
                 if self.parent is None or self.parent.poll() is not None:
                     self._start()
-                parent, control, name = self.parent, self.control, b"%d" % next(self.names)
+                parent, control, name = self.parent, self.control, os.urandom(16)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     socket.send_fds(control, [name], [theirs.fileno()])
