@@ -216,15 +216,13 @@ def _divisor(whole: int, near: int) -> int:
 
 
 def _carry(cfg: Config) -> Iterator[Check]:
-    p, over, most = cfg.pipeline, cfg.rollout.oversample, cfg.algorithm.max_gen_batches
-    why = "carries samples over steps; set pipeline.staleness=1, or this to false"
-    yield p.partial_rollout and p.staleness == 0, "pipeline.partial_rollout", why
-    why = "needs whole batches; set it to 1, or pipeline.partial_rollout=false"
-    yield p.partial_rollout and most > 1, "algorithm.max_gen_batches", why
-    why = "carries what is not complete; set pipeline.partial_rollout=true, or this to 1"
-    yield over > 1 and not p.partial_rollout, "rollout.oversample", why
-    why = f"more than pipeline.max_carry={p.max_carry} can carry; use {1 + p.max_carry} at most"
-    yield over > 1 + p.max_carry, "rollout.oversample", why
+    partial, in_turns, carry = cfg.pipeline.partial_rollout, cfg.pipeline.staleness == 0, cfg.pipeline.max_carry
+    over, again = cfg.rollout.oversample, cfg.algorithm.max_gen_batches > 1
+    yield partial and in_turns, "pipeline.partial_rollout", "needs pipeline.staleness=1; set that, or this to false"
+    yield partial and again, "algorithm.max_gen_batches", "partial_rollout makes no whole batches; set it to 1"
+    yield over > 1 and not partial, "rollout.oversample", "needs pipeline.partial_rollout=true; set that, or this to 1"
+    most = f"more than pipeline.max_carry={carry} can carry; use {1 + carry} at most"
+    yield over > 1 + carry, "rollout.oversample", most
 
 
 def _roles(cfg: Config, device: str) -> Iterator[Check]:
