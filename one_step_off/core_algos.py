@@ -24,6 +24,8 @@ from one_step_off.policy_losses import LOG_RATIO_LIMIT, ratio_of
 Answer = tuple[Tensor, Tensor | None]
 """What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
 
+Stats = dict[str, Tensor]
+
 
 def token_weights(
     lengths: Sequence[int] | np.ndarray, agg: str, global_tokens: int, global_sequences: int, longest: int = 1
@@ -127,9 +129,7 @@ def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1
         return chosen, torch.special.entr(log_p.exp()).sum(-1)
 
 
-def token_stats(
-    log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tuple[Stats, Stats]:
     """Sums and maxima over trained tokens that say how far theta is from the policy that made them.
 
     Args:
