@@ -54,16 +54,12 @@ class Report:
             raise ConfigError(f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip")
         self.bad.append((where, reason))
 
-    @property
-    def used(self) -> int:
-        """Rows that became prompts."""
-        return self.rows - len(self.bad) - len(self.overlong)
-
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
         over = f"{len(self.overlong)} over data.max_prompt_length skipped"
         skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
-        out = [", ".join([f"{self.name}: {self.rows} rows, {self.used} used", *skipped])]
+        used = self.rows - len(self.bad) - len(self.overlong)
+        out = [", ".join([f"{self.name}: {self.rows} rows, {used} used", *skipped])]
         for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
             out += [f"  skipped {where}: {why}" for where, why in rows[:_NAMED]]
             out += [f"  ... and {len(rows) - _NAMED} more like these"] * (len(rows) > _NAMED)

@@ -177,10 +177,8 @@ def simulate(
     idle_share/trainer, samples_per_s. The first step is left out, as there. The same arguments give the same figures.
     Raises StalenessError: a token was trained on that other weights made."""
     cfg = Config()
-    if not rollout:
-        cfg.placement.pools, cfg.placement.roles = {"all": [trainer]}, {"rollout": "all", "actor": "all"}
-    cfg.pipeline.staleness, cfg.weight_sync.overlap, cfg.rollout.n = staleness, overlap, work.lengths.shape[1]
-    cfg.rollout.routing = "static" if static else "least_loaded"
+    cfg.pipeline.staleness, cfg.weight_sync.overlap = staleness, overlap and rollout > 0
+    cfg.rollout.n, cfg.rollout.routing = work.lengths.shape[1], "static" if static else "least_loaded"
     cfg.rollout.heartbeat_s = cfg.rollout.heartbeat_timeout_s = cfg.trainer.step_timeout_s = LONGEST_S
     prompts = [Prompt((0, row), NO_IDS, "", "") for row in range(work.prompts)]
 

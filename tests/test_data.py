@@ -111,7 +111,7 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -
     assert rows[1].where == f"{path}:4"
     ((where, why),) = report.bad
     assert where == f"{path}:3" and reason in why
-    assert report.rows == 3 and report.used == 2
+    assert "3 rows, 2 used" in report.lines()[0]
     assert f"skipped {path}:3" in report.lines()[1]
     with pytest.raises(ConfigError, match=rf"{path}:3: .*bad_rows=skip"):
         load_rows(path, "train", DataConfig(bad_rows="fail"), 0, Report("data"))
@@ -334,7 +334,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     report = Report("data")
     chat = make_tokenizer(TEMPLATE)
     (prompt,) = prompts_of(tmp_path, [bad, chat_row()], chat, report)
-    assert prompt.id == (0, 1) and report.used == 1 and "no tools" in report.bad[0][1]
+    assert prompt.id == (0, 1) and "1 used" in report.lines()[0] and "no tools" in report.bad[0][1]
     with pytest.raises(ConfigError, match=":1: the chat template of model.path refuses it"):
         prompts_of(tmp_path, [bad, chat_row()], chat, bad_rows="fail")
     with pytest.raises(ConfigError, match="no prompt is left"):
