@@ -1,9 +1,16 @@
-"""Environments with reset and step; the one that ships makes a puzzle of reasoning-gym."""
+"""Environments with reset and step; the one that ships makes a puzzle of reasoning-gym.
+
+An environment is one episode, in a process of its own, so it may block. `reset(ground_truth) -> str` begins the one that a
+data row names and returns the first observation, which is the row's prompt already. `step(action) -> (str, float, bool)`
+returns, after what the model said, the observation, this step's reward, and whether the episode is over. Two attributes of
+the class may be set: `imports`, names of modules to be imported once and not in every episode, and `confined = True` where
+the model's text might be run as code: the process is then limited as the python tool's.
+"""
 
 import asyncio
 import contextlib
 import json
-from typing import Any, Protocol
+from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
@@ -16,20 +23,6 @@ LARGEST = 1e9  # a reward; one whose square is infinite would end the run
 
 class NoAnswer(Exception):
     """A call of an environment came to nothing: too late, its process died, or what it said is no answer."""
-
-
-class Environment(Protocol):
-    """One episode, in a process of its own, so it may block. What `reset` says is the row's prompt already.
-
-    Two attributes of the class may be set: `imports`, names of modules to be imported once and not in every episode, and
-    `confined = True` where the model's text might be run as code: the process is then limited as the python tool's.
-    """
-
-    def reset(self, ground_truth: str) -> str:
-        """Begin the episode that a data row names; returns the first observation."""
-
-    def step(self, action: str) -> tuple[str, float, bool]:
-        """(observation, reward of this step, whether the episode is over) after what the model said."""
 
 
 class Puzzle:

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import itertools
 import os
 import socket
 import subprocess
@@ -50,7 +49,6 @@ class Processes:
         self.spec, self.confined = spec, confined
         self.parent: subprocess.Popen | None = None
         self.beginning = asyncio.Semaphore(8)  # a socket holds only so many others that nobody has fetched
-        self.names = itertools.count()
 
     def _start(self) -> None:
         if self.parent:
@@ -70,12 +68,12 @@ class Processes:
             async with self.beginning:
                 if self.parent is None or self.parent.poll() is not None:
                     self._start()
-                parent, control, name = self.parent, self.control, b"%d" % next(self.names)
+                parent, control, name = self.parent, self.control, os.urandom(16)
                 ours, theirs = socket.socketpair()
                 with theirs:
                     socket.send_fds(control, [name], [theirs.fileno()])
                 streams = await asyncio.open_unix_connection(sock=ours, limit=LONGEST_LINE)
-                end.push_async_callback(self._kill, control, name, *streams)
+                end.push_async_callback(self._kill, control, name, streams)
                 try:
                     begun = await asyncio.wait_for(streams[0].readline(), LONGEST_START)
                 except TimeoutError as e:
@@ -84,13 +82,11 @@ class Processes:
                 raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
             yield streams
 
-    async def _kill(
-        self, control: socket.socket, name: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        with contextlib.closing(writer), contextlib.suppress(OSError, TimeoutError):
+    async def _kill(self, control: socket.socket, name: bytes, streams: Streams) -> None:
+        with contextlib.closing(streams[1]), contextlib.suppress(OSError, TimeoutError):
             control.send(name)  # an error: the parent has ended, and all with it
             async with asyncio.timeout(60):
-                while self.confined and await reader.read(1 << 16):  # ends when the process has ended
+                while self.confined and await streams[0].read(1 << 16):  # ends when the process has ended
                     pass
 
 

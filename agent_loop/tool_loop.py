@@ -18,39 +18,33 @@ _TAGGED = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.S)
 _BETWEEN = re.compile(r"[; \n\t]*")
 
 
-def _call(found: Any) -> Call:
-    arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
-    if isinstance(arguments, str):  # some models write JSON inside of JSON
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
-        return "", 'a call is {"name": ..., "arguments": {...}}'
-    return found["name"], arguments
-
-
-def _json(text: str) -> Call:
+def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
+    """The call that stands there in JSON, and where it ends; `alone`: nothing may stand behind it."""
     try:
-        return _call(json.loads(text))
+        found, end = json.JSONDecoder().raw_decode(text, at)
+        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        if isinstance(arguments, str):  # some models write JSON inside of JSON
+            arguments = json.loads(arguments)
+        if alone and end < len(text):
+            raise ValueError("more stands behind it")
     except (ValueError, RecursionError) as e:
-        return "", f"the call is not valid JSON: {e}"
+        return ("", f"the call is not valid JSON: {e}"), len(text)
+    if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
+        return ("", 'a call is {"name": ..., "arguments": {...}}'), end
+    return (found["name"], arguments), end
 
 
 def hermes_calls(text: str) -> list[Call]:
     """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
-    return [_json(inner) for inner in _TAGGED.findall(text.rpartition("</think>")[2])]
+    return [_call(inner.strip(), alone=True)[0] for inner in _TAGGED.findall(text.rpartition("</think>")[2])]
 
 
 def llama_calls(text: str) -> list[Call]:
     """Llama 3: the whole turn is `{"name": ..., "parameters": {...}}`, several of them with `;` or blanks between."""
-    text, calls, decoder, at = text.strip().removeprefix("<|python_tag|>"), [], json.JSONDecoder(), 0
+    text, calls, at = text.strip().removeprefix("<|python_tag|>"), [], 0
     while text.startswith("{", at := _BETWEEN.match(text, at).end()):
-        try:
-            found, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError) as e:
-            return [*calls, ("", f"the call is not valid JSON: {e}")]
-        calls.append(_call(found))
+        call, at = _call(text, at)
+        calls.append(call)
     return calls
 
 

@@ -166,7 +166,7 @@ def estimate(
     if [len(a) for a in result] != [len(m) for m in t.masks]:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
-        result = whitened(result, t.masks)
+        result = t.placed(standardised(np.concatenate([np.zeros(0), *result])[t.trained]))
     return result, returns
 
 
@@ -177,14 +177,6 @@ def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
         return np.zeros(len(x))
     centred = x - x.sum() / len(x)
     return centred / (np.sqrt((centred * centred).sum() / (len(x) - 1)) + EPS) if scale else centred
-
-
-def whitened(advantages: Arrays, masks: Arrays) -> Arrays:
-    """Shift and scale to mean 0 and deviation 1 over the trained tokens of the whole batch; others become 0."""
-    t = Trajectories(np.zeros(0), (), masks)
-    rows = t.rows(advantages)
-    rows[t.alive] = standardised(rows[t.alive])
-    return t.per_token(rows)
 
 
 def discounted(x: np.ndarray, factor: float) -> np.ndarray:

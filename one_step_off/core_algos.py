@@ -24,6 +24,8 @@ from one_step_off.policy_losses import LOG_RATIO_LIMIT, ratio_of
 Answer = tuple[Tensor, Tensor | None]
 """What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
 
+Stats = dict[str, Tensor]
+
 
 def token_weights(
     lengths: Sequence[int] | np.ndarray, agg: str, global_tokens: int, global_sequences: int, longest: int = 1
@@ -52,7 +54,7 @@ def token_weights(
     return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None = None) -> tuple[Tensor, Tensor]:
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
     """Squared error of a critic; clipped as PPO's code has it (arXiv:2005.12729, section 3; not in the PPO paper).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
@@ -61,14 +63,12 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float 
         values: [n]; the gradient flows through it.
         old_values: [n], before the update, in the unit of the reward.
         returns: [n].
-        clip: how far a value may move, in the unit of the reward; None: as far as it likes.
+        clip: how far a value may move, in the unit of the reward.
 
     Returns:
         The loss [n], and bool [n]: where the clip binds, so that the gradient is zero.
     """
     free = (values - returns).square()
-    if clip is None:
-        return 0.5 * free, torch.zeros_like(free, dtype=torch.bool)
     held = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(free, held), (held > free).detach()
 
@@ -129,9 +129,7 @@ def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1
         return chosen, torch.special.entr(log_p.exp()).sum(-1)
 
 
-def token_stats(
-    log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tuple[Stats, Stats]:
     """Sums and maxima over trained tokens that say how far theta is from the policy that made them.
 
     Args:

@@ -21,7 +21,7 @@ from one_step_off.samples import Prompt, PromptId
 from one_step_off.word_problems import GENERATORS, default_test_size
 
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
-_NAMED = 5
+_NAMED, NO_IDS = 5, np.zeros(0, np.int32)
 
 
 class BadRow(Exception):
@@ -29,19 +29,13 @@ class BadRow(Exception):
 
 
 @dataclass(frozen=True)
-class Row:
-    """One usable row, not yet tokenised. `index` is its place in the data as it was written, bad rows included and all
-    files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`, or the one question of
-    the gsm8k format with `data.instruction`."""
+class Row(Prompt):
+    """One usable row, a prompt that is not yet tokenised. The row in its `id` is its place in the data as it was written,
+    bad rows included and all files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`,
+    or the one question of the gsm8k format with `data.instruction`."""
 
-    index: int
-    where: str
-    messages: list[dict[str, str]]
-    ground_truth: str
-    data_source: str
+    where: str = ""
     chat: bool = False
-    agent_loop: str = ""
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -60,16 +54,12 @@ class Report:
             raise ConfigError(f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip")
         self.bad.append((where, reason))
 
-    @property
-    def used(self) -> int:
-        """Rows that became prompts."""
-        return self.rows - len(self.bad) - len(self.overlong)
-
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
         over = f"{len(self.overlong)} over data.max_prompt_length skipped"
         skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
-        out = [", ".join([f"{self.name}: {self.rows} rows, {self.used} used", *skipped])]
+        used = self.rows - len(self.bad) - len(self.overlong)
+        out = [", ".join([f"{self.name}: {self.rows} rows, {used} used", *skipped])]
         for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
             out += [f"  skipped {where}: {why}" for where, why in rows[:_NAMED]]
             out += [f"  ... and {len(rows) - _NAMED} more like these"] * (len(rows) > _NAMED)
@@ -209,7 +199,8 @@ def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report,
         for where, columns in raw if limit < 0 else raw[: max(0, limit - report.rows)]:
             index, report.rows = report.rows, report.rows + 1
             try:
-                rows.append(Row(index, where, **{"data_source": source} | _parsed(columns, instruction)))
+                own = {"data_source": source, "where": where} | _parsed(columns, instruction)
+                rows.append(Row((0, index), NO_IDS, "", **own))
             except BadRow as e:
                 report.skip(where, str(e), cfg)
         if good == len(rows) and report.bad[bad:]:
@@ -233,7 +224,7 @@ def encode(
 ) -> list[Prompt]:
     """Tokenise all rows at once and keep those of at most `data.max_prompt_length` tokens.
 
-    Prompt ids are (epoch, row.index). With a chat template the prompt ends with its generation prompt; without, it is
+    Prompt ids are (epoch, row). With a chat template the prompt ends with its generation prompt; without, it is
     the question with `data.instruction`, or the messages joined by newlines. `report` receives what was left out.
     Raises ConfigError: the template that the config asks for does not exist; a prompt is too long or refused by the
     template and the config says fail; no prompt is left.
@@ -255,8 +246,7 @@ def encode(
             report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
     for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
         if len(ids) <= cfg.max_prompt_length:
-            fields = row.ground_truth, row.data_source, row.extra, row.messages, row.agent_loop
-            prompts.append(Prompt((epoch, row.index), np.asarray(ids, dtype=np.int32), text, *fields))
+            prompts.append(replace(row, id=(epoch, row.id[1]), ids=np.asarray(ids, dtype=np.int32), text=text))
         elif cfg.overlong_prompts == "fail":
             more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
             raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")

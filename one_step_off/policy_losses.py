@@ -20,6 +20,8 @@ from one_step_off.registry import Registry
 if TYPE_CHECKING:
     from torch import Tensor
 
+    Loss = tuple[Tensor, Tensor]  # what every policy loss returns
+
 LOG_RATIO_LIMIT = 20.0
 """exp(20) = 4.9e8 is far outside every clip range, yet finite in float32. Without the limit one token with a
 log-ratio above 88 gives an infinite ratio, and inf * 0 in the backward pass turns the whole gradient into NaN."""
@@ -74,13 +76,13 @@ def sequence_means(x: Tensor, sequence: Tensor) -> Tensor:
     return sequence_sums(x, sequence) / sequence_sums(x.new_ones(len(x)), sequence)
 
 
-def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> tuple[Tensor, Tensor]:
+def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> Loss:
     free, held = ratio * x.advantage, ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantage
     return -free.minimum(held), (held < free).detach()
 
 
 @register("vanilla")
-def vanilla(x: LossInputs) -> tuple[Tensor, Tensor]:
+def vanilla(x: LossInputs) -> Loss:
     """PPO (arXiv:1707.06347, eq. 7); two clip ranges: DAPO (arXiv:2503.14476, eq. 10); dual clip (arXiv:1912.09729).
 
     l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
@@ -95,7 +97,7 @@ def vanilla(x: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 @register("gspo")
-def gspo(x: LossInputs) -> tuple[Tensor, Tensor]:
+def gspo(x: LossInputs) -> Loss:
     """GSPO (arXiv:2507.18071, eq. 5 to 7) in its token form (eq. 13 and 14): one ratio for a whole sequence.
 
         s = exp(mean_t log(theta / old))      l_t = -min(s_t A_t, clip(s_t) A_t)      s_t = sg(s) theta_t / sg(theta_t)
@@ -109,7 +111,7 @@ def gspo(x: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 @register("gmpo")
-def gmpo(x: LossInputs) -> tuple[Tensor, Tensor]:
+def gmpo(x: LossInputs) -> Loss:
     """GMPO (arXiv:2507.20673): the geometric mean over a sequence of ratios clipped one by one.
 
         l_t = -A exp(mean_t k_t)      k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
@@ -123,7 +125,7 @@ def gmpo(x: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 @register("cispo")
-def cispo(x: LossInputs) -> tuple[Tensor, Tensor]:
+def cispo(x: LossInputs) -> Loss:
     """CISPO (arXiv:2506.13585, eq. 4 and 5): the weight is clipped, and every token keeps a gradient.
 
         l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log theta
@@ -136,7 +138,7 @@ def cispo(x: LossInputs) -> tuple[Tensor, Tensor]:
 
 
 @register("sapo")
-def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple[Tensor, Tensor]:
+def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
     """SAPO (arXiv:2511.20347): a soft gate in place of the clip; it holds back off-policy tokens by degrees.
 
         l = -A (4 / tau) sigmoid(tau (r - 1))      tau = tau_pos where A > 0, else tau_neg
@@ -149,7 +151,7 @@ def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> tuple
 
 
 @register("gpg")
-def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
+def gpg(x: LossInputs) -> Loss:
     """GPG (arXiv:2504.02546): the plain policy gradient, l = -A log theta.
 
     It knows no older policy, so the step between mu and theta goes uncorrected unless rollout_correction does it.
@@ -157,7 +159,7 @@ def gpg(x: LossInputs) -> tuple[Tensor, Tensor]:
     return -x.advantage * x.log_probs, x.sequence < 0
 
 
-def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+def _masked(x: LossInputs, near: Tensor, cap: float) -> Loss:
     """DPPO's loss: tokens outside the trust region (not `near`) that the update would push still further out are cut."""
     ratio = x.ratio().detach()
     keep = near | (x.advantage * (ratio - 1) <= 0)
@@ -165,7 +167,7 @@ def _masked(x: LossInputs, near: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 
 
 @register("dppo_tv")
-def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> tuple[Tensor, Tensor]:
+def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> Loss:
     """DPPO with the binary total variation (arXiv:2602.04879): probabilities, not their ratio, bound the update.
 
         l = -A min(r, cap) m log theta      m = 0 where |theta - old| > clip and the update pushes outward
@@ -177,7 +179,7 @@ def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> tuple[Tensor, Tensor]:
 
 
 @register("dppo_kl")
-def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> tuple[Tensor, Tensor]:
+def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> Loss:
     """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with KL(old || theta) of "this token or another".
 
     KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), q = old, p = theta, in nats.
@@ -195,14 +197,14 @@ def _covariance(x: LossInputs) -> Tensor:
     return (x.advantage - x.advantage.mean()) * (log_probs - log_probs.mean())
 
 
-def _count(share: float, x: LossInputs) -> int:
-    return min(len(x.log_probs), max(1, int(share * len(x.log_probs))))
+def _largest(values: Tensor, share: float) -> Tensor:
+    """bool [n]: which of them are the `share` (at least one) that is largest."""
+    count = min(len(values), max(1, int(share * len(values))))
+    return values.new_zeros(len(values)).index_fill(0, values.topk(count).indices, 1.0) > 0
 
 
 @register("clip_cov")
-def clip_cov(
-    x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
-) -> tuple[Tensor, Tensor]:
+def clip_cov(x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0) -> Loss:
     """Clip-Cov (arXiv:2505.22617): vanilla, but a random few tokens of high covariance get no gradient.
 
     `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that PPO does not
@@ -214,13 +216,12 @@ def clip_cov(
     able = (covariance > cov_low) & (covariance < cov_high) & ~clipped
     # A random order of the able tokens; the others come behind all of them.
     order = covariance.new_empty(len(loss)).uniform_().where(able, covariance.new_zeros(()) - 1)
-    drawn = order.new_zeros(len(loss)).index_fill(0, order.topk(_count(share, x)).indices, 1.0) > 0
-    drawn = drawn & able
+    drawn = _largest(order, share) & able
     return loss.detach().where(drawn, loss), clipped | drawn
 
 
 @register("kl_cov")
-def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Tensor, Tensor]:
+def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
     """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance are drawn back to the old policy.
 
         l = -r A, plus coef |log(theta / old)| for the `share` (at least one token) of highest covariance
@@ -228,8 +229,8 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> tuple[Te
     Means and share are the micro-batch's, as in `clip_cov`. Tokens drawn back count as clipped.
     """
     loss = -x.ratio() * x.advantage
-    drawn = loss.new_zeros(len(loss)).index_fill(0, _covariance(x).topk(_count(share, x)).indices, 1.0)
-    return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn > 0
+    drawn = _largest(_covariance(x), share)
+    return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn
 
 
 def _product(log_ratio: Tensor, sequence: Tensor) -> Tensor:

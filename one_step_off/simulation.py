@@ -89,7 +89,7 @@ class Replica:
         self.waiting: deque[tuple[float, asyncio.Future]] = deque()
         self.at_work: list[tuple[float, int, asyncio.Future]] = []  # a heap: by the position at which each ends
         self.position = self.since = 0.0  # tokens that a sequence at work from the beginning would have; as of when
-        self.timer, self.taken, self.away, self.left = None, 0, 0, asyncio.Event()
+        self.timer, self.taken = None, 0
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
         samples, version = [], np.full(1, self.stamp[1], np.int32)
@@ -105,9 +105,9 @@ class Replica:
         return samples
 
     async def _vacancy(self, sent: int, most: int) -> int:
-        while sent - self.away >= most:
-            await self.left.wait()
-        return self.away
+        while sent - (self.taken - len(self.at_work)) >= most:
+            await asyncio.wait([end for _, _, end in self.at_work], return_when=asyncio.FIRST_COMPLETED)
+        return self.taken - len(self.at_work)
 
     def _go_on(self) -> None:
         """Count what was decoded since the last time, let go who is done and in who waits, and come back at the next end."""
@@ -116,9 +116,6 @@ class Replica:
         self.since = now()
         while self.at_work and self.at_work[0][0] <= self.position + 1e-6:
             heapq.heappop(self.at_work)[2].set_result(None)
-            self.away += 1
-        self.left.set()
-        self.left.clear()  # whoever waited has been woken
         while self.waiting and len(self.at_work) < w.places:
             length, end = self.waiting.popleft()
             heapq.heappush(self.at_work, (self.position + length, self.taken, end))
@@ -180,10 +177,8 @@ def simulate(
     idle_share/trainer, samples_per_s. The first step is left out, as there. The same arguments give the same figures.
     Raises StalenessError: a token was trained on that other weights made."""
     cfg = Config()
-    if not rollout:
-        cfg.placement.pools, cfg.placement.roles = {"all": [trainer]}, {"rollout": "all", "actor": "all"}
-    cfg.pipeline.staleness, cfg.weight_sync.overlap, cfg.rollout.n = staleness, overlap, work.lengths.shape[1]
-    cfg.rollout.routing = "static" if static else "least_loaded"
+    cfg.pipeline.staleness, cfg.weight_sync.overlap = staleness, overlap and rollout > 0
+    cfg.rollout.n, cfg.rollout.routing = work.lengths.shape[1], "static" if static else "least_loaded"
     cfg.rollout.heartbeat_s = cfg.rollout.heartbeat_timeout_s = cfg.trainer.step_timeout_s = LONGEST_S
     prompts = [Prompt((0, row), NO_IDS, "", "") for row in range(work.prompts)]
 

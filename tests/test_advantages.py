@@ -302,11 +302,13 @@ def test_a_group_sums_to_zero(name, rewards):
 @quick
 def test_whitening(seed):
     t = some(seed)
-    white = np.concatenate([a[m] for a, m in zip(adv.whitened(t.values, t.masks), t.masks, strict=True)])
-    if len(white) > 2:
-        assert white.mean() == pytest.approx(0, abs=1e-5) and white.std(ddof=1) == pytest.approx(1, abs=1e-3)
-    same = estimate("grpo", t, whiten=True)[0]
-    np.testing.assert_allclose(same[5], adv.whitened(estimate("grpo", t)[0], t.masks)[5])
+    for name in ("gae", "grpo"):
+        plain, white = (estimate(name, t, whiten=whiten)[0] for whiten in (False, True))
+        assert all((a[~m] == 0).all() for a, m in zip(white, t.masks, strict=True))
+        before, after = (np.concatenate([a[m] for a, m in zip(x, t.masks, strict=True)]) for x in (plain, white))
+        np.testing.assert_allclose(after, adv.standardised(before.astype(float)), atol=1e-6)
+        if len(after) > 2 and before.std() > 1e-2:
+            assert after.mean() == pytest.approx(0, abs=1e-5) and after.std(ddof=1) == pytest.approx(1, abs=1e-3)
 
 
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():

@@ -212,7 +212,13 @@ def test_the_two_call_formats():
     assert llama_calls('{"name": "f", "parameters": {}};\n' * many) == [("f", {})] * many
     assert time.process_time() - begin < 3, "not quadratic"
     assert llama_calls("The answer is {5}") == [] and llama_calls('{"name": ')[0][0] == ""
-    for bad in ("[1]", '{"name": 5, "arguments": {}}', '{"name": "f", "arguments": "x"}', "[" * 100000):
+    for bad in (
+        "[1]",
+        '{"name": "f", "arguments": {}}}',
+        '{"name": 5, "arguments": {}}',
+        '{"name": "f", "arguments": "x"}',
+        "[" * 100000,
+    ):
         assert hermes_calls(f"<tool_call>{bad}</tool_call>")[0][0] == ""
 
 

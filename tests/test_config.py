@@ -343,9 +343,9 @@ def test_engine_names_that_vllm_does_not_know() -> None:
 def test_streams_in_one_queue_are_refused_beside_an_overlapped_sync(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cfg = Config()
-    assert [p for p in config_checks._sync(cfg, "cuda") if p.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1")]
+    assert [where for wrong, where, _ in config_checks._sync(cfg, "cuda") if wrong] == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
     cfg.weight_sync.overlap = False
-    assert not list(config_checks._sync(cfg, "cuda"))
+    assert not any(wrong for wrong, _, _ in config_checks._sync(cfg, "cuda"))
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B-Instruct", "tiny:qwen3"])

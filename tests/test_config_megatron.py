@@ -14,7 +14,7 @@ MEGATRON = [
     (["actor.context_parallel_size=3"], ["context_parallel_size=3", "share 3 ranks", "placement.pools"]),
     (
         ["actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=4"],
-        ["tensor_parallel_size=2, pipeline_parallel_size=4 would share 8 ranks", "its 4"],
+        ["actor.tensor_parallel_size=2, actor.pipeline_parallel_size=4: would share 8 ranks", "its 4"],
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),

@@ -75,7 +75,7 @@ def test_value_loss_by_hand():
     assert clipped.tolist() == [False, False, True, True]
     loss.sum().backward()
     assert values.grad.tolist() == [-1.0, 3.0, 0.0, 0.0]
-    free, none = ca.value_loss(values, old, returns)
+    free, none = ca.value_loss(values, old, returns, 10.0)
     torch.testing.assert_close(free, torch.tensor([0.5, 4.5, 0.0, 0.0]))
     assert not none.any()
 

@@ -107,11 +107,11 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -
     path = write_jsonl(tmp_path / "d.jsonl", [GOOD, "", row, GOOD])
     report = Report("data")
     rows = load_rows(path, "train", DataConfig(), 0, report)
-    assert [r.index for r in rows] == [0, 2]
+    assert [r.id[1] for r in rows] == [0, 2]
     assert rows[1].where == f"{path}:4"
     ((where, why),) = report.bad
     assert where == f"{path}:3" and reason in why
-    assert report.rows == 3 and report.used == 2
+    assert "3 rows, 2 used" in report.lines()[0]
     assert f"skipped {path}:3" in report.lines()[1]
     with pytest.raises(ConfigError, match=rf"{path}:3: .*bad_rows=skip"):
         load_rows(path, "train", DataConfig(bad_rows="fail"), 0, Report("data"))
@@ -191,7 +191,7 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
     else:
         write_jsonl(path, [row, row])
     rows = load_rows(str(path), "train", DataConfig(), 0, Report("data"))
-    assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].index == 1
+    assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].id[1] == 1
     if row is GOOD:
         assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(path)
     else:
@@ -202,7 +202,7 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [GOOD, "broken"])
     second = write_jsonl(tmp_path / "b.jsonl", [GOOD])
     rows = load_rows(f"{first}, {second}", "train", DataConfig(), 0, Report("data"))
-    assert [(r.index, r.where) for r in rows] == [(0, f"{first}:1"), (2, f"{second}:1")]
+    assert [(r.id[1], r.where) for r in rows] == [(0, f"{first}:1"), (2, f"{second}:1")]
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     report = Report("data")
     chat = make_tokenizer(TEMPLATE)
     (prompt,) = prompts_of(tmp_path, [bad, chat_row()], chat, report)
-    assert prompt.id == (0, 1) and report.used == 1 and "no tools" in report.bad[0][1]
+    assert prompt.id == (0, 1) and "1 used" in report.lines()[0] and "no tools" in report.bad[0][1]
     with pytest.raises(ConfigError, match=":1: the chat template of model.path refuses it"):
         prompts_of(tmp_path, [bad, chat_row()], chat, bad_rows="fail")
     with pytest.raises(ConfigError, match="no prompt is left"):

@@ -158,7 +158,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
         (["--times", "1,2,3", "placement.pools={rollout: [2]}"], "no such pool"),
-        (["--times", "1,2,3", "model.path="], "model.path: not set"),
+        (["--times", "1,2,3", "model.path="], "model.path=: not set"),
         (["oops"], "argument oops: must be"),
     ],
 )  # fmt: skip

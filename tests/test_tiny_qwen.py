@@ -144,17 +144,16 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "value"),
-    [
-        (tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 1}),
-        (tiny_qwen, "VERSION", 0),
-        (tiny_qwen, "CHAT_TEMPLATE", "{{ messages }}"),
-        (word_problems, "NAMES", ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Zoe")),
-    ],
+    ("module", "old", "new"),
+    [(tiny_qwen, '"steps": 170', '"steps": 1'), (tiny_qwen, "Answer:{", "{"), (word_problems, '"Eva"', '"Zoe"')],
 )
-def test_another_recipe_is_another_model(owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = tiny_qwen.recipe_hash("qwen2", 0)
-    monkeypatch.setattr(owner, name, value)
+def test_another_recipe_is_another_model(
+    module: Any, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, changed = tiny_qwen.recipe_hash("qwen2", 0), Path(module.__file__).read_text().replace(old, new)
+    assert changed != Path(module.__file__).read_text()
+    (tmp_path / "module.py").write_text(changed)
+    monkeypatch.setattr(module, "__file__", str(tmp_path / "module.py"))
     assert tiny_qwen.recipe_hash("qwen2", 0) != before
 
 
