@@ -9,8 +9,7 @@ the layout of the checkpoint against the model's.
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off import lora
-from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, as_config_error, first_line, path_of, settings_of
 from one_step_off.core_algos import Answer, log_probs_and_entropy
 from one_step_off.workers import WeightPiece
 
@@ -51,35 +50,20 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-@contextmanager
-def told_to_all(failed: Callable[[Exception], Exception]) -> Iterator[None]:
-    """What fails on rank 0 in the block is raised on every rank, as `failed` has it (collective): the others must not
-    wait for a rank that has left."""
-    told, cause = [None], None
-    try:
-        yield
-    except Exception as e:
-        told, cause = [failed(e)], e
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise told[0] from cause
-
-
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
-    begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
+    begins with the random one of `trainer.seed`. Raises ConfigError: on rank 0; the others wait for it until they end."""
     own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
     trainable, adapted = isinstance(own, TrainedConfig), role == "actor" and cfg.model.lora_rank > 0
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
     source = None
-    with told_to_all(lambda e: ConfigError(str(e))):
-        if dist.get_rank() == 0:
-            source = read_checkpoint(cfg, role, attention, dtype, "cpu")
-            if adapted:
-                lora.inject(source, cfg.model)
+    if dist.get_rank() == 0:
+        source = read_checkpoint(cfg, role, attention, dtype, "cpu")
+        if adapted:
+            lora.inject(source, cfg.model)
     model = empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:
@@ -94,11 +78,11 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     return model
 
 
-def _family(role: str) -> tuple[Any, dict[str, int]]:
-    """The class that makes the role's model, and its arguments beyond those of every role."""
+def _family(role: str) -> tuple[Any, dict[str, int], str]:
+    """The class that makes the role's model, its arguments beyond those of every role, and what it makes."""
     if role in SCALAR_ROLES:
-        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
-    return transformers.AutoModelForCausalLM, {}
+        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}, "model with a scalar head"
+    return transformers.AutoModelForCausalLM, {}, "causal language model"
 
 
 def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.dtype, on: str) -> PreTrainedModel:
@@ -106,16 +90,14 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
     the heads of its files are read, and what takes numbers is not checked. Raises ConfigError."""
     path, scalar = path_of(cfg, role), role in SCALAR_ROLES
     key = "model.path" if path == cfg.model.path else f"{role}.path"
-    auto, labels = _family(role)
+    auto, labels, kind = _family(role)
     how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": cfg.model.trust_remote_code}
     how |= {"device_map": None if on == "cpu" else on, "ignore_mismatched_sizes": True}  # they are refused below
-    mend = "give a whole model, as save_pretrained writes it"
+    what, mend = f"{path!r} is not a {kind} that can be loaded", "give a whole model, as save_pretrained writes it"
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
-    try:
+    # An unknown architecture, a broken file, code that must be trusted: errors of many types.
+    with as_config_error(f"{key}: {what}", mend):
         model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
-    except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
-        what = "model with a scalar head" if scalar else "causal language model"
-        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}; {mend}") from e
     lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
     lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
@@ -131,7 +113,7 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
 
 def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
-    (auto, labels), trust = _family(role), cfg.model.trust_remote_code
+    (auto, labels, _), trust = _family(role), cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(path_of(cfg, role), trust_remote_code=trust, **labels)
     with accelerate.init_empty_weights(include_buffers=False):
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)

@@ -488,17 +488,16 @@ class PolicyWorker(TrainedWorker):
         dist.all_gather_object(plans, self.weight_plan())
         whole = dict(self.gathered(plans, "cpu"))
         adapter = self.adapters.state()
-        where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
-        with fsdp_model.told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
-            if self.rank == 0:
+        if self.rank == 0:
+            try:
                 self._write(whole, adapter, path)
+            except Exception as e:  # the disk may be full
+                raise RuntimeError(f"could not write {path}: {type(e).__name__}: {first_line(e)}") from e
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary, cfg = f"{path}.unfinished", self.cfg
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        plain = fsdp_model.empty(
-            cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype)
-        )  # of the architecture's own class
+        plain = fsdp_model.empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))  # of the model's own class
         with contextlib.suppress(OSError):  # the model came without
             plain.generation_config = transformers.GenerationConfig.from_pretrained(cfg.model.path)
         plain.save_pretrained(temporary, state_dict=whole, save_original_format=False)  # which `whole` has already

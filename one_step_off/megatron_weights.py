@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -17,7 +18,7 @@ from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from one_step_off.config import Config, ConfigError, path_of
+from one_step_off.config import Config, ConfigError, as_config_error, path_of
 from one_step_off.workers import WeightPiece
 
 _EXPERTS = r"mlp\.experts\.(?:local_experts\.(\d+)\.{layer}\.weight|{layer}\.weight(\d+))"
@@ -117,16 +118,12 @@ class CheckpointReader:
     def __init__(self, key: str, path: str) -> None:
         """`key`: the config's key, for messages. Raises ConfigError: they cannot be had."""
         self.key, self.path = key, path
-        try:
-            # Not from its subfolders, which may hold other models.
-            files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+        # Not from its subfolders, which may hold other models.
+        files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+        with as_config_error(f"{key}: {path!r} cannot be had from the hub", "give its name, or a folder"):
             folder = path if os.path.isdir(path) else snapshot_download(path, **files)
-        except Exception as e:  # the hub client's own many errors, and the network's
-            raise ConfigError(f"{key}: {path!r} cannot be had from the hub ({type(e).__name__}: {e})") from e
-        self.files: dict[str, Any] = {}
-        for file in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
-            opened = safetensors.safe_open(os.path.join(folder, file), "pt")
-            self.files |= dict.fromkeys(opened.keys(), opened)
+        opened = [safetensors.safe_open(file, "pt") for file in sorted(Path(folder).glob("*.safetensors"))]
+        self.files = {name: file for file in opened for name in file.keys()}
 
     def read(self, piece: WeightPiece) -> Tensor:
         """The block of a piece. Raises ConfigError: not in the checkpoint, or in another shape."""
