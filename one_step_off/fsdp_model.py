@@ -70,11 +70,9 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
     model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
-    offload = own.param_offload and device.type == "cuda"
-    _shard(
-        model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing, own.torch_compile
-    )
-    _load(model, source, torch.device("cpu") if offload else device, device)
+    home = torch.device("cpu") if own.param_offload else device  # of the shards
+    _shard(model, own, cfg.model.dtype, device, home)
+    _load(model, source, home, device)
     return model
 
 
@@ -133,22 +131,25 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _shard(
-    model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool, compiled: bool
-) -> None:
-    """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
-    compute = torch.bfloat16 if cfg.model.dtype == "bfloat16" else None
+def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, home: torch.device) -> None:
+    """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's. `own`: the
+    settings of the role."""
+    compute, mesh = torch.bfloat16 if dtype == "bfloat16" else None, _mesh(device, own.fsdp_size)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
-    home = CPUOffloadPolicy() if offload else OffloadPolicy()
+    how = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": OffloadPolicy() if home == device else CPUOffloadPolicy(),
+    }
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
-        if compiled:
+        if own.torch_compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if recompute:
+        if getattr(own, "activation_checkpointing", False):  # of a role that learns
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home)
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
 
 
 def _load(model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device) -> None:

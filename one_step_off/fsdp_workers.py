@@ -240,10 +240,8 @@ class TrainedWorker(ModelWorker):
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        of = {}
-        for name, arrays in columns.items():
-            trained = [x[m] for x, m in zip(arrays, masks, strict=True)]
-            of[name] = np.concatenate([np.zeros(0), *trained]).astype(np.float32)
+        trained = np.concatenate([np.zeros(0, bool), *masks])
+        of = {name: np.concatenate([np.zeros(0), *x])[trained].astype(np.float32) for name, x in columns.items()}
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -278,27 +276,21 @@ class TrainedWorker(ModelWorker):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self._move_optimizer(to_host=False)
+            self._move_optimizer(self.device)
             self.optimizer.step()
-            self._move_optimizer(to_host=True)
+            self._move_optimizer("cpu")
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _move_optimizer(self, to_host: bool) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, whose blocks torch's allocator reuses."""
+    def _move_optimizer(self, where: torch.device | str) -> None:
+        """GPUs with optimizer_offload: the moments wait in pinned host memory, where torch puts what it copies to the host
+        without blocking; its allocator reuses the blocks."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
-        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
-        for value in moments:
+        for value in (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor)):
             # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
-            local = value._local_tensor
-            if to_host:
-                room = torch.empty_like(local, device="cpu", pin_memory=True)
-                value._local_tensor = room.copy_(local, non_blocking=True)
-            else:
-                value._local_tensor = local.to(self.device, non_blocking=True)
-        if to_host:
-            torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
+            value._local_tensor = value._local_tensor.to(where, non_blocking=True)
+        torch.cuda.synchronize()  # the copies must have ended before what they were made of is used again
 
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
@@ -464,22 +456,19 @@ class PolicyWorker(TrainedWorker):
         """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
         ranks, which must take part (collective)."""
         own = self.weight_tensors()
-        for parts in owners(pieces):
-            first = parts[0][1]
-            dtype = getattr(torch, first.dtype)
-            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
+        if self.rank != 0:
+            for piece, tensor in zip(pieces[self.rank], own, strict=True):
+                dist.send(tensor.to(device, getattr(torch, piece.dtype)).contiguous(), 0)
+            return
+        for parts in owners(pieces):  # which keeps the order of each rank's own
+            shape, dtype = parts[0][1].shape, getattr(torch, parts[0][1].dtype)
+            whole = torch.empty(shape, dtype=dtype, device=device)
             for rank, piece in parts:
-                if rank == self.rank:
-                    block = next(own).to(device, dtype).contiguous()
-                    if rank != 0:
-                        dist.send(block, 0)
-                elif self.rank == 0:
-                    block = torch.empty(piece.block, dtype=dtype, device=device)
+                block = next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                if rank != 0:
                     dist.recv(block, rank)
-                if self.rank == 0:
-                    piece.place(whole).copy_(block)
-            if self.rank == 0:
-                yield first.name, whole
+                piece.place(whole).copy_(block)
+            yield piece.name, whole
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
