@@ -54,7 +54,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
     begins with the random one of `trainer.seed`. Raises ConfigError: on rank 0; the others wait for it until they end."""
-    own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
+    own = settings_of(cfg, role)
     trainable, adapted = isinstance(own, TrainedConfig), role == "actor" and cfg.model.lora_rank > 0
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
@@ -69,7 +69,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     if adapted:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
-    model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
+    model.forward = types.MethodType(_answers, model)
     home = torch.device("cpu") if own.param_offload else device  # of the shards
     _shard(model, own, cfg.model.dtype, device, home)
     _load(model, source, home, device)
@@ -177,25 +177,20 @@ def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor |
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
 
 
-def _policy_forward(
+def _answers(
     self: PreTrainedModel, tokens: Tensor, temperature: float, entropy: str, chunk: int, **where: Tensor | None
 ) -> Answer:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for them and for `where`, the other
-    arguments. It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
-    head) around that method alone."""
+    """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
+    `batching.MicroBatch` for them and for `where`, the other arguments. It stands in for the model's own forward, because
+    FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone."""
+    hidden = _hidden_at(self, **where)
+    if head := getattr(self, SCALAR_HEAD, None):
+        return head(hidden).float().squeeze(-1)[: len(tokens)].clone(), None  # a clone: as in `in_chunks`
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, _hidden_at(self, **where), tokens, chunk)
-
-
-def _scalar_forward(
-    self: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor, **_: Any
-) -> tuple[Tensor, None]:
-    """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
-    hidden = _hidden_at(self, input_ids, position_ids, at)
-    return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
+    return in_chunks(project, hidden, tokens, chunk)
 
 
 def in_chunks(project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, tokens: Tensor, chunk: int) -> Answer:

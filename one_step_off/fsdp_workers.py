@@ -47,9 +47,7 @@ class ModelWorker(UsageProbe):
 
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
 
-    def __init__(
-        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
