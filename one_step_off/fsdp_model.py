@@ -120,15 +120,13 @@ def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | No
     return model
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks: one FSDP group and one activation checkpoint each."""
-    layers, names = getattr(model.base_model, "layers", None), set(model._no_split_modules or ())
-    if isinstance(layers, nn.ModuleList) and len(layers):
-        return list(layers)
-    found = [m for m in model.modules() if type(m).__name__ in names]
-    if not found:
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated blocks, which are a decoder's first list: one FSDP group and one activation checkpoint each."""
+    inside = (m for part in filter(None, (model.get_decoder(), model)) for m in part.modules())
+    layers = next((m for m in inside if isinstance(m, nn.ModuleList) and len(m)), None)
+    if layers is None:
         raise ConfigError(f"model.path: cannot tell the decoder layers of {type(model).__name__}")
-    return found
+    return layers
 
 
 def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, home: torch.device) -> None:

@@ -172,9 +172,8 @@ class WeightSync:
         held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)
-        spans = [
-            (f"sync {who}", *s) for who, r in ranks.items() for s in r.pop("spans")[: MOST_DRAWN // len(ranks) + 1]
-        ]
+        most = MOST_DRAWN // len(ranks) + 1
+        spans = [(f"sync {who}", *span) for who, r in ranks.items() for span in r.pop("spans")[:most]]
         self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
         plain = ("bytes", *SENDING, *RECEIVING)
         metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
@@ -188,11 +187,9 @@ class WeightSync:
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
             for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
                 if not size <= share * self.tolerance:  # NaN fails too
-                    raise SyncError(
-                        f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
-                        f"{size:.3g} nats on the same tokens ({kind}), "
-                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
-                    )
+                    who = f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer"
+                    most = f"weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
+                    raise SyncError(f"{who} differ by {size:.3g} nats on the same tokens ({kind}), more than {most}")
                 name = f"canary/logprob_diff_{kind}"
                 found[name] = max(found.get(name, 0.0), float(size))
         return found
