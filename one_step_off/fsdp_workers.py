@@ -62,8 +62,9 @@ class ModelWorker(UsageProbe):
             return s.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
-        ConfigError: the model cannot be trained here; the message names the key."""
+        """Join the process group, which meets at rank 0's address; build, load and shard the model, with an optimiser
+        for a role that learns (collective). Raises ConfigError: the model cannot be trained here; the message names the
+        key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
@@ -73,6 +74,8 @@ class ModelWorker(UsageProbe):
         use_interface_towards(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
+        if isinstance(self.own, TrainedConfig):
+            self._build_optimizer()
 
     def _build(self) -> None:
         """The model and what goes with it; the process group exists."""
@@ -166,12 +169,6 @@ class TrainedWorker(ModelWorker):
 
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         """Metrics beyond those of every trained role."""
-
-    def setup(self, master_addr: str, master_port: int) -> None:
-        """As `ModelWorker.setup`, with an optimiser for a role that learns."""
-        super().setup(master_addr, master_port)
-        if isinstance(self.own, TrainedConfig):
-            self._build_optimizer()
 
     def _build_optimizer(self) -> None:
         own = self.own
@@ -371,7 +368,7 @@ class PolicyWorker(TrainedWorker):
     """The roles "actor" (trained) and "ref" (frozen, `log_prob` only)."""
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
+        """As `ModelWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._own_weights()

@@ -37,7 +37,6 @@ class SharedOutlet:
 
     def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
         self.store, self.readers, self.device, self.count = store, readers, device, 0
-        self.open: list[str] = []  # keys of the last message and its answers
         made = [shared_buffer(size, device) for size in sizes]
         self.buffers = [buffer for buffer, _ in made]
         store.set("buffers", pickle.dumps([handle for _, handle in made]))
@@ -50,14 +49,14 @@ class SharedOutlet:
         here = tensor.data_ptr()
         self.count += 1
         message = str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
-        self.open = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
-        self.store.set(self.open[0], message)
+        self.store.set(f"message{self.count}", message)
 
     def wait(self, timeout_s: float) -> None:
         """Until every reader is done with the last message. Raises DistError after `timeout_s`."""
-        self.store.wait(self.open, timedelta(seconds=timeout_s))
-        while self.open:
-            self.store.delete_key(self.open.pop())
+        keys = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
+        self.store.wait(keys, timedelta(seconds=timeout_s))
+        for key in keys:
+            self.store.delete_key(key)
 
     def close(self) -> None:
         """Give the memory back, once nobody uses it. Readers that still wait do so to the end of their limit."""
