@@ -162,12 +162,12 @@ class BucketPlan:
 def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
     """One tensor, cut into as few strips as keep to `limit` bytes each."""
     longest = max(piece.stop - piece.start for _, piece in parts)
-    count = max(1, min(longest, sum(Slot(p, p, s).nbytes for s, p in parts) // limit))
-    while True:
+    fewest = max(1, min(longest, sum(Slot(p, p, s).nbytes for s, p in parts) // limit))
+    for count in range(fewest, longest + 1):
         cuts = [[Slot(p.part(i, count), p, s) for s, p in parts] for i in range(count)]
-        if count >= longest or max(sum(slot.padded for slot in cut) for cut in cuts) <= limit:
-            return [[slot for slot in cut if slot.nbytes] for cut in cuts]
-        count += 1
+        if max(sum(slot.padded for slot in cut) for cut in cuts) <= limit:
+            break
+    return [[slot for slot in cut if slot.nbytes] for cut in cuts]
 
 
 def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:

@@ -9,8 +9,7 @@ the layout of the checkpoint against the model's.
 
 import functools
 import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
@@ -27,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off import lora
-from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, path_of, settings_of
+from one_step_off.config import Config, ConfigError, TrainedConfig, as_config_error, path_of, settings_of
 from one_step_off.core_algos import Answer, log_probs_and_entropy
 from one_step_off.workers import WeightPiece
 
@@ -51,54 +50,37 @@ def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
-@contextmanager
-def told_to_all(failed: Callable[[Exception], Exception]) -> Iterator[None]:
-    """What fails on rank 0 in the block is raised on every rank, as `failed` has it (collective): the others must not
-    wait for a rank that has left."""
-    told, cause = [None], None
-    try:
-        yield
-    except Exception as e:
-        told, cause = [failed(e)], e
-    dist.broadcast_object_list(told, src=0)
-    if told[0] is not None:
-        raise told[0] from cause
-
-
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
-    begins with the random one of `trainer.seed`. Raises ConfigError: on every rank, with the reason that rank 0 met."""
-    own, scalar = settings_of(cfg, role), role in SCALAR_ROLES
+    begins with the random one of `trainer.seed`. Raises ConfigError: on rank 0; the others wait for it until they end."""
+    own = settings_of(cfg, role)
     trainable, adapted = isinstance(own, TrainedConfig), role == "actor" and cfg.model.lora_rank > 0
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
     attention = attention_for(cfg, device)
     source = None
-    with told_to_all(lambda e: ConfigError(str(e))):
-        if dist.get_rank() == 0:
-            source = read_checkpoint(cfg, role, attention, dtype, "cpu")
-            if adapted:
-                lora.inject(source, cfg.model)
+    if dist.get_rank() == 0:
+        source = read_checkpoint(cfg, role, attention, dtype, "cpu")
+        if adapted:
+            lora.inject(source, cfg.model)
     model = empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
-    model.forward = types.MethodType(_scalar_forward if scalar else _policy_forward, model)
-    offload = own.param_offload and device.type == "cuda"
-    _shard(
-        model, cfg, _mesh(device, own.fsdp_size), offload, trainable and own.activation_checkpointing, own.torch_compile
-    )
-    _load(model, source, torch.device("cpu") if offload else device, device)
+    model.forward = types.MethodType(_answers, model)
+    home = torch.device("cpu") if own.param_offload else device  # of the shards
+    _shard(model, own, cfg.model.dtype, device, home)
+    _load(model, source, home, device)
     return model
 
 
-def _family(role: str) -> tuple[Any, dict[str, int]]:
-    """The class that makes the role's model, and its arguments beyond those of every role."""
+def _family(role: str) -> tuple[Any, dict[str, int], str]:
+    """The class that makes the role's model, its arguments beyond those of every role, and what it makes."""
     if role in SCALAR_ROLES:
-        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}
-    return transformers.AutoModelForCausalLM, {}
+        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}, "model with a scalar head"
+    return transformers.AutoModelForCausalLM, {}, "causal language model"
 
 
 def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.dtype, on: str) -> PreTrainedModel:
@@ -106,16 +88,14 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
     the heads of its files are read, and what takes numbers is not checked. Raises ConfigError."""
     path, scalar = path_of(cfg, role), role in SCALAR_ROLES
     key = "model.path" if path == cfg.model.path else f"{role}.path"
-    auto, labels = _family(role)
+    auto, labels, kind = _family(role)
     how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": cfg.model.trust_remote_code}
     how |= {"device_map": None if on == "cpu" else on, "ignore_mismatched_sizes": True}  # they are refused below
-    mend = "give a whole model, as save_pretrained writes it"
+    what, mend = f"{path!r} is not a {kind} that can be loaded", "give a whole model, as save_pretrained writes it"
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
-    try:
+    # An unknown architecture, a broken file, code that must be trusted: errors of many types.
+    with as_config_error(f"{key}: {what}", mend):
         model, report = auto.from_pretrained(path, output_loading_info=True, **how, **labels)
-    except Exception as e:  # an unknown architecture, a broken file, code that must be trusted: many types
-        what = "model with a scalar head" if scalar else "causal language model"
-        raise ConfigError(f"{key}: {path!r} is not a {what} that can be loaded: {first_line(e)}; {mend}") from e
     lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
     lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
@@ -131,7 +111,7 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
 
 def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
-    (auto, labels), trust = _family(role), cfg.model.trust_remote_code
+    (auto, labels, _), trust = _family(role), cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(path_of(cfg, role), trust_remote_code=trust, **labels)
     with accelerate.init_empty_weights(include_buffers=False):
         model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
@@ -140,33 +120,34 @@ def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | No
     return model
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The repeated blocks: one FSDP group and one activation checkpoint each."""
-    layers, names = getattr(model.base_model, "layers", None), set(model._no_split_modules or ())
-    if isinstance(layers, nn.ModuleList) and len(layers):
-        return list(layers)
-    found = [m for m in model.modules() if type(m).__name__ in names]
-    if not found:
+def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The repeated blocks, which are a decoder's first list: one FSDP group and one activation checkpoint each."""
+    inside = (m for part in filter(None, (model.get_decoder(), model)) for m in part.modules())
+    layers = next((m for m in inside if isinstance(m, nn.ModuleList) and len(m)), None)
+    if layers is None:
         raise ConfigError(f"model.path: cannot tell the decoder layers of {type(model).__name__}")
-    return found
+    return layers
 
 
-def _shard(
-    model: PreTrainedModel, cfg: Config, mesh: DeviceMesh, offload: bool, recompute: bool, compiled: bool
-) -> None:
-    """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's."""
-    compute = torch.bfloat16 if cfg.model.dtype == "bfloat16" else None
+def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, home: torch.device) -> None:
+    """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's. `own`: the
+    settings of the role."""
+    compute, mesh = torch.bfloat16 if dtype == "bfloat16" else None, _mesh(device, own.fsdp_size)
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
-    home = CPUOffloadPolicy() if offload else OffloadPolicy()
+    how = {
+        "mesh": mesh,
+        "mp_policy": policy,
+        "offload_policy": OffloadPolicy() if home == device else CPUOffloadPolicy(),
+    }
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
-        if compiled:
+        if own.torch_compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if recompute:
+        if getattr(own, "activation_checkpointing", False):  # of a role that learns
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=home)
-    fully_shard(model, mesh=mesh, mp_policy=policy, offload_policy=home)
+        fully_shard(layer, **how)
+    fully_shard(model, **how)
 
 
 def _load(model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device) -> None:
@@ -194,25 +175,20 @@ def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor |
     return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
 
 
-def _policy_forward(
+def _answers(
     self: PreTrainedModel, tokens: Tensor, temperature: float, entropy: str, chunk: int, **where: Tensor | None
 ) -> Answer:
-    """Log-probs (and entropies) of the wanted tokens: see `batching.MicroBatch` for them and for `where`, the other
-    arguments. It stands in for the model's own forward, because FSDP2 gathers the root's parameters (embedding, norm,
-    head) around that method alone."""
+    """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
+    `batching.MicroBatch` for them and for `where`, the other arguments. It stands in for the model's own forward, because
+    FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone."""
+    hidden = _hidden_at(self, **where)
+    if head := getattr(self, SCALAR_HEAD, None):
+        return head(hidden).float().squeeze(-1)[: len(tokens)].clone(), None  # a clone: as in `in_chunks`
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, _hidden_at(self, **where), tokens, chunk)
-
-
-def _scalar_forward(
-    self: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor, **_: Any
-) -> tuple[Tensor, None]:
-    """The scalar head's output at the positions `at`, float32 [n]; the other arguments are `_policy_forward`'s."""
-    hidden = _hidden_at(self, input_ids, position_ids, at)
-    return getattr(self, SCALAR_HEAD)(hidden).float().squeeze(-1)[: len(at)].clone(), None  # a clone: as there
+    return in_chunks(project, hidden, tokens, chunk)
 
 
 def in_chunks(project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, tokens: Tensor, chunk: int) -> Answer:
@@ -249,10 +225,8 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 def check_head(model: PreTrainedModel, path: str) -> None:
     """Refuse a model that `logits_of` does not work with, as one that asks a part of its backbone (OPT)."""
     where, size = f"model.path: {path!r} ({type(model).__name__})", model.config.get_text_config().hidden_size
-    try:
+    with as_config_error(f"{where}: the logits of this architecture cannot be checked", "give another model"):
         found = [logits_of(model, torch.full((4, size), x, dtype=model.dtype).cumsum(-1)) for x in (0.01, -0.02)]
-    except Exception as e:  # of any architecture's forward
-        raise ConfigError(f"{where}: the logits of this architecture cannot be checked ({first_line(e)})") from e
     if torch.equal(*found):
         raise ConfigError(f"{where} makes its logits in a way this trainer does not know: not of its backbone's output")
 

@@ -47,9 +47,7 @@ class ModelWorker(UsageProbe):
 
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
 
-    def __init__(
-        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int | None = None
-    ) -> None:
+    def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
@@ -64,8 +62,9 @@ class ModelWorker(UsageProbe):
             return s.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """Join the process group, which meets at rank 0's address; build, load and shard the model (collective). Raises
-        ConfigError: the model cannot be trained here; the message names the key."""
+        """Join the process group, which meets at rank 0's address; build, load and shard the model, with an optimiser
+        for a role that learns (collective). Raises ConfigError: the model cannot be trained here; the message names the
+        key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
         if cuda:
@@ -75,6 +74,8 @@ class ModelWorker(UsageProbe):
         use_interface_towards(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
+        if isinstance(self.own, TrainedConfig):
+            self._build_optimizer()
 
     def _build(self) -> None:
         """The model and what goes with it; the process group exists."""
@@ -169,12 +170,6 @@ class TrainedWorker(ModelWorker):
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         """Metrics beyond those of every trained role."""
 
-    def setup(self, master_addr: str, master_port: int) -> None:
-        """As `ModelWorker.setup`, with an optimiser for a role that learns."""
-        super().setup(master_addr, master_port)
-        if isinstance(self.own, TrainedConfig):
-            self._build_optimizer()
-
     def _build_optimizer(self) -> None:
         own = self.own
         trained = [p for p in self.model.parameters() if p.requires_grad]  # with LoRA the adapters alone
@@ -240,10 +235,8 @@ class TrainedWorker(ModelWorker):
         masks = [batch.samples[i].loss_mask for i in positions]
         columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
-        of = {}
-        for name, arrays in columns.items():
-            trained = [x[m] for x, m in zip(arrays, masks, strict=True)]
-            of[name] = np.concatenate([np.zeros(0), *trained]).astype(np.float32)
+        trained = np.concatenate([np.zeros(0, bool), *masks])
+        of = {name: np.concatenate([np.zeros(0), *x])[trained].astype(np.float32) for name, x in columns.items()}
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -278,27 +271,21 @@ class TrainedWorker(ModelWorker):
             torch.nn.utils.clip_grads_with_norm_(parameters, self.own.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-            self._move_optimizer(to_host=False)
+            self._move_optimizer(self.device)
             self.optimizer.step()
-            self._move_optimizer(to_host=True)
+            self._move_optimizer("cpu")
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm)
 
-    def _move_optimizer(self, to_host: bool) -> None:
-        """GPUs with optimizer_offload: the moments wait in pinned host memory, whose blocks torch's allocator reuses."""
+    def _move_optimizer(self, where: torch.device | str) -> None:
+        """GPUs with optimizer_offload: the moments wait in pinned host memory, where torch puts what it copies to the host
+        without blocking; its allocator reuses the blocks."""
         if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
             return
-        moments = (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor))
-        for value in moments:
+        for value in (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor)):
             # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
-            local = value._local_tensor
-            if to_host:
-                room = torch.empty_like(local, device="cpu", pin_memory=True)
-                value._local_tensor = room.copy_(local, non_blocking=True)
-            else:
-                value._local_tensor = local.to(self.device, non_blocking=True)
-        if to_host:
-            torch.cuda.synchronize()  # the copies must have ended before the device memory is used again
+            value._local_tensor = value._local_tensor.to(where, non_blocking=True)
+        torch.cuda.synchronize()  # the copies must have ended before what they were made of is used again
 
     def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
@@ -381,7 +368,7 @@ class PolicyWorker(TrainedWorker):
     """The roles "actor" (trained) and "ref" (frozen, `log_prob` only)."""
 
     def setup(self, master_addr: str, master_port: int) -> None:
-        """As `TrainedWorker.setup`; afterwards the weights can be streamed."""
+        """As `ModelWorker.setup`; afterwards the weights can be streamed."""
         super().setup(master_addr, master_port)
         # Not later: while a pass runs the modules hold gathered parameters.
         self._weights = self._own_weights()
@@ -464,22 +451,19 @@ class PolicyWorker(TrainedWorker):
         """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
         ranks, which must take part (collective)."""
         own = self.weight_tensors()
-        for parts in owners(pieces):
-            first = parts[0][1]
-            dtype = getattr(torch, first.dtype)
-            whole = torch.empty(first.shape, dtype=dtype, device=device) if self.rank == 0 else None
+        if self.rank != 0:
+            for piece, tensor in zip(pieces[self.rank], own, strict=True):
+                dist.send(tensor.to(device, getattr(torch, piece.dtype)).contiguous(), 0)
+            return
+        for parts in owners(pieces):  # which keeps the order of each rank's own
+            shape, dtype = parts[0][1].shape, getattr(torch, parts[0][1].dtype)
+            whole = torch.empty(shape, dtype=dtype, device=device)
             for rank, piece in parts:
-                if rank == self.rank:
-                    block = next(own).to(device, dtype).contiguous()
-                    if rank != 0:
-                        dist.send(block, 0)
-                elif self.rank == 0:
-                    block = torch.empty(piece.block, dtype=dtype, device=device)
+                block = next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                if rank != 0:
                     dist.recv(block, rank)
-                if self.rank == 0:
-                    piece.place(whole).copy_(block)
-            if self.rank == 0:
-                yield first.name, whole
+                piece.place(whole).copy_(block)
+            yield piece.name, whole
 
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
@@ -488,17 +472,16 @@ class PolicyWorker(TrainedWorker):
         dist.all_gather_object(plans, self.weight_plan())
         whole = dict(self.gathered(plans, "cpu"))
         adapter = self.adapters.state()
-        where = f"{self.role} rank 0 could not write {path}"  # the disk may be full
-        with fsdp_model.told_to_all(lambda e: RuntimeError(f"{where}: {type(e).__name__}: {e}")):
-            if self.rank == 0:
+        if self.rank == 0:
+            try:
                 self._write(whole, adapter, path)
+            except Exception as e:  # the disk may be full
+                raise RuntimeError(f"could not write {path}: {type(e).__name__}: {first_line(e)}") from e
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary, cfg = f"{path}.unfinished", self.cfg
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        plain = fsdp_model.empty(
-            cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype)
-        )  # of the architecture's own class
+        plain = fsdp_model.empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))  # of the model's own class
         with contextlib.suppress(OSError):  # the model came without
             plain.generation_config = transformers.GenerationConfig.from_pretrained(cfg.model.path)
         plain.save_pretrained(temporary, state_dict=whole, save_original_format=False)  # which `whole` has already

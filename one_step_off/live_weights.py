@@ -11,7 +11,6 @@ something from weights must be processed again, as vLLM's reload does (`process_
 """
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,17 +29,17 @@ class LiveWeights:
     """One bucket's way into the model, by parts of parameters (`live`) and of HF tensors (`held`) of one shape each."""
 
     @torch.no_grad()
-    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor], same: Callable[[], bool]) -> None:
+    def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         """Find where `tensors` live: HF name -> view into the caller's buffer, of the shape and dtype that `load_weights`
         takes; its bytes do not matter. The model must hold a completely loaded version, and stays as it is.
 
-        What was found proves itself: every element of every tensor is in exactly one part, no two parts overlap in the
-        parameters, and after a `read`, `same()` must tell that the buffer equals, by bytes or checksum, what was sent.
-        Only that sees parameters that were reordered after loading. It cannot see it while all of a tensor's numbers are
-        equal, as a fresh norm's; the canary can, later.
+        The parts are as many numbers as the tensors, and no two overlap in the parameters. The tensors are left as NaN,
+        which no model holds: after a `read` the caller sees, by bytes or checksum, whether every number was in a part,
+        and whether parameters were reordered after loading. It cannot see that while all of a tensor's numbers are equal,
+        as a fresh norm's; the canary can, later.
 
         Raises:
-            NotInPlace: anything of this does not hold. The buffer's bytes are lost.
+            NotInPlace: anything of this does not hold.
         """
         # A CPU kernel that works on the parameter itself closes over nothing.
         kernels = ((name, getattr(module, "cpu_linear", None)) for name, module in model.named_modules())
@@ -61,11 +60,8 @@ class LiveWeights:
             raise NotInPlace("two parts share memory in the parameters")
         if sum(held.numel() for held in self.held) != sum(tensor.numel() for tensor in tensors.values()):
             raise NotInPlace("the parameters hold other amounts of numbers than were sent: only a part, or some twice")
-        for tensor in tensors.values():  # what no part covers stays so: NaN, which no model holds
+        for tensor in tensors.values():
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
-        self.read()
-        if not same():
-            raise NotInPlace("the parameters hold other bytes than were sent")
 
     def read(self) -> None:
         """Parameters -> buffer."""
@@ -82,7 +78,7 @@ class InPlace(Mirror):
 
     def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the `model` holds. Raises NotInPlace."""
+        checksums of what the `model` must hold. Raises NotInPlace."""
         self.plan, self.room, self.device = plan, room, room.device
         self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(plan.buckets)
         self.live: list[LiveWeights] = []
@@ -90,30 +86,23 @@ class InPlace(Mirror):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
-                one = LiveWeights(model, tensors, lambda strips=strips: self._same(strips, sums))
-                self.live += [one] * len(strips)
+                self.live += [LiveWeights(model, tensors)] * len(strips)
+                if not all(torch.equal(checksum(p), sums[s, k]) for k in strips for s, p in self.held(k).items()):
+                    raise NotInPlace("the parameters hold other bytes than were sent")
 
     def held(self, i: int) -> Parts:
         """As `Mirror.held`, in the buffer, out of the model; a tensor in strips is read with its first one."""
         if not i or self.plan.buckets[i - 1].ends:
             self.live[i].read()
-        return self._split(i)
+        parts = super().held(i)
+        self.plan.buckets[i].split(parts, self.room)
+        return parts
 
     def write(self, i: int) -> None:
         """The bucket that `update` has made, into the model; a tensor in strips goes with its last one."""
         self.plan.buckets[i].join(super().held(i), self.room)
         if self.plan.buckets[i].ends:
             self.live[i].write()
-
-    def _same(self, strips: range, sums: torch.Tensor) -> bool:
-        """Whether what was read has the checksums of these buckets."""
-        return all(torch.equal(checksum(part), sums[s, k]) for k in strips for s, part in self._split(k).items())
-
-    def _split(self, i: int) -> Parts:
-        """Each sender's part, of what was read."""
-        parts = super().held(i)
-        self.plan.buckets[i].split(parts, self.room)
-        return parts
 
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:

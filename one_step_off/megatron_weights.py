@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import safetensors
@@ -17,7 +18,7 @@ from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from one_step_off.config import Config, ConfigError, path_of
+from one_step_off.config import Config, ConfigError, as_config_error, path_of
 from one_step_off.workers import WeightPiece
 
 _EXPERTS = r"mlp\.experts\.(?:local_experts\.(\d+)\.{layer}\.weight|{layer}\.weight(\d+))"
@@ -70,12 +71,13 @@ def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
             if expert:
                 local_experts = hf_config.num_experts // mpu.get_expert_model_parallel_world_size()
                 kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
-            filled = [within + n.format(kind=kind) for n in names]
+            names = [within + n.format(kind=kind) for n in names]
+            # Only where the embedding is another stage's: else its head has no weight.
             tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
-            found += _cut(
-                how, ["model.embed_tokens.weight"] if tied_copy else filled, parameter, hf_config, dtype, expert
-            )
-            found[-1].mine &= not (tied_copy and not chunk.pre_process)
+            if tied_copy:
+                names = ["model.embed_tokens.weight"]
+            found += _cut(how, names, parameter, hf_config, dtype, expert)
+            found[-1].mine &= not tied_copy
     return found
 
 
@@ -117,16 +119,12 @@ class CheckpointReader:
     def __init__(self, key: str, path: str) -> None:
         """`key`: the config's key, for messages. Raises ConfigError: they cannot be had."""
         self.key, self.path = key, path
-        try:
-            # Not from its subfolders, which may hold other models.
-            files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+        # Not from its subfolders, which may hold other models.
+        files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
+        with as_config_error(f"{key}: {path!r} cannot be had from the hub", "give its name, or a folder"):
             folder = path if os.path.isdir(path) else snapshot_download(path, **files)
-        except Exception as e:  # the hub client's own many errors, and the network's
-            raise ConfigError(f"{key}: {path!r} cannot be had from the hub ({type(e).__name__}: {e})") from e
-        self.files: dict[str, Any] = {}
-        for file in sorted(name for name in os.listdir(folder) if name.endswith(".safetensors")):
-            opened = safetensors.safe_open(os.path.join(folder, file), "pt")
-            self.files |= dict.fromkeys(opened.keys(), opened)
+        opened = [safetensors.safe_open(file, "pt") for file in sorted(Path(folder).glob("*.safetensors"))]
+        self.files = {name: file for file in opened for name in file.keys()}
 
     def read(self, piece: WeightPiece) -> Tensor:
         """The block of a piece. Raises ConfigError: not in the checkpoint, or in another shape."""

@@ -14,16 +14,18 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
 
 
-def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes, int | None]:
-    """Zeros, uint8 [size]; the handle by which other processes of this user on this device map them; and on CPU the
-    descriptor that keeps the memory. Raises OSError: there is not so much memory."""
+def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """Zeros, uint8 [size], and the handle by which other processes of this user on this device map them. Raises OSError:
+    there is not so much memory."""
     if device.type == "cuda":
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
-        return buffer, pickle.dumps(reduce_tensor(buffer)), None
-    fd = os.memfd_create("weight_sync")
-    os.posix_fallocate(fd, 0, max(size, 1))  # without it a lack of memory would show as a bus error, much later
-    path = f"/proc/{os.getpid()}/fd/{fd}"
-    return _mapped(path, size), pickle.dumps((_mapped, (path, size))), fd
+        return buffer, pickle.dumps(reduce_tensor(buffer))
+    file = os.fdopen(os.memfd_create("weight_sync"))
+    os.posix_fallocate(file.fileno(), 0, max(size, 1))  # or a lack of memory would show as a bus error, much later
+    where = f"/proc/{os.getpid()}/fd/{file.fileno()}", size
+    buffer = _mapped(*where)
+    buffer.file = file  # open as long as the buffer is there, for others to map
+    return buffer, pickle.dumps((_mapped, where))
 
 
 def _mapped(path: str, size: int) -> torch.Tensor:
@@ -35,10 +37,9 @@ class SharedOutlet:
 
     def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
         self.store, self.readers, self.device, self.count = store, readers, device, 0
-        self.open: list[str] = []  # keys of the last message and its answers
         made = [shared_buffer(size, device) for size in sizes]
-        self.buffers, self.descriptors = [buffer for buffer, _, _ in made], [fd for *_, fd in made if fd is not None]
-        store.set("buffers", pickle.dumps([handle for _, handle, _ in made]))
+        self.buffers = [buffer for buffer, _ in made]
+        store.set("buffers", pickle.dumps([handle for _, handle in made]))
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Tell all readers: of one of the buffers only which it is, of any other tensor its bytes."""
@@ -48,19 +49,18 @@ class SharedOutlet:
         here = tensor.data_ptr()
         self.count += 1
         message = str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
-        self.open = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
-        self.store.set(self.open[0], message)
+        self.store.set(f"message{self.count}", message)
 
     def wait(self, timeout_s: float) -> None:
         """Until every reader is done with the last message. Raises DistError after `timeout_s`."""
-        self.store.wait(self.open, timedelta(seconds=timeout_s))
-        while self.open:
-            self.store.delete_key(self.open.pop())
+        keys = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
+        self.store.wait(keys, timedelta(seconds=timeout_s))
+        for key in keys:
+            self.store.delete_key(key)
 
     def close(self) -> None:
-        """Give the memory back, once nobody maps it. Readers that still wait do so to the end of their limit."""
-        while self.descriptors:
-            os.close(self.descriptors.pop())
+        """Give the memory back, once nobody uses it. Readers that still wait do so to the end of their limit."""
+        self.buffers = []
 
 
 class SharedInlet:

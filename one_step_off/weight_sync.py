@@ -194,11 +194,9 @@ class WeightSync:
             # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
             for kind, size, share, shown in (("max", diffs.max(), 1.0, ""), ("mean", diffs.mean(), 0.1, " / 10")):
                 if not size <= share * self.tolerance:  # NaN fails too
-                    raise SyncError(
-                        f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer differ by "
-                        f"{size:.3g} nats on the same tokens ({kind}), "
-                        f"more than weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
-                    )
+                    who = f"canary after the sync of version {stamp[1]}: rollout replica {i} and the trainer"
+                    most = f"weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
+                    raise SyncError(f"{who} differ by {size:.3g} nats on the same tokens ({kind}), more than {most}")
                 name = f"canary/logprob_diff_{kind}"
                 found[name] = max(found.get(name, 0.0), float(size))
         return found

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from one_step_off import delta
-from one_step_off.live_weights import LiveWeights, NotInPlace
+from one_step_off.bucket_plan import BucketPlan, checksum
+from one_step_off.live_weights import InPlace, LiveWeights, NotInPlace
+from one_step_off.workers import WeightPiece
 
 
 def bucket_of(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -37,12 +39,13 @@ def hf(dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 
 def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, LiveWeights]:
-    """Record with a buffer of noise, which is returned too; `tensors` is what was sent."""
-    sent, _ = bucket_of(tensors)
-    flat, views = bucket_of({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-    for view in views.values():
-        view.view(torch.uint8).random_(0, 256)
-    return flat, LiveWeights(model, views, lambda: torch.equal(flat, sent))
+    """Record where a bucket of `tensors`, which were sent, lives; its buffer is returned too."""
+    dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
+    pieces = [WeightPiece(name, dtype, tuple(tensor.shape), 0, len(tensor)) for name, tensor in tensors.items()]
+    plan, sums = BucketPlan.build([pieces], 1 << 40), checksum(bucket_of(tensors)[0])
+    assert len(plan.buckets) == 1 and not plan.room
+    found = InPlace(plan, torch.zeros(0, dtype=torch.uint8), sums[None, None], model)
+    return found.flats[0], found.live[0]
 
 
 def test_reads_and_writes_where_the_model_loads():
