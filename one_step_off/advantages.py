@@ -108,8 +108,12 @@ class Trajectories:
 
     def per_token(self, rows: np.ndarray) -> Arrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
+        return self.placed(rows[self.alive])
+
+    def placed(self, values: np.ndarray) -> Arrays:
+        """As `per_token`, of the trained tokens' values in a row."""
         flat = np.zeros(len(self.trained), dtype=np.float32)
-        flat[self.trained] = rows[self.alive]
+        flat[self.trained] = values
         return split(flat, [*map(len, self.masks)])
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:

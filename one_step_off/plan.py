@@ -26,7 +26,7 @@ from one_step_off.main_ppo import exit_code
 
 WARM_UP, STEPS = 3, 10  # steps of a calibration: dropped, and all
 SHOWN, SAMPLES, ANY = 24, 20_000, 1 << 20  # splits at most; samples of one simulation; GPUs where there need be none
-ALONE = """pipeline.staleness=0 trainer.total_epochs=null trainer.save_hf_model=false trainer.save_freq=-1 data.val_files=
+ALONE = """pipeline.staleness=0 pipeline.partial_rollout=false rollout.oversample=1 trainer.total_epochs=null trainer.save_hf_model=false trainer.save_freq=-1 data.val_files=
     trainer.test_freq=-1 trainer.keep_best=null trainer.val_only=false trainer.resume=never data.val_sets={} logging.wandb=false
     logging.tensorboard=false logging.sample_dump=true""".split() + [f"trainer.total_steps={STEPS}"]  # fmt: skip
 USED = """tokens/response response_length/max time/wait_rollout_s time/train_s actor/tokens_total samples time/sync_s

@@ -16,13 +16,17 @@ from one_step_off.config_checks import masked
 from one_step_off.loggers import STEP, numbered
 from one_step_off.tracking import Row, speed
 
-# Of the timeline; of samples, their texts' letters, and the newest steps that are looked through for them.
-MOST_EVENTS, SHOWN, LETTERS, NEWEST = 20_000, 8, 2000, 8
+# Bytes of the timeline; samples, their texts' letters, and the newest steps that are looked through for them.
+MOST_BYTES, SHOWN, LETTERS, NEWEST = 4 << 20, 8, 2000, 8
 
 
-def text_of(path: Path) -> str:
-    """What stands there; empty if nothing does."""
-    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
+def text_of(path: Path, most: int = -1) -> str:
+    """What stands there, or the middle of it, `most` bytes; empty if nothing does."""
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as f:
+        f.seek(max(0, path.stat().st_size - most) // 2 if most > 0 else 0)
+        return f.read(most).decode("utf-8", errors="replace")
 
 
 def objects(*texts: str) -> list[Row]:
@@ -44,14 +48,14 @@ def longest(folder: Path) -> list[Row]:
 
 def collect(folder: Path, ended: str = "") -> dict[str, Any]:
     """All that the page shows. `ended`: by which error the run ended, if by one."""
-    names = "metrics.jsonl", "timeline.json", "evaluations.jsonl"
-    rows, events, evaluations = (objects(*text_of(folder / name).split("\n")) for name in names)
+    rows, evaluations = (objects(*text_of(folder / f"{name}.jsonl").split("\n")) for name in ("metrics", "evaluations"))
+    timeline = text_of(folder / "timeline.json", MOST_BYTES)
     summary, versions = (objects(text_of(folder / f"{name}.json")) for name in ("summary", "versions"))
     with contextlib.suppress(KeyError, TypeError, ZeroDivisionError, IndexError):  # no rows, or of something else
         summary = summary or [speed(rows[1:] or rows)]
     columns = dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, (int, float)))
     found = {"columns": {name: [row.get(name) for row in rows] for name in columns}, "evaluations": evaluations}
-    found |= {"events": events[max(0, len(events) - MOST_EVENTS) // 2 :][:MOST_EVENTS], "all_events": len(events)}
+    found |= {"events": objects(*timeline.split("\n")), "cut": len(timeline) == MOST_BYTES}
     found |= {"config": masked(text_of(folder / "config.yaml")), "versions": versions, "summary": summary}
     return found | {"samples": longest(folder), "name": folder.resolve().name, "ended": masked(ended)}
 
