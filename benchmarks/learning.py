@@ -68,7 +68,7 @@ def plot(runs: dict[int, dict[str, Any]], path: Path) -> None:
             axes.plot(range(1, len(run[name]) + 1), run[name], label=f"seed {seed}")
             axes.set(xlabel="step", title=titles[name])
         right.plot(run["versions"], run["held out"], marker="o", markersize=3, label=f"seed {seed}")
-    right.set(xlabel="weight version", title="reward held out, greedy", ylim=(-0.02, 1.02))
+    right.set(xlabel="weight version", title="reward held out", ylim=(-0.02, 1.02))
     for axes in panels:
         axes.grid(alpha=0.3)
     right.legend(frameon=False, loc="lower right")

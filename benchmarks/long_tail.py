@@ -1,6 +1,6 @@
 """Long-tailed lengths: plain one step off, partial rollouts, and oversampling besides. The same prompts, arms in turns.
 
-    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5,2] [--runs 3] [--warmup 3]
+    python -m benchmarks.long_tail --out DIR [--config FILE] [--most 256] [--over 1.5,2] [--runs 3] [--warmup 0]
         [section.key=value ...]
 
 Response lengths are drawn per sample (log-normal, see benchmarks/lengths.py), so all arms have the same work: over a whole
@@ -88,7 +88,8 @@ def table(result: dict[str, Any]) -> str:
         rate = found["samples/s"]
         cells[0] += f" ({rate['min']:.1f} to {rate['max']:.1f})"
         lines.append(f"| {arm} | " + " | ".join(cells) + f" | {rate['median'] / plain:.2f} |")
-    told = f"Medians of {result['runs']} runs of each arm, in turns, the first {result['warmup']} steps dropped. "
+    told = f"Medians of {result['runs']} runs of each arm, in turns, the first {result['warmup']} steps dropped"
+    told += ", the filling up at a run's beginning and the draining at its end included. "
     return "\n".join([*lines, "", f"{told}{result['what']} {machine_line(result['machine'])}"]) + "\n"
 
 
@@ -124,7 +125,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=256, help="longest response, in tokens")
     parser.add_argument("--over", default="1.5,2", help="values of rollout.oversample, with commas")
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
+    parser.add_argument("--warmup", type=int, default=0, help="steps dropped from each run; what is generated beside them still counts later")
     args, overrides = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
         parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
