@@ -67,8 +67,7 @@ class ModelWorker(UsageProbe):
         key."""
         cuda = self._device_type == "cuda"
         self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
-        if cuda:
-            torch.cuda.set_device(self.device)
+        torch.get_device_module(self.device).set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
         use_interface_towards(master_addr)

@@ -71,11 +71,9 @@ def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
             if expert:
                 local_experts = hf_config.num_experts // mpu.get_expert_model_parallel_world_size()
                 kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
-            names = [within + n.format(kind=kind) for n in names]
             # Only where the embedding is another stage's: else its head has no weight.
             tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
-            if tied_copy:
-                names = ["model.embed_tokens.weight"]
+            names = ["model.embed_tokens.weight"] if tied_copy else [within + n.format(kind=kind) for n in names]
             found += _cut(how, names, parameter, hf_config, dtype, expert)
             found[-1].mine &= not tied_copy
     return found

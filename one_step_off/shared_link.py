@@ -36,15 +36,14 @@ class SharedOutlet:
     """The sender's end. `buffers`: uint8, to be packed in turn; every message waits for all `readers` (numbers)."""
 
     def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
-        self.store, self.readers, self.device, self.count = store, readers, device, 0
+        self.store, self.readers, self.count = store, readers, 0
         made = [shared_buffer(size, device) for size in sizes]
         self.buffers = [buffer for buffer, _ in made]
         store.set("buffers", pickle.dumps([handle for _, handle in made]))
 
     def publish(self, tensor: torch.Tensor) -> None:
-        """Tell all readers: of one of the buffers only which it is, of any other tensor its bytes."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # readers look at once, on streams of their own
+        """Tell all readers: of one of the buffers only which it is, of any other tensor its bytes. It must be there: readers
+        look at once, on streams of their own."""
         starts = [buffer.data_ptr() for buffer in self.buffers]
         here = tensor.data_ptr()
         self.count += 1

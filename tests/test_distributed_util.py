@@ -279,6 +279,7 @@ for expected in (1, 2):
     process = subprocess.Popen([sys.executable, "-c", reader])
     for value in (1, 2):
         outlet.buffers[0].fill_(value)
+        torch.cuda.synchronize()
         outlet.publish(outlet.buffers[0])
         outlet.wait(60.0)
     assert process.wait(60) == 0
