@@ -125,7 +125,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--most", type=int, default=256, help="longest response, in tokens")
     parser.add_argument("--over", default="1.5,2", help="values of rollout.oversample, with commas")
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--warmup", type=int, default=0, help="steps dropped from each run; what is generated beside them still counts later")
+    parser.add_argument(
+        "--warmup",
+        type=int,
+        default=0,
+        help="steps dropped from each run; what is generated beside them still counts later",
+    )
     args, overrides = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
         parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")

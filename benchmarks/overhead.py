@@ -122,7 +122,7 @@ class Replica:
         now, phases = time.time(), ("wait", "apply", "load")
         each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        return [{"bytes": 1e9, "each": each, "spans": spans[:200]} | dict.fromkeys(phases, 0.02)]
+        return [{"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01} | dict.fromkeys(phases, 0.02)]
 
 
 class Vacancy:

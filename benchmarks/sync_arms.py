@@ -247,7 +247,7 @@ class Product(Arm):
         expected, self.expected = self.expected, None
         found = await self.sync((0, version), expected)
         split, sender = ({k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1]))
-        others = ("bytes", "full_bytes", "in_place")
+        others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
         extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}
         return Took(found["sync/transfer_s"], split, sender, {"wire": found["sync/wire_s"]} | extra)
 

@@ -218,6 +218,9 @@ class Sender(_End):
                 self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
             if receivers > len(near):
                 self.links.append(self._join(store, 0, receivers - len(near) + 1))
+                for _ in range(2 if self.sizes[0] else 0):  # for the receivers' `raw`
+                    self.links[-1].publish(self.buffers[0][: self.sizes[0]])
+                    self.links[-1].wait(self.timeout_s)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
@@ -360,14 +363,21 @@ class Receiver(_End):
             # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
             self.buffers = [torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)]
             self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
+            # Seconds per byte of the bare link: the first bucket as it will travel, twice; the second time counts.
+            parts = self.plan.buckets[0].parts(self.buffers[0])
+            far = {s: room for s, room in parts.items() if isinstance(self.links[s], NetworkLink)}
+            for _ in range(2):
+                begin = time.perf_counter()
+                self._take(far)
+            self.raw = (time.perf_counter() - begin) / sum(map(len, far.values())) if len(far) == len(parts) else 0.0
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load), "bytes", and "each" bucket's time on the wire; `sums` (int64 [senders, buckets, 2]) are the checksums
-        then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
+        verify, load), "bytes", "each" bucket's time on the wire, and "raw", the time that the bare link would take for all
+        of them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
         given up then."""
         self._begin()
         try:
@@ -376,7 +386,7 @@ class Receiver(_End):
             self.mirror = self.live = None
             self.close()
             raise
-        return self._report()
+        return self._report() | {"raw": self.raw * self.bytes}
 
     def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
         buckets = self.plan.buckets

@@ -173,7 +173,9 @@ class WeightSync:
         # Either end's time includes its wait for the other, so the shorter one counts.
         slowest = dict(sorted((i, seconds) for report in sent for i, seconds in report["each"]))
         on_wire = (sum(min(seconds, slowest[i]) for i, seconds in worker["each"]) for worker in workers)
-        metrics["sync/wire_s"] = max(on_wire)
+        metrics["sync/wire_s"], raw = max(on_wire), max(worker["raw"] for worker in workers)
+        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
+            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
         held = [w["in_place"] for w in workers if "in_place" in w]
         if held:  # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
             metrics["sync/in_place"] = min(held)

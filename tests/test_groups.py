@@ -205,7 +205,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     cfg = Config()
     cfg.model.dtype = dtype
     sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0.3]], "spans": []}
-    got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0.1]], "spans": [["", "load", 1.0, 2.0]]}
+    got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
     actor = TrainGroup(
         "actor", [Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None)], cfg
     )
@@ -221,7 +221,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     right = [np.array([-1.0])]
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
     rollout, sync.info = sync.rollout, {}
-    report = {"bytes": 8.0, "each": [[0, 0.1]], "spans": []}
+    report = {"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}
     for ranks in (sync.actor.ranks, rollout.all):
         for one in ranks:
             one.connect_sync = Method(None)

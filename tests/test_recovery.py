@@ -88,7 +88,7 @@ class Lossy(WeightSync):
                 self.broken[i] -= 1
                 died.append(1)
                 raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": []}]
+            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}]
 
         async def ping():
             if died and not answers:
