@@ -280,9 +280,8 @@ def require_cluster(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
         return
-    what = f"RAY_ADDRESS={address}: no Ray cluster answers there"
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-    refused = as_config_error(what, mend, (OSError, OverflowError))
+    refused = as_config_error(f"RAY_ADDRESS={address}: no Ray cluster answers there", mend, (OSError, OverflowError))
     with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
         s.sendall(HELLO)
         if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:

@@ -90,8 +90,8 @@ class RewardQueue:
     async def _keep_busy(self, number: int, scorer: Any) -> None:
         while True:
             batch = [await self.waiting.get()]
-            share = self.waiting.qsize() // len(self.scorers)  # the others come back soon and want their part
-            batch += [self.waiting.get_nowait() for _ in range(share)]
+            # A share of what waits: the others come back soon and want their part.
+            batch += [self.waiting.get_nowait() for _ in range(self.waiting.qsize() // len(self.scorers))]
             scores, error = [None] * len(batch), None
             try:
                 scores = await self._scored(scorer, [item for item, _ in batch])
@@ -399,9 +399,8 @@ class RolloutReplica(UsageProbe):
         params.skip_clone = True  # it is this request's alone
         # As if rendered already: else each prompt would travel through a thread that has nothing to tokenise.
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
-        answers = self.engine.generate(prompt, params, str(self.requests))
         try:
-            return [out async for out in answers][-1]
+            return [out async for out in self.engine.generate(prompt, params, str(self.requests))][-1]
         finally:
             self.done += 1
 
