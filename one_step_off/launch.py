@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
 CANARY_TOKENS = 32
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
@@ -120,8 +119,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
-    rows, usual = [*data.stream.prompts, *(data.val or ())], loops.cfg.agent.loop
-    first = {prompt.agent_loop or usual: prompt for prompt in reversed(rows)}
+    first = {p.agent_loop or loops.cfg.agent.loop: p for p in reversed([*data.stream.prompts, *(data.val or ())])}
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
@@ -378,7 +376,7 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
         tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
 
     with contextlib.ExitStack() as undone:
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
             undone.callback(loop.remove_signal_handler, number)
         yield

@@ -142,9 +142,8 @@ class Place:
         """Note whether the engine is asked for something. A place is kept meanwhile."""
         self.room.away += nothing - self.away
         self.away = nothing
-        if nothing:
-            self.room.left.set()
-            self.room.left.clear()  # whoever waits by now has been woken
+        self.room.left.set()
+        self.room.left.clear()  # whoever waits by now has been woken, and looks again
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
@@ -423,8 +422,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
     # Log-probs after temperature: those of the distribution that was sampled from.
-    args["logprobs_mode"] = "processed_logprobs"
-    args["weight_transfer_config"] = {"backend": "one_step_off"}
+    args |= dict(logprobs_mode="processed_logprobs", weight_transfer_config={"backend": "one_step_off"})
     args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
         args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
