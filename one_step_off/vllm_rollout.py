@@ -75,23 +75,24 @@ class RewardQueue:
 
     def __init__(self, scorers: list[Any], first: int = 0) -> None:
         """`first`: which to begin with, another one for each replica."""
-        self.scorers = deque(enumerate(scorers))
-        self.scorers.rotate(-first)
-        self.waiting: asyncio.Queue[tuple[RewardItem, asyncio.Future]] = asyncio.Queue()
-        self.tasks: list[asyncio.Task] = []
+        self.idle, self.workers = deque(enumerate(scorers)), len(scorers)
+        self.idle.rotate(-first)
+        self.waiting: deque[tuple[RewardItem, asyncio.Future]] = deque()
+        self.tasks: set[asyncio.Task] = set()  # asyncio itself keeps no task alive
 
     async def score(self, item: RewardItem) -> Score | RewardError:
         """What `Scorer.score_batch` says of one trajectory."""
-        self.tasks = self.tasks or [asyncio.create_task(self._keep_busy(*scorer)) for scorer in self.scorers]
         future = asyncio.get_running_loop().create_future()
-        self.waiting.put_nowait((item, future))
+        self.waiting.append((item, future))
+        if self.idle:
+            self.tasks.add(task := asyncio.create_task(self._work_off(*self.idle.popleft())))
+            task.add_done_callback(self.tasks.discard)
         return await future
 
-    async def _keep_busy(self, number: int, scorer: Any) -> None:
-        while True:
-            batch = [await self.waiting.get()]
+    async def _work_off(self, number: int, scorer: Any) -> None:
+        while self.waiting:
             # A share of what waits: the others come back soon and want their part.
-            batch += [self.waiting.get_nowait() for _ in range(self.waiting.qsize() // len(self.scorers))]
+            batch = [self.waiting.popleft() for _ in range(-(-len(self.waiting) // self.workers))]
             scores, error = [None] * len(batch), None
             try:
                 scores = await self._scored(scorer, [item for item, _ in batch])
@@ -101,6 +102,7 @@ class RewardQueue:
             for score, (_, future) in zip(scores, batch, strict=True):
                 if not future.done():  # its trajectory was cancelled
                     future.set_exception(error) if error else future.set_result(score)
+        self.idle.append((number, scorer))
 
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
