@@ -276,14 +276,13 @@ def require_cluster(address: str) -> None:
     """Refuse an address where nobody, or somebody else, answers: Ray itself would go on trying for minutes. Raises
     ConfigError."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
-        return
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
     refused = as_config_error(f"RAY_ADDRESS={address}: no Ray cluster answers there", mend, (OSError, OverflowError))
-    with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
-        s.sendall(HELLO)
-        if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
-            raise ConnectionError("something else does")
+    if host and "/" not in host and port.isdecimal():  # "auto" and the like are Ray's own to find
+        with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
+            s.sendall(HELLO)
+            if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
+                raise ConnectionError("something else does")
 
 
 def start_ray(cfg: Config) -> str:
@@ -469,7 +468,12 @@ def run(cfg: Config) -> int:
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         write_run_folder(prepared)
         open_files(prepared, tracker, started)
-        observe(prepared, tracker)
+        model = checkpoint.empty_models(cfg).get("actor")
+        params = model and sum(p.numel() for p in model.parameters())  # tied ones once
+        tracker.meter = Meter(cfg, model and shape_of(model.config, params))
+        tracker.val_names = prepared.data.val_names
+        links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
+        screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
         with report.at_the_end(tracker.folder, screen.say):
             run_on_ray(prepared, tracker)
             found = tracker.summary()
@@ -518,17 +522,6 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
     tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
     tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, started)
     tracker.repeat_evaluations()
-
-
-def observe(prepared: Prepared, tracker: Tracker) -> None:
-    """Count the model, and say what is about to run. After `open_files`."""
-    cfg, data = prepared.cfg, prepared.data
-    model = checkpoint.empty_models(cfg).get("actor")
-    params = model and sum(p.numel() for p in model.parameters())  # tied ones once
-    tracker.meter = Meter(cfg, model and shape_of(model.config, params))
-    tracker.val_names = data.val_names
-    links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
-    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, data, links))
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
