@@ -45,7 +45,6 @@ if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the 
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
 CANARY_TOKENS = 32
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
 
@@ -120,8 +119,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
-    rows, usual = [*data.stream.prompts, *(data.val or ())], loops.cfg.agent.loop
-    first = {prompt.agent_loop or usual: prompt for prompt in reversed(rows)}
+    first = {p.agent_loop or loops.cfg.agent.loop: p for p in reversed([*data.stream.prompts, *(data.val or ())])}
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
@@ -278,15 +276,13 @@ def require_cluster(address: str) -> None:
     """Refuse an address where nobody, or somebody else, answers: Ray itself would go on trying for minutes. Raises
     ConfigError."""
     host, _, port = address.rpartition(":")
-    if not host or "/" in host or not port.isdecimal():  # "auto" and the like are Ray's own to find
-        return
-    what = f"RAY_ADDRESS={address}: no Ray cluster answers there"
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-    refused = as_config_error(what, mend, (OSError, OverflowError))
-    with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
-        s.sendall(HELLO)
-        if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
-            raise ConnectionError("something else does")
+    refused = as_config_error(f"RAY_ADDRESS={address}: no Ray cluster answers there", mend, (OSError, OverflowError))
+    if host and "/" not in host and port.isdecimal():  # "auto" and the like are Ray's own to find
+        with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
+            s.sendall(HELLO)
+            if not os.environ.get("RAY_USE_TLS") and s.recv(4)[3:] != HELLO[-6:-5]:
+                raise ConnectionError("something else does")
 
 
 def start_ray(cfg: Config) -> str:
@@ -379,7 +375,7 @@ def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> I
         tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
 
     with contextlib.ExitStack() as undone:
-        for number in STOP_SIGNALS:
+        for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
             undone.callback(loop.remove_signal_handler, number)
         yield
@@ -472,7 +468,12 @@ def run(cfg: Config) -> int:
             screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
         write_run_folder(prepared)
         open_files(prepared, tracker, started)
-        observe(prepared, tracker)
+        model = checkpoint.empty_models(cfg).get("actor")
+        params = model and sum(p.numel() for p in model.parameters())  # tied ones once
+        tracker.meter = Meter(cfg, model and shape_of(model.config, params))
+        tracker.val_names = prepared.data.val_names
+        links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
+        screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
         with report.at_the_end(tracker.folder, screen.say):
             run_on_ray(prepared, tracker)
             found = tracker.summary()
@@ -521,17 +522,6 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
     tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
     tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, started)
     tracker.repeat_evaluations()
-
-
-def observe(prepared: Prepared, tracker: Tracker) -> None:
-    """Count the model, and say what is about to run. After `open_files`."""
-    cfg, data = prepared.cfg, prepared.data
-    model = checkpoint.empty_models(cfg).get("actor")
-    params = model and sum(p.numel() for p in model.parameters())  # tied ones once
-    tracker.meter = Meter(cfg, model and shape_of(model.config, params))
-    tracker.val_names = data.val_names
-    links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
-    tracker.screen.table(start_facts(cfg, prepared.asked_for["model"], params, data, links))
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

@@ -65,8 +65,7 @@ class Spawned:
             return self.actors[-1]
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
-        used = [role for role in (WORKERS if generates else TRAINED) if role in where]
-        self.groups = {role: self._group(role) for role in used}
+        self.groups = {role: self._group(role) for role in (WORKERS if generates else TRAINED) if role in where}
         turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
@@ -121,9 +120,8 @@ class Spawned:
         if isinstance(error, (RoleError, SyncError)) and not isinstance(error, (ProcessDied, NoReplica)):
             active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
             everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
-            limit = (
-                self.cfg.trainer.step_timeout_s
-            )  # busy is not gone; whoever waited for what is may have failed first
+            # Busy is not gone; and whoever waited for what is may have failed first.
+            limit = self.cfg.trainer.step_timeout_s
             try:
                 await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
             except (RoleError, PhaseTimeout) as e:

@@ -126,8 +126,7 @@ class Batch:
 
 def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     """The parts of `flat`, which stand in a row there, as views."""
-    ends = list(itertools.accumulate(lengths))
-    return [flat[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+    return [flat[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
 
 
 def generated(samples: list[Sample]) -> list[int]:

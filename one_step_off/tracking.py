@@ -192,8 +192,7 @@ class Tracker:
         # The last look was after the last row.
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
         found |= {name: sum(r.get(name, 0.0) for r in self.steps) for name in (*FAULTS, "samples/dropped_groups")}
-        if self.meter:
-            found["device"] = self.meter.device_name or "cpu"
+        found |= {"device": self.meter.device_name or "cpu"} if self.meter else {}
         found = _without_nan(found)
         (self.folder / "summary.json").write_text(json.dumps(found, indent=2) + "\n")
         return found

@@ -75,23 +75,24 @@ class RewardQueue:
 
     def __init__(self, scorers: list[Any], first: int = 0) -> None:
         """`first`: which to begin with, another one for each replica."""
-        self.scorers = deque(enumerate(scorers))
-        self.scorers.rotate(-first)
-        self.waiting: asyncio.Queue[tuple[RewardItem, asyncio.Future]] = asyncio.Queue()
-        self.tasks: list[asyncio.Task] = []
+        self.idle, self.workers = deque(enumerate(scorers)), len(scorers)
+        self.idle.rotate(-first)
+        self.waiting: deque[tuple[RewardItem, asyncio.Future]] = deque()
+        self.tasks: set[asyncio.Task] = set()  # asyncio itself keeps no task alive
 
     async def score(self, item: RewardItem) -> Score | RewardError:
         """What `Scorer.score_batch` says of one trajectory."""
-        self.tasks = self.tasks or [asyncio.create_task(self._keep_busy(*scorer)) for scorer in self.scorers]
         future = asyncio.get_running_loop().create_future()
-        self.waiting.put_nowait((item, future))
+        self.waiting.append((item, future))
+        if self.idle:
+            self.tasks.add(task := asyncio.create_task(self._work_off(*self.idle.popleft())))
+            task.add_done_callback(self.tasks.discard)
         return await future
 
-    async def _keep_busy(self, number: int, scorer: Any) -> None:
-        while True:
-            batch = [await self.waiting.get()]
-            share = self.waiting.qsize() // len(self.scorers)  # the others come back soon and want their part
-            batch += [self.waiting.get_nowait() for _ in range(share)]
+    async def _work_off(self, number: int, scorer: Any) -> None:
+        while self.waiting:
+            # A share of what waits: the others come back soon and want their part.
+            batch = [self.waiting.popleft() for _ in range(-(-len(self.waiting) // self.workers))]
             scores, error = [None] * len(batch), None
             try:
                 scores = await self._scored(scorer, [item for item, _ in batch])
@@ -101,6 +102,7 @@ class RewardQueue:
             for score, (_, future) in zip(scores, batch, strict=True):
                 if not future.done():  # its trajectory was cancelled
                     future.set_exception(error) if error else future.set_result(score)
+        self.idle.append((number, scorer))
 
     async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
@@ -142,9 +144,8 @@ class Place:
         """Note whether the engine is asked for something. A place is kept meanwhile."""
         self.room.away += nothing - self.away
         self.away = nothing
-        if nothing:
-            self.room.left.set()
-            self.room.left.clear()  # whoever waits by now has been woken
+        self.room.left.set()
+        self.room.left.clear()  # whoever waits by now has been woken, and looks again
 
     async def take(self) -> None:
         """Wait for it, unless it is held; a loop may ask for several turns at once."""
@@ -399,9 +400,8 @@ class RolloutReplica(UsageProbe):
         params.skip_clone = True  # it is this request's alone
         # As if rendered already: else each prompt would travel through a thread that has nothing to tokenise.
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
-        answers = self.engine.generate(prompt, params, str(self.requests))
         try:
-            return [out async for out in answers][-1]
+            return [out async for out in self.engine.generate(prompt, params, str(self.requests))][-1]
         finally:
             self.done += 1
 
@@ -424,9 +424,7 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
     # Log-probs after temperature: those of the distribution that was sampled from.
-    args["logprobs_mode"] = "processed_logprobs"
-    args["max_num_seqs"] = 256
-    args["weight_transfer_config"] = {"backend": "one_step_off"}
+    args |= dict(logprobs_mode="processed_logprobs", weight_transfer_config={"backend": "one_step_off"}, max_num_seqs=256)
     args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
         args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
