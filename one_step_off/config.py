@@ -7,7 +7,7 @@ before any engine or GPU is taken. Loading, overrides and validation live in `co
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from typing import Any, Optional
 
 
@@ -25,9 +25,16 @@ def paths(default: str, help: str) -> Any:
     return key(default, help, path=True)
 
 
-def shared(help: str, **bounds: Any) -> Any:
-    """A key of a role that, left open, is as the actor has it."""
-    return key(None, f"{help}; null: as the actor", **bounds)
+def shared(default: Any, help: str, **bounds: Any) -> Any:
+    """A key that other roles have as the actor has it, unless they set it; see `following`."""
+    return field(default=default, metadata=key(default, help, **bounds).metadata | {"shared": True})
+
+
+def following(base: type) -> Any:
+    """The keys of `base`, of which the shared ones are null unless set: as the actor has them."""
+    told = {f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)}
+    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if "shared" in f.metadata]
+    return make_dataclass(f"Following{base.__name__}", keys, bases=(base,))
 
 
 @dataclass
@@ -99,16 +106,16 @@ class RolloutConfig:
 
 @dataclass
 class BackendConfig:
-    """What the training back end needs to know of any role. null: as the actor has it."""
+    """What the training back end needs to know of any role."""
 
-    backend: Optional[str] = shared("training back end", choices="fsdp megatron")
-    micro_batch_tokens: Optional[int] = shared("tokens per forward pass and rank", low=1)
-    tensor_parallel_size: Optional[int] = shared("megatron: ranks that share each layer", low=1)
-    pipeline_parallel_size: Optional[int] = shared("megatron: stages of layers", low=1)
+    backend: str = shared("fsdp", "training back end", choices="fsdp megatron")
+    micro_batch_tokens: int = shared(16384, "tokens per forward pass and rank, padding included", low=1)
+    tensor_parallel_size: int = shared(1, "megatron: ranks that share each layer", low=1)
+    pipeline_parallel_size: int = shared(1, "megatron: stages of layers", low=1)
     virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
-    context_parallel_size: Optional[int] = shared("megatron: ranks that share each sequence", low=1)
-    expert_parallel_size: Optional[int] = shared("megatron: ranks that share the experts", low=1)
-    sequence_parallel: Optional[bool] = shared("megatron: split norms over the tensor-parallel ranks too")
+    context_parallel_size: int = shared(1, "megatron: ranks that share each sequence", low=1)
+    expert_parallel_size: int = shared(1, "megatron: ranks that share the experts", low=1)
+    sequence_parallel: bool = shared(False, "megatron: split norms over the tensor-parallel ranks too")
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
     torch_compile: bool = key(False, "fsdp: compile each decoder layer by torch.compile; the first steps take long")
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
@@ -127,8 +134,8 @@ class TrainedConfig(BackendConfig):
     lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
-    ppo_mini_batch_size: Optional[int] = shared("prompts per optimiser step", low=1)
-    ppo_epochs: Optional[int] = shared("passes over each batch", low=1)
+    ppo_mini_batch_size: int = shared(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
+    ppo_epochs: int = shared(1, "passes over each batch", low=1)
     optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
 
@@ -137,20 +144,11 @@ class TrainedConfig(BackendConfig):
 class ActorConfig(TrainedConfig):
     """Training of the policy."""
 
-    backend: str = key("fsdp", "training back end", choices="fsdp megatron")
-    tensor_parallel_size: int = key(1, "megatron: ranks that share each layer", low=1)
-    pipeline_parallel_size: int = key(1, "megatron: stages of layers", low=1)
-    context_parallel_size: int = key(1, "megatron: ranks that share each sequence", low=1)
-    expert_parallel_size: int = key(1, "megatron: ranks that share the experts", low=1)
-    sequence_parallel: bool = key(False, "megatron: split norms over the tensor-parallel ranks too")
-    micro_batch_tokens: int = key(16384, "tokens per forward pass and rank, padding included", low=1)
-    ppo_mini_batch_size: int = key(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
-    ppo_epochs: int = key(1, "passes over each batch", low=1)
     log_prob_chunk: int = key(2048, "tokens whose logits exist at once", low=1)
 
 
 @dataclass
-class CriticConfig(TrainedConfig):
+class CriticConfig(following(TrainedConfig)):
     """The critic: the model with a scalar head in place of the language model head."""
 
     path: str = paths("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
@@ -159,14 +157,14 @@ class CriticConfig(TrainedConfig):
 
 
 @dataclass
-class RefConfig(BackendConfig):
+class RefConfig(following(BackendConfig)):
     """The frozen reference policy."""
 
     path: str = paths("", "HF model directory or hub id; empty: model.path")
 
 
 @dataclass
-class RewardModelConfig(BackendConfig):
+class RewardModelConfig(following(BackendConfig)):
     """A reward model: a sequence classifier with one output in a pool of its own, or a server."""
 
     path: str = paths("", "HF sequence-classification model (role reward_model)")

@@ -177,9 +177,8 @@ def _layouts(cfg: Config, device: str) -> Iterator[Check]:
             for name, size in sizes.items():
                 yield size > 1, f"{role}.{name}={size}", f"is Megatron's; set {megatron}, or the size to 1"
             continue
-        why = "the package megatron-core is missing; run MEGATRON=1 shell/setup.sh"
-        yield not _installed("megatron.core"), megatron, why
-        why = "the package transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+        yield not _installed("megatron.core"), megatron, "megatron-core is missing; run MEGATRON=1 shell/setup.sh"
+        why = "transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
         yield device == "cuda" and not _installed("transformer_engine"), megatron, why
         whole = math.prod(sizes.values()) // ep
         of = ", ".join(f"{role}.{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e")
@@ -289,13 +288,11 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
     yield a.clip_ratio_c and single, "algorithm.clip_ratio_c", f"{a.policy_loss} has no dual clip; set it to null"
     why = "nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
     yield a.kl_in_reward and a.kl_coef == 0, "algorithm.kl_in_reward", why
-    why = "adapts the KL in the reward only; set algorithm.kl_in_reward=true"
-    yield a.kl_target and not a.kl_in_reward, "algorithm.kl_target", why
+    yield a.kl_target and not a.kl_in_reward, "algorithm.kl_target", "needs kl_in_reward=true; set it, or this to null"
     samples = cfg.data.train_batch_size * n
     why = f"shorter than one step of {samples} samples; use ten times as many"
     yield a.kl_target and a.kl_horizon < samples, "algorithm.kl_horizon", why
-    why = "one sample alone scores like itself; raise rollout.n"
-    yield a.max_gen_batches > 1 and n == 1, "algorithm.max_gen_batches", why
+    yield a.max_gen_batches > 1 and n == 1, "algorithm.max_gen_batches", "compares samples of a prompt; raise rollout.n"
     yield buffer > longest, "reward.overlong_buffer", f"longer than data.max_response_length={longest}; lower it"
 
 

@@ -30,9 +30,9 @@ class BadRow(Exception):
 
 @dataclass(frozen=True)
 class Row(Prompt):
-    """One usable row, a prompt that is not yet tokenised. The row in its `id` is its place in the data as it was written,
-    bad rows included and all files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is the `chat`,
-    or the one question of the gsm8k format with `data.instruction`."""
+    """One usable row, a prompt that is not yet tokenised. The row in its `id` is its place in the data as it was
+    written, bad rows included and all files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is
+    the `chat`, or the one question of the gsm8k format with `data.instruction`."""
 
     where: str = ""
     chat: bool = False
@@ -69,9 +69,6 @@ class Report:
 ToolsOf = Callable[[str], list[dict[str, Any]] | None]
 """The JSON schemas of the tools of an agent loop ("": of `agent.loop`), for the chat template; None: it has none."""
 
-RawRow = tuple[str, Any]
-"""Where it stands, and its columns, or whatever else stands there: a BadRow where it cannot be read."""
-
 
 def _read_file(path: str) -> Iterator[tuple[int, Any]]:
     """Numbered rows of a .parquet or .jsonl file, or of a .json file that holds a list or JSON lines. JSON is not read
@@ -95,8 +92,9 @@ def _read_file(path: str) -> Iterator[tuple[int, Any]]:
                 yield number, BadRow(f"not valid JSON: {e}")
 
 
-def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[RawRow]:
-    """All rows of one file, generator or hub set. Raises ConfigError if it cannot be read or has none."""
+def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[tuple[str, Any]]:
+    """All rows of one file, generator or hub set: where each stands, and its columns, or whatever else stands there (a
+    BadRow where it cannot be read). Raises ConfigError if it cannot be read or has none."""
     name, _, part = source.partition(":")
     where = f"{source}[{split}]"
     try:

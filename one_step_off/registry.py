@@ -18,9 +18,7 @@ def load(key: str, spec: str) -> Any:
         # `python -m` finds modules beside the user's config, and so must a worker process.
         sys.path.append(os.getcwd())
     mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
-    with as_config_error(
-        f"{key}={spec!r}: cannot be imported", mend, (Exception, SystemExit)
-    ):  # what the module raises
+    with as_config_error(f"{key}={spec!r}: cannot be imported", mend, (Exception, SystemExit)):  # the module's too
         return pkgutil.resolve_name(spec)
 
 

@@ -38,12 +38,6 @@ CHAT_TEMPLATE = (
     "{% else %}{{ message['content'] }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Answer:{% endif %}"
 )
 
-# The qwen3 has two key-value heads, for tensor parallelism to divide.
-HEADS = {
-    "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64},
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32},
-}
-
 # How often demonstrations end how. All say the sum right; only the first earns the reward. Stopping after the sum
 # has more than half, so that greedy decoding, which decides token by token, starts without reward.
 ENDINGS = {"\n#### {n}": 0.3, "": 0.55, "\n{n}": 0.05, "\n# {n}": 0.05, "\nAnswer: {n}": 0.05}
@@ -132,7 +126,10 @@ def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
 def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
     shape = {"vocab_size": RECIPE["vocab_size"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    shape |= {"max_position_embeddings": 2048} | HEADS.get(kind, HEADS["qwen2"])
+    shape["max_position_embeddings"] = 2048
+    # The qwen3 has two key-value heads, for tensor parallelism to divide.
+    heads, of_them, width = (4, 2, 32) if kind == "qwen3" else (2, 1, 64)
+    shape |= {"num_attention_heads": heads, "num_key_value_heads": of_them, "head_dim": width}
     tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     others = {"tie_word_embeddings": True, "initializer_range": RECIPE["initializer_range"]}
     config = AutoConfig.for_model("qwen2" if kind == "tools" else kind, **shape | tokens | others | overrides)
