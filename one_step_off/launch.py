@@ -113,7 +113,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
     if resume_from := checkpoint.find(cfg, say):
         prepared.go_on_from(resume_from)
-        prepared.incarnation = prepared.state["incarnation"] + 1
+        prepared.incarnation = prepared.state.get("incarnation", 0) + 1
     return prepared
 
 
