@@ -79,7 +79,7 @@ POINTS = [
     Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
     Point("checkpoint", "trainer", f"{FSDP}:TrainedWorker._write_state", only=_role("actor")),
     Point("checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")),
-    Point("starting", "trainer", f"{FSDP}:TrainedWorker.setup", only=_role("actor")),
+    Point("starting", "trainer", f"{FSDP}:PolicyWorker.setup", only=_role("actor")),
     Point("resuming", "trainer", f"{FSDP}:TrainedWorker.load_state", only=_role("actor")),
     # A rank of the critic.
     Point("forward", "critic", f"{FSDP}:ModelWorker._forward", only=_role("critic")),
