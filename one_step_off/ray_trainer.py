@@ -9,7 +9,7 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -121,6 +121,7 @@ class Pipeline:
         self.evaluation: asyncio.Task | None = None
         self.writing: list[asyncio.Task] = []  # a checkpoint, or none
         self.rollouts_ended = 0.0
+        self.drawn: dict[str, float] = {}  # what, to when in the timeline
         self.last_generate_s = 0.0
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
@@ -271,34 +272,27 @@ class Pipeline:
         """Bring what is under way up to `rollout.oversample` batches for `step`, beside one that is still waited for; but
         not beyond what the run will train on."""
         waiting, b = step - self.collected, self.pool.size
-        most = min(
-            math.ceil((waiting + self.cfg.rollout.oversample) * b), (self.stream.total_steps - self.collected) * b
-        )
-        more = most - len(self.pool.flights)
+        wanted = math.ceil((waiting + self.cfg.rollout.oversample) * b)
+        more = min(wanted, (self.stream.total_steps - self.collected) * b) - len(self.pool.flights)
         again, self.carried = self.carried[:more], self.carried[more:]
         prompts = again + self.stream.next_batch(more - len(again))
-        self.pool.begin(prompts, self.synced, step, now())
+        self.pool.begin(prompts, self.synced, step)
 
         def land(samples: list[Sample]) -> None:
-            self.pool.land(samples, now())
+            self.pool.land(samples)
+            self.rollouts_ended = now()
             self.landed.set()
 
         if prompts:
-            rollout = self.roles.rollout
-            self.background.create_task(
-                self._unless_lost(rollout.generate(prompts, f"step {step}", rollout.train, land))
-            )
+            self.background.create_task(self._unless_lost(self._generate(step, prompts, land)))
 
     async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
-        """The first groups that are complete, and how long they took: since the last batch was, or since they were begun."""
+        """The first groups that are complete; their seconds are those of the step, see `_loop`."""
         while not (self.lost or self.pool.choose(step)):
             self.landed.clear()
             await self.landed.wait()
-        if self.lost:  # what is complete stays in the pool, for the checkpoint
-            return [], 0.0
-        samples, seconds = self.pool.take(step)
-        self._rollouts_end("generate", step, seconds, self.pool.ended)
-        return samples, seconds
+        # Where no replica is left, what is complete stays in the pool, for the checkpoint.
+        return [] if self.lost else self.pool.take(step), 0.0
 
     async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
@@ -309,9 +303,9 @@ class Pipeline:
             self.landed.set()
         return [], 0.0
 
-    async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
+    async def _generate(self, step: int, prompts: list[Prompt], *land: Callable) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train)
+        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
@@ -327,11 +321,12 @@ class Pipeline:
         self._rollouts_end("generate", step, seconds)
         return samples, seconds
 
-    def _rollouts_end(self, what: str, step: int, seconds: float, ended: float | None = None) -> None:
-        """They took so long; the wait for their turn before that is not theirs."""
-        ended = ended or now()
-        self.rollouts_ended = max(ended, self.rollouts_ended)
-        self.tracker.span("rollout", what, step, ended - seconds, ended)
+    def _rollouts_end(self, what: str, step: int, seconds: float) -> None:
+        """They took so long; the wait for their turn before that is not theirs. Of several at once each is drawn from where
+        the one before ended."""
+        begin = max(now() - seconds, self.drawn.get(what, 0.0))
+        self.rollouts_ended = self.drawn[what] = now()
+        self.tracker.span("rollout", what, step, begin, self.rollouts_ended)
 
     async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
