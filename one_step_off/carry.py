@@ -36,6 +36,7 @@ class Pool:
         self.size, self.max_carry = size, max_carry
         self.flights: dict[PromptId, Flight] = {}
         self.there: list[Flight] = []  # those that are complete, as they came
+        self.tokens = self.samples = 0  # of all batches up to now
 
     @property
     def missing(self) -> int:
@@ -79,22 +80,17 @@ class Pool:
                 s.extra["carried"] = step - flight.step
         return [s for f in taken for s in f.samples]
 
-
-class Figures:
-    """What carrying does to the batches, for the metrics."""
-
-    def __init__(self) -> None:
-        self.tokens = self.samples = 0  # of all batches up to now
-
-    def of(self, samples: list[Sample], step: int) -> dict[str, float]:
-        """`carry/groups` of this step were begun for an earlier one; `carry/interrupted` is the share of samples that several
+    def figures(self, samples: list[Sample], step: int) -> dict[str, float]:
+        """What carrying does to the batches, for the metrics. `carry/groups` of this step were begun for an earlier one, and
+        `carry/under_way` prompts are still being generated; `carry/interrupted` is the share of samples that several
         versions made; `carry/old_tokens` the share of tokens older than one version. `carry/length_bias`: the mean length
         of what was not carried over that of all samples since the start; below 1, short answers are trained on first."""
         lengths = np.array([len(s.response_ids) for s in samples])
         fresh = np.array(["carried" not in s.extra for s in samples])
         self.tokens, self.samples = self.tokens + int(lengths.sum()), self.samples + len(samples)
         made = [s.versions[s.versions >= 0] for s in samples]
-        found = {"carry/groups": len({s.prompt_id for s in samples if "carried" in s.extra})}
+        found = {"carry/under_way": self.missing}
+        found["carry/groups"] = len({s.prompt_id for s in samples if "carried" in s.extra})
         found["carry/interrupted"] = np.mean([v.size > 0 and v[0] != v[-1] for v in made])
         found["carry/old_tokens"] = np.mean(np.concatenate([*made, np.zeros(0)]) < step - 1)
         if fresh.any():

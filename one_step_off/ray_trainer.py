@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off import advantages
-from one_step_off.carry import Figures, Pool
+from one_step_off.carry import Pool
 from one_step_off.checkpoint import Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
@@ -79,30 +79,29 @@ def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
     return np.array([s.reward for s in samples]) + penalties
 
 
+@dataclass(eq=False)
 class Pipeline:
-    """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it."""
+    """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it. `incarnation`: which
+    life of the trainer this is; after one died, version numbers begin again."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        roles: Roles,
-        stream: Any,
-        val: list[Prompt] | None,
-        tracker: Tracker,
-        checkpointer: Checkpointer | None = None,
-        resumed: Resumed | None = None,
-        incarnation: int = 0,
-    ) -> None:
-        """`incarnation`: which life of the trainer this is; after one died, version numbers begin again."""
-        self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
-        self.checkpointer, self.resumed = checkpointer, resumed
+    cfg: Config
+    roles: Roles
+    stream: Any
+    val: list[Prompt] | None
+    tracker: Tracker
+    checkpointer: Checkpointer | None = None
+    resumed: Resumed | None = None
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        cfg, roles, resumed = self.cfg, self.roles, self.resumed
         self.ahead = cfg.pipeline.staleness
         # Where another role shares the replicas' pool, they take turns, and nothing runs beside the sync.
         pools = list(cfg.placement.roles.values())
         self.overlap = self.ahead and cfg.weight_sync.overlap and pools.count(cfg.placement.roles["rollout"]) == 1
         # Prompts of several steps under way at once, see carry.py; None: each step waits for its own.
         self.pool = Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry) if cfg.pipeline.partial_rollout else None
-        self.figures, self.carried, self.landed = Figures(), resumed.carried if resumed else [], asyncio.Event()
+        self.landed, self.carried = asyncio.Event(), resumed.carried if resumed else []
         self.coming: asyncio.Future | None = None  # the samples of the next step, where each step waits for its own
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
@@ -112,7 +111,6 @@ class Pipeline:
         self.kl = KLController(a.kl_coef, a.kl_target, a.kl_horizon)
         if a.kl_target is not None and resumed and resumed.kl_coef is not None:
             self.kl.value = resumed.kl_coef
-        self.incarnation = incarnation
         self.synced = -1
         self.trained = self.collected = self.start  # the trainer's version; the step whose samples come next
         self.lost: NoReplica | None = None  # nothing can be generated any more
@@ -125,7 +123,7 @@ class Pipeline:
         self.last_generate_s = 0.0
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
-                role.on_span = tracker.span
+                role.on_span = self.tracker.span
         self.empty = 0  # batches in a row of which all groups were dropped
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
@@ -196,7 +194,9 @@ class Pipeline:
             self.lost = e
             await self.roles.sync.release(step)
             return {}
-        self._evaluate_if_due(step)
+        freq = self.cfg.trainer.test_freq
+        if step and freq > 0 and step % freq == 0:
+            self._start_evaluation(step)
         if step + self.ahead < total:
             self._launch(step + self.ahead)
         return metrics
@@ -345,7 +345,7 @@ class Pipeline:
         if self.pool:
             older = min(step - self.oldest, self.ahead + self.pool.max_carry)
             batch = Batch(step, samples, expected=(made_by, step), older=older)
-            found |= self.figures.of(samples, step) | {"carry/under_way": float(self.pool.missing)}
+            found |= self.pool.figures(samples, step)
         assert_versions(batch)
         return batch, found
 
@@ -460,11 +460,6 @@ class Pipeline:
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
         batch.advantages, batch.returns = found
         return metrics
-
-    def _evaluate_if_due(self, version: int) -> None:
-        freq = self.cfg.trainer.test_freq
-        if version and freq > 0 and version % freq == 0:
-            self._start_evaluation(version)
 
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for it."""

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.carry import Figures, Pool
+from one_step_off.carry import Pool
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
@@ -87,13 +87,14 @@ def test_the_first_complete_groups_win_unless_one_is_due():
 
 
 def test_figures_tell_who_was_carried_and_that_short_ones_came_first():
-    figures = Figures()
-    first = figures.of([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
+    pool = Pool(2, 1)
+    first = pool.figures([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
+    assert first.pop("carry/under_way") == 0
     assert first == {"carry/groups": 0, "carry/interrupted": 0, "carry/old_tokens": 0, "carry/length_bias": 1.0}
     late = [sample(prompt(2), i, [0, 1], 20) for i in range(2)]
     for s in late:
         s.extra["carried"] = 1
-    found = figures.of([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
+    found = pool.figures([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
     assert found["carry/groups"] == 1 and found["carry/interrupted"] == 0.5
     assert found["carry/old_tokens"] == pytest.approx(20 / 52)
     assert found["carry/length_bias"] == pytest.approx(6.0 / 10.0)  # 4 and 8; 60 tokens in 6 samples
