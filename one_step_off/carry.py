@@ -18,14 +18,12 @@ from one_step_off.samples import Prompt, PromptId, Sample
 
 @dataclass(eq=False)
 class Flight:
-    """A prompt under way: the step in which it is `due` and the one for which it was begun; when it was `begun` and had
-    `landed` (seconds of one clock); its samples, once all are there."""
+    """A prompt under way: the step in which it is `due` and the one for which it was begun; its samples, once all are
+    there."""
 
     prompt: Prompt
     due: int
     step: int
-    begun: float
-    landed: float = 0.0
     samples: list[Sample] | None = None
 
 
@@ -38,22 +36,21 @@ class Pool:
         self.size, self.max_carry = size, max_carry
         self.flights: dict[PromptId, Flight] = {}
         self.there: list[Flight] = []  # those that are complete, as they came
-        self.ended = 0.0  # when the last batch was complete
+        self.tokens = self.samples = 0  # of all batches up to now
 
     @property
     def missing(self) -> int:
         """Prompts that are still being generated."""
         return len(self.flights) - len(self.there)
 
-    def begin(self, prompts: list[Prompt], version: int, step: int, now: float) -> None:
-        """These are generated from `now` on, for `step`, by the weights `version` and newer ones."""
-        due = version + 1 + self.max_carry
-        self.flights |= {p.id: Flight(p, due, step, now) for p in prompts}
+    def begin(self, prompts: list[Prompt], version: int, step: int) -> None:
+        """These are generated from now on, for `step`, by the weights `version` and newer ones."""
+        self.flights |= {p.id: Flight(p, version + 1 + self.max_carry, step) for p in prompts}
 
-    def land(self, samples: list[Sample], now: float) -> None:
+    def land(self, samples: list[Sample]) -> None:
         """All samples of one prompt are there."""
         flight = self.flights[samples[0].prompt_id]
-        flight.samples, flight.landed = samples, now
+        flight.samples = samples
         self.there.append(flight)
 
     def choose(self, step: int) -> list[Flight]:
@@ -72,36 +69,28 @@ class Pool:
         chosen.update([f for f in there if f not in chosen][: self.size - len(chosen)])
         return [f for f in flights if f in chosen]
 
-    def take(self, step: int) -> tuple[list[Sample], float]:
-        """The samples of what `choose` says, which is under way no longer, and the seconds that they took: since the batch
-        before was complete, or since the first of them that belong to `step` were begun. Those that were begun for an
-        earlier step have `extra["carried"]`: how many steps later they are."""
+    def take(self, step: int) -> list[Sample]:
+        """The samples of what `choose` says, which is under way no longer. Those that were begun for an earlier step have
+        `extra["carried"]`: how many steps later they are."""
         taken = self.choose(step)
         for flight in taken:
             del self.flights[flight.prompt.id]
             self.there.remove(flight)
             for s in flight.samples if flight.step < step else ():
                 s.extra["carried"] = step - flight.step
-        begin = max(self.ended, min((f.begun for f in taken if f.step == step), default=0.0))
-        self.ended = max(f.landed for f in taken)
-        return [s for f in taken for s in f.samples], max(0.0, self.ended - begin)
+        return [s for f in taken for s in f.samples]
 
-
-class Figures:
-    """What carrying does to the batches, for the metrics."""
-
-    def __init__(self) -> None:
-        self.tokens = self.samples = 0  # of all batches up to now
-
-    def of(self, samples: list[Sample], step: int) -> dict[str, float]:
-        """`carry/groups` of this step were begun for an earlier one; `carry/interrupted` is the share of samples that several
+    def figures(self, samples: list[Sample], step: int) -> dict[str, float]:
+        """What carrying does to the batches, for the metrics. `carry/groups` of this step were begun for an earlier one, and
+        `carry/under_way` prompts are still being generated; `carry/interrupted` is the share of samples that several
         versions made; `carry/old_tokens` the share of tokens older than one version. `carry/length_bias`: the mean length
         of what was not carried over that of all samples since the start; below 1, short answers are trained on first."""
         lengths = np.array([len(s.response_ids) for s in samples])
         fresh = np.array(["carried" not in s.extra for s in samples])
         self.tokens, self.samples = self.tokens + int(lengths.sum()), self.samples + len(samples)
         made = [s.versions[s.versions >= 0] for s in samples]
-        found = {"carry/groups": len({s.prompt_id for s in samples if "carried" in s.extra})}
+        found = {"carry/under_way": self.missing}
+        found["carry/groups"] = len({s.prompt_id for s in samples if "carried" in s.extra})
         found["carry/interrupted"] = np.mean([v.size > 0 and v[0] != v[-1] for v in made])
         found["carry/old_tokens"] = np.mean(np.concatenate([*made, np.zeros(0)]) < step - 1)
         if fresh.any():

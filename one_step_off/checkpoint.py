@@ -41,15 +41,9 @@ ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mas
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
-FIXED_KEYS = (
-    "pipeline.staleness",
-    "pipeline.partial_rollout",
-    "pipeline.max_carry",
-    "rollout.n",
-    "data.train_batch_size",
-    "trainer.seed",
-)
-FIXED_KEYS += "model.dtype", "agent.loop", "model.lora_rank", "model.lora_alpha", "model.lora_target_modules"
+FIXED_KEYS = "pipeline.staleness", "pipeline.partial_rollout", "pipeline.max_carry", "rollout.n", "trainer.seed"
+FIXED_KEYS += "data.train_batch_size", "agent.loop", "model.dtype"
+FIXED_KEYS += "model.lora_rank", "model.lora_alpha", "model.lora_target_modules"
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:

@@ -185,10 +185,8 @@ def _put(batch: Batch) -> Any:
 
     now, (before, stored) = [batch.samples, *(getattr(batch, name) for name in COLUMNS)], batch.stored
     if not all(map(operator.is_, now, before)):
-        samples, columns = (
-            Samples(batch.samples),
-            {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)},
-        )
+        columns = {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)}
+        samples = Samples(batch.samples)
         samples.leave = "response", "extra"
         stored = ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns))
         batch.stored = now, stored

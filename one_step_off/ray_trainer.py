@@ -9,14 +9,14 @@ The loop is `Pipeline._loop`; everything else in this file prepares a step or wr
 
 import asyncio
 import math
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from one_step_off import advantages
-from one_step_off.carry import Figures, Pool
+from one_step_off.carry import Pool
 from one_step_off.checkpoint import Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
@@ -79,30 +79,29 @@ def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
     return np.array([s.reward for s in samples]) + penalties
 
 
+@dataclass(eq=False)
 class Pipeline:
-    """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it."""
+    """Runs the steps. `pipeline.staleness` 1 generates one step ahead of training, 0 in turns with it. `incarnation`: which
+    life of the trainer this is; after one died, version numbers begin again."""
 
-    def __init__(
-        self,
-        cfg: Config,
-        roles: Roles,
-        stream: Any,
-        val: list[Prompt] | None,
-        tracker: Tracker,
-        checkpointer: Checkpointer | None = None,
-        resumed: Resumed | None = None,
-        incarnation: int = 0,
-    ) -> None:
-        """`incarnation`: which life of the trainer this is; after one died, version numbers begin again."""
-        self.cfg, self.roles, self.stream, self.val, self.tracker = cfg, roles, stream, val, tracker
-        self.checkpointer, self.resumed = checkpointer, resumed
+    cfg: Config
+    roles: Roles
+    stream: Any
+    val: list[Prompt] | None
+    tracker: Tracker
+    checkpointer: Checkpointer | None = None
+    resumed: Resumed | None = None
+    incarnation: int = 0
+
+    def __post_init__(self) -> None:
+        cfg, roles, resumed = self.cfg, self.roles, self.resumed
         self.ahead = cfg.pipeline.staleness
         # Where another role shares the replicas' pool, they take turns, and nothing runs beside the sync.
         pools = list(cfg.placement.roles.values())
         self.overlap = self.ahead and cfg.weight_sync.overlap and pools.count(cfg.placement.roles["rollout"]) == 1
         # Prompts of several steps under way at once, see carry.py; None: each step waits for its own.
         self.pool = Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry) if cfg.pipeline.partial_rollout else None
-        self.figures, self.carried, self.landed = Figures(), resumed.carried if resumed else [], asyncio.Event()
+        self.landed, self.carried = asyncio.Event(), resumed.carried if resumed else []
         self.coming: asyncio.Future | None = None  # the samples of the next step, where each step waits for its own
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
@@ -112,7 +111,6 @@ class Pipeline:
         self.kl = KLController(a.kl_coef, a.kl_target, a.kl_horizon)
         if a.kl_target is not None and resumed and resumed.kl_coef is not None:
             self.kl.value = resumed.kl_coef
-        self.incarnation = incarnation
         self.synced = -1
         self.trained = self.collected = self.start  # the trainer's version; the step whose samples come next
         self.lost: NoReplica | None = None  # nothing can be generated any more
@@ -121,10 +119,11 @@ class Pipeline:
         self.evaluation: asyncio.Task | None = None
         self.writing: list[asyncio.Task] = []  # a checkpoint, or none
         self.rollouts_ended = 0.0
+        self.drawn: dict[str, float] = {}  # what, to when in the timeline
         self.last_generate_s = 0.0
         for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
             if role is not None:
-                role.on_span = tracker.span
+                role.on_span = self.tracker.span
         self.empty = 0  # batches in a row of which all groups were dropped
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
@@ -195,7 +194,9 @@ class Pipeline:
             self.lost = e
             await self.roles.sync.release(step)
             return {}
-        self._evaluate_if_due(step)
+        freq = self.cfg.trainer.test_freq
+        if step and freq > 0 and step % freq == 0:
+            self._start_evaluation(step)
         if step + self.ahead < total:
             self._launch(step + self.ahead)
         return metrics
@@ -271,34 +272,27 @@ class Pipeline:
         """Bring what is under way up to `rollout.oversample` batches for `step`, beside one that is still waited for; but
         not beyond what the run will train on."""
         waiting, b = step - self.collected, self.pool.size
-        most = min(
-            math.ceil((waiting + self.cfg.rollout.oversample) * b), (self.stream.total_steps - self.collected) * b
-        )
-        more = most - len(self.pool.flights)
+        wanted = math.ceil((waiting + self.cfg.rollout.oversample) * b)
+        more = min(wanted, (self.stream.total_steps - self.collected) * b) - len(self.pool.flights)
         again, self.carried = self.carried[:more], self.carried[more:]
         prompts = again + self.stream.next_batch(more - len(again))
-        self.pool.begin(prompts, self.synced, step, now())
+        self.pool.begin(prompts, self.synced, step)
 
         def land(samples: list[Sample]) -> None:
-            self.pool.land(samples, now())
+            self.pool.land(samples)
+            self.rollouts_ended = now()
             self.landed.set()
 
         if prompts:
-            rollout = self.roles.rollout
-            self.background.create_task(
-                self._unless_lost(rollout.generate(prompts, f"step {step}", rollout.train, land))
-            )
+            self.background.create_task(self._unless_lost(self._generate(step, prompts, land)))
 
     async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
-        """The first groups that are complete, and how long they took: since the last batch was, or since they were begun."""
+        """The first groups that are complete; their seconds are those of the step, see `_loop`."""
         while not (self.lost or self.pool.choose(step)):
             self.landed.clear()
             await self.landed.wait()
-        if self.lost:  # what is complete stays in the pool, for the checkpoint
-            return [], 0.0
-        samples, seconds = self.pool.take(step)
-        self._rollouts_end("generate", step, seconds, self.pool.ended)
-        return samples, seconds
+        # Where no replica is left, what is complete stays in the pool, for the checkpoint.
+        return [] if self.lost else self.pool.take(step), 0.0
 
     async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
@@ -309,9 +303,9 @@ class Pipeline:
             self.landed.set()
         return [], 0.0
 
-    async def _generate(self, step: int, prompts: list[Prompt]) -> tuple[list[Sample], float]:
+    async def _generate(self, step: int, prompts: list[Prompt], *land: Callable) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train)
+        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
@@ -327,11 +321,12 @@ class Pipeline:
         self._rollouts_end("generate", step, seconds)
         return samples, seconds
 
-    def _rollouts_end(self, what: str, step: int, seconds: float, ended: float | None = None) -> None:
-        """They took so long; the wait for their turn before that is not theirs."""
-        ended = ended or now()
-        self.rollouts_ended = max(ended, self.rollouts_ended)
-        self.tracker.span("rollout", what, step, ended - seconds, ended)
+    def _rollouts_end(self, what: str, step: int, seconds: float) -> None:
+        """They took so long; the wait for their turn before that is not theirs. Of several at once each is drawn from where
+        the one before ended."""
+        begin = max(now() - seconds, self.drawn.get(what, 0.0))
+        self.rollouts_ended = self.drawn[what] = now()
+        self.tracker.span("rollout", what, step, begin, self.rollouts_ended)
 
     async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
@@ -350,7 +345,7 @@ class Pipeline:
         if self.pool:
             older = min(step - self.oldest, self.ahead + self.pool.max_carry)
             batch = Batch(step, samples, expected=(made_by, step), older=older)
-            found |= self.figures.of(samples, step) | {"carry/under_way": float(self.pool.missing)}
+            found |= self.pool.figures(samples, step)
         assert_versions(batch)
         return batch, found
 
@@ -465,11 +460,6 @@ class Pipeline:
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
         batch.advantages, batch.returns = found
         return metrics
-
-    def _evaluate_if_due(self, version: int) -> None:
-        freq = self.cfg.trainer.test_freq
-        if version and freq > 0 and version % freq == 0:
-            self._start_evaluation(version)
 
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for it."""

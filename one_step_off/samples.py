@@ -181,20 +181,19 @@ def assert_versions(batch: Batch) -> None:
     `batch.older` some of the versions before. Raises StalenessError: names the step, the sample, the token and the stamps."""
     (incarnation, version), samples = batch.expected, batch.samples
     oldest = version - batch.older
-    whole = (len(s.versions) == len(s.loss_mask) == len(s.response_ids) for s in samples)
+
+    def first_wrong(some: list[Sample]) -> int | None:
+        """Which of their tokens, all in a row; 0 where these are not whole, or of another incarnation."""
+        whole = (len(s.versions) == len(s.loss_mask) == len(s.response_ids) for s in some)
+        if not all(whole) or any(s.incarnation != incarnation for s in some):
+            return 0
+        made, trained = (np.concatenate([getattr(s, name) for s in some]) for name in ("versions", "loss_mask"))
+        wrong = np.flatnonzero(((made < oldest) | (made > version)) & ((made != OTHERS) | trained))
+        return int(wrong[0]) if len(wrong) else None
+
     # All at once, for calls on thousands of small arrays are slow; one by one where it is to be told what is wrong.
-    if samples and all(whole) and all(s.incarnation == incarnation for s in samples):
-        made = np.concatenate([s.versions for s in samples])
-        if OTHERS in made:
-            made = made[(made != OTHERS) | np.concatenate([s.loss_mask for s in samples])]
-        if not made.size or (oldest <= made.min() and made.max() <= version):
-            return
-    for s in samples:
-        whole = len(s.versions) == len(s.loss_mask) == len(s.response_ids)
-        excused = (s.versions == OTHERS) & ~s.loss_mask if whole else np.zeros(len(s.versions), bool)
-        wrong = np.flatnonzero(((s.versions < oldest) | (s.versions > version)) & ~excused)
-        if s.incarnation != incarnation or len(wrong) or not whole:
-            at = int(wrong[0]) if len(wrong) else 0
+    for s in samples if samples and first_wrong(samples) is not None else ():
+        if (at := first_wrong([s])) is not None:
             made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
             where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"
             right = f"versions {oldest} to {version}" if batch.older else f"version {version}"

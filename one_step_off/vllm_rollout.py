@@ -424,9 +424,8 @@ def engine_args(cfg: Config, device: str) -> dict[str, Any]:
     # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
     # Log-probs after temperature: those of the distribution that was sampled from.
-    args |= dict(
-        logprobs_mode="processed_logprobs", weight_transfer_config={"backend": "one_step_off"}, max_num_seqs=256
-    )
+    args["logprobs_mode"] = "processed_logprobs"
+    args |= dict(weight_transfer_config={"backend": "one_step_off"}, max_num_seqs=256)
     args["worker_extension_cls"] = "one_step_off.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
         args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)

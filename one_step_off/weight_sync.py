@@ -19,10 +19,8 @@ from one_step_off.health import State
 from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
-MOST_TOLD, MOST_DRAWN = (
-    64,
-    2000,
-)  # processes of one sync that are told of, those that took longest; their spans in the timeline
+MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
+MOST_DRAWN = 2000  # spans of theirs in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
 
@@ -160,13 +158,9 @@ class WeightSync:
         ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
         for number, workers in zip(numbers, received, strict=True):  # the first worker has no number of its own
             ranks |= {f"rollout {number}" + f".{k}" * (k > 0): report for k, report in enumerate(workers)}
-        metrics: dict[str, Any] = {
-            "sync/transfer_s": seconds,
-            "sync/bytes": size,
-            "sync/gb_per_s": size / seconds / 1e9,
-            "sync/full_bytes": float(self.total_bytes),
-            "sync/changed_share": 2 * sum(report["changed"] for report in sent) / self.total_bytes,
-        }
+        metrics = {"sync/transfer_s": seconds, "sync/bytes": size, "sync/gb_per_s": size / seconds / 1e9}
+        changed = 2 * sum(report["changed"] for report in sent) / self.total_bytes
+        metrics |= {"sync/full_bytes": float(self.total_bytes), "sync/changed_share": changed}
         workers = [worker for replica in received for worker in replica]
         for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.carry import Figures, Pool
+from one_step_off.carry import Pool
 from one_step_off.checkpoint import Checkpointer
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
@@ -42,24 +42,23 @@ def sample(p: Prompt, index: int, versions: list[int], length: int | None = None
 def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size, max_carry, seed):
     over = data.draw(st.floats(1.0, 1 + max_carry))
     chance, pool, steps, rows = random.Random(seed), Pool(size, max_carry), 8, iter(range(10**6))
-    begun, taken, flying, clock = [], [], [], 0.0
+    begun, taken, flying = [], [], []
     for step in range(1, steps + 1):  # begun by version step - 1, as the replicas' renewal in the step before does
         early = chance.random() < 0.5
         for version in (step - 1, step)[: 1 + early]:  # the next prompts may be begun before this step's are complete
             most = math.ceil(((version == step) + over) * size)
             new = [prompt(next(rows)) for _ in range(most - len(pool.flights))]
-            pool.begin(new, version, version + 1, clock)
+            pool.begin(new, version, version + 1)
             begun += [p.id for p in new]
             flying += new
         while not pool.choose(step):
             assert flying, "everything is complete, and the step still waits"
-            clock += 1.0
             p = flying.pop(chance.randrange(len(flying)))
-            pool.land([sample(p, 0, [0])], clock)
+            pool.land([sample(p, 0, [0])])
         due = {f.prompt.id: f.due for f in pool.flights.values()}
         there = {f.prompt.id for f in pool.flights.values() if f.samples}
-        samples, seconds = pool.take(step)
-        assert len(samples) == size and seconds >= 0
+        samples = pool.take(step)
+        assert len(samples) == size
         assert {s.prompt_id for s in samples} <= there
         assert all(due[s.prompt_id] >= step for s in samples), "a prompt came too late"
         assert [begun.index(s.prompt_id) for s in samples] == sorted(begun.index(s.prompt_id) for s in samples)
@@ -70,32 +69,32 @@ def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size,
 
 def test_the_first_complete_groups_win_unless_one_is_due():
     pool = Pool(2, 1)
-    pool.begin([prompt(r) for r in range(4)], 0, 1, 0.0)
-    for row, at in ((3, 1.0), (1, 2.0)):
-        pool.land([sample(prompt(row), 0, [0])], at)
-    samples, seconds = pool.take(1)
-    assert [s.prompt_id[1] for s in samples] == [1, 3] and seconds == 2.0
+    pool.begin([prompt(r) for r in range(4)], 0, 1)
+    for row in (3, 1):
+        pool.land([sample(prompt(row), 0, [0])])
+    samples = pool.take(1)
+    assert [s.prompt_id[1] for s in samples] == [1, 3]
     assert all("carried" not in s.extra for s in samples)
-    pool.begin([prompt(4), prompt(5)], 1, 2, 3.0)
-    for row, at in ((4, 4.0), (5, 5.0)):
-        pool.land([sample(prompt(row), 0, [1])], at)
+    pool.begin([prompt(4), prompt(5)], 1, 2)
+    for row in (4, 5):
+        pool.land([sample(prompt(row), 0, [1])])
     assert pool.choose(2) == [], "0 and 2 are due in step 2, and not there"
-    for row, at in ((0, 6.0), (2, 8.0)):
-        pool.land([sample(prompt(row), 0, [0, 1])], at)
-    samples, seconds = pool.take(2)
+    for row in (0, 2):
+        pool.land([sample(prompt(row), 0, [0, 1])])
+    samples = pool.take(2)
     assert [s.prompt_id[1] for s in samples] == [0, 2] and [s.extra["carried"] for s in samples] == [1, 1]
-    assert seconds == 6.0, "since the batch before was complete: nothing in this one was begun for this step"
     assert pool.missing == 0 and list(pool.flights) == [(0, 4), (0, 5)]
 
 
 def test_figures_tell_who_was_carried_and_that_short_ones_came_first():
-    figures = Figures()
-    first = figures.of([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
+    pool = Pool(2, 1)
+    first = pool.figures([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
+    assert first.pop("carry/under_way") == 0
     assert first == {"carry/groups": 0, "carry/interrupted": 0, "carry/old_tokens": 0, "carry/length_bias": 1.0}
     late = [sample(prompt(2), i, [0, 1], 20) for i in range(2)]
     for s in late:
         s.extra["carried"] = 1
-    found = figures.of([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
+    found = pool.figures([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
     assert found["carry/groups"] == 1 and found["carry/interrupted"] == 0.5
     assert found["carry/old_tokens"] == pytest.approx(20 / 52)
     assert found["carry/length_bias"] == pytest.approx(6.0 / 10.0)  # 4 and 8; 60 tokens in 6 samples
