@@ -80,10 +80,6 @@ END = b"\0"
 """The last byte of a program that came to its end."""
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
-
-
 def filter_program() -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
     threads."""
@@ -133,12 +129,13 @@ def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int =
     limits = {"CPU": cpu_s, "AS": memory_mb << 20, "FSIZE": file_mb << 20, "NOFILE": 64, "CORE": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    program = filter_program()
+    program = ctypes.create_string_buffer(filter_program())
+    described = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
     _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
     _see_only(folder)
-    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
+    _require(LIBC.prctl(set_seccomp, by_filter, described, 0, 0), "seccomp")
 
 
 def _end(pid: int) -> None:
