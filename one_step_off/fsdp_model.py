@@ -133,13 +133,9 @@ def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, h
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's. `own`: the
     settings of the role."""
     compute, mesh = torch.bfloat16 if dtype == "bfloat16" else None, _mesh(device, own.fsdp_size)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
-    how = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": OffloadPolicy() if home == device else CPUOffloadPolicy(),
-    }
+    how["offload_policy"] = OffloadPolicy() if home == device else CPUOffloadPolicy()
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
         if own.torch_compile:

@@ -150,20 +150,13 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
                 attention.core_attention = _Attention
                 if config.qk_layernorm:
                     attention.q_layernorm = attention.k_layernorm = _Norm
-        chunk = GPTModel(
-            config,
-            spec,
-            vocab_size=-(-hf.vocab_size // tp) * tp,
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar,
-            position_embedding_type="rope",
-            rotary_base=rope["rope_theta"],
-            rope_scaling=rope["rope_type"] == "llama3",
-            rope_scaling_factor=rope.get("factor", 8.0),
-            vp_stage=stage,
-        )
+        of_stage = {"ignore_virtual": False, "vp_stage": stage}
+        ends = mpu.is_pipeline_first_stage(**of_stage), mpu.is_pipeline_last_stage(**of_stage)
+        how = {"pre_process": ends[0], "post_process": ends[1], "vp_stage": stage}
+        how |= {"share_embeddings_and_output_weights": hf.tie_word_embeddings and not scalar}
+        how |= {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        how |= {"rope_scaling": rope["rope_type"] == "llama3", "rope_scaling_factor": rope.get("factor", 8.0)}
+        chunk = GPTModel(config, spec, -(-hf.vocab_size // tp) * tp, hf.max_position_embeddings, **how)
         if scalar and chunk.post_process:  # the head is held by every tensor-parallel rank alike
             chunk.output_layer = nn.Linear(hf.hidden_size, 1, bias=False)
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
