@@ -16,9 +16,8 @@ from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, T
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off import registry
 from one_step_off.config import Config, as_config_error
+from one_step_off.rewards import LARGEST
 from one_step_off.samples import Prompt
-
-LARGEST = 1e9  # a reward; one whose square is infinite would end the run
 
 
 class NoAnswer(Exception):

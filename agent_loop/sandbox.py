@@ -8,7 +8,7 @@ calls what comes, a line of JSON each: ["method", argument] in, the answer or {"
 
 What is confined (SPEC: if CONFINED is 1) cannot open sockets, start processes, or reach other processes (a seccomp
 filter answers "not permitted"), has no capabilities, opens of the files only the interpreter, the system's libraries
-and its folder, in which alone it writes (Landlock), and changes no metadata (the filter). Linux 5.13 on x86-64 or arm64 only.
+and its folder, in which alone it writes (Landlock), and changes no metadata (the filter). Linux 5.13 on x86-64 only.
 """
 
 import atexit
@@ -31,26 +31,24 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 LONGEST_LINE = 1 << 20
 """Bytes of a call's answer."""
 
-# Name, number on x86-64, on arm64. No network, no other process, nothing that outlives this one (shared memory, queues,
-# keys) or is memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a
-# file by its name or of its metadata, neither of which every Landlock covers.
-FORBIDDEN = """socket 41 198, connect 42 203, bind 49 200, fork 57 -, vfork 58 -, setsid 112 157, kill 62 129,
-    tkill 200 130, tgkill 234 131, rt_sigqueueinfo 129 138, rt_tgsigqueueinfo 297 240, pidfd_send_signal 424 424,
-    pidfd_open 434 434, pidfd_getfd 438 438, ptrace 101 117, process_vm_readv 310 270, process_vm_writev 311 271,
-    process_madvise 440 440, migrate_pages 256 238, move_pages 279 239, prlimit64 302 261, setpriority 141 140,
-    ioprio_set 251 30, sched_setparam 142 118, sched_setscheduler 144 119, sched_setaffinity 203 122,
-    sched_setattr 314 274, shmget 29 194, shmat 30 196, shmctl 31 195, semget 64 190, semop 65 193, semctl 66 191,
-    semtimedop 220 192, msgget 68 186, msgsnd 69 189, msgrcv 70 188, msgctl 71 187, mq_open 240 180,
-    memfd_create 319 279, memfd_secret 447 447, add_key 248 217, request_key 249 218, keyctl 250 219, unshare 272 97,
-    setns 308 268, bpf 321 280, userfaultfd 323 282, perf_event_open 298 241, io_uring_setup 425 425, truncate 76 45,
-    chmod 90 -, fchmod 91 52, fchmodat 268 53, fchmodat2 452 452, chown 92 -, fchown 93 55, lchown 94 -,
-    fchownat 260 54, utime 132 -, utimes 235 -, futimesat 261 -, utimensat 280 88, setxattr 188 5, lsetxattr 189 6,
-    fsetxattr 190 7, removexattr 197 14, lremovexattr 198 15, fremovexattr 199 16, setxattrat 463 463,
-    removexattrat 466 466, file_setattr 469 469"""
+# Names and numbers. No network, no other process, nothing that outlives this one (shared memory, queues, keys) or is
+# memory that its limit does not count, no io_uring, which can do the work of the others, and no change of a file by its
+# name or of its metadata, neither of which every Landlock covers.
+FORBIDDEN = """socket 41, connect 42, bind 49, fork 57, vfork 58, setsid 112, kill 62, tkill 200, tgkill 234,
+    rt_sigqueueinfo 129, rt_tgsigqueueinfo 297, pidfd_send_signal 424, pidfd_open 434, pidfd_getfd 438, ptrace 101,
+    process_vm_readv 310, process_vm_writev 311, process_madvise 440, migrate_pages 256, move_pages 279,
+    prlimit64 302, setpriority 141, ioprio_set 251, sched_setparam 142, sched_setscheduler 144,
+    sched_setaffinity 203, sched_setattr 314, shmget 29, shmat 30, shmctl 31, semget 64, semop 65, semctl 66,
+    semtimedop 220, msgget 68, msgsnd 69, msgrcv 70, msgctl 71, mq_open 240, memfd_create 319, memfd_secret 447,
+    add_key 248, request_key 249, keyctl 250, unshare 272, setns 308, bpf 321, userfaultfd 323, perf_event_open 298,
+    io_uring_setup 425, truncate 76, chmod 90, fchmod 91, fchmodat 268, fchmodat2 452, chown 92, fchown 93,
+    lchown 94, fchownat 260, utime 132, utimes 235, futimesat 261, utimensat 280, setxattr 188, lsetxattr 189,
+    fsetxattr 190, removexattr 197, lremovexattr 198, fremovexattr 199, setxattrat 463, removexattrat 466,
+    file_setattr 469"""
 # Their arguments are structs, which a filter cannot read; libc then takes clone and openat.
 UNKNOWN = {"clone3": 435, "openat2": 437}
 X32 = 0x40000000  # that architecture's calls are numbered from here
-ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+X86_64 = 0xC000003E
 ERROR, ALLOW, KILL, EPERM, ENOSYS = 0x00050000, 0x7FFF0000, 0x80000000, 1, 38
 LOAD, EQUAL, AT_LEAST, ANY_BIT, AND, RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
 SET_DEATH_SIGNAL, THREAD = 1, 0x10000
@@ -58,20 +56,19 @@ SET_DEATH_SIGNAL, THREAD = 1, 0x10000
 # The older Landlocks know nothing of truncating, so only where a file is opened to be written, which they know.
 _TRUNCATES = [(ANY_BIT, 0, "allow", os.O_TRUNC), (AND, 0, 0, os.O_ACCMODE)]
 _TRUNCATES += [(EQUAL, "allow", 0, os.O_WRONLY), (EQUAL, "allow", "refuse", os.O_RDWR)]
-# What an argument decides: (x86-64, arm64), which argument, what is asked of it.
+# What an argument decides: the call, which argument, what is asked of it.
 BY_ARGUMENT = (
-    ((56, 220), 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
-    ((157, 167), 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl
+    (56, 0, [(ANY_BIT, "allow", "refuse", THREAD)]),  # clone
+    (157, 0, [(EQUAL, "refuse", "allow", SET_DEATH_SIGNAL)]),  # prctl
     # socketpair: asyncio needs streams; one of datagrams could send to any socket that has a name.
-    ((53, 199), 1, [(AND, 0, 0, 0xF), (EQUAL, "allow", "refuse", socket.SOCK_STREAM)]),
-    ((2, None), 1, _TRUNCATES),  # open
-    ((257, 56), 2, _TRUNCATES),  # openat
+    (53, 1, [(AND, 0, 0, 0xF), (EQUAL, "allow", "refuse", socket.SOCK_STREAM)]),
+    (2, 1, _TRUNCATES),  # open
+    (257, 2, _TRUNCATES),  # openat
     # fcntl and ioctl: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP have the kernel send signals,
     # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR change metadata.
-    ((72, 25), 1, [*((EQUAL, "refuse", 0, command) for command in (8, 10, 15)), (RETURN, 0, 0, ALLOW)]),
-    ((16, 29), 1, [*((EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)),
-                   (RETURN, 0, 0, ALLOW)]),
-)  # fmt: skip
+    (72, 1, [(EQUAL, "refuse", 0, command) for command in (8, 10, 15)]),
+    (16, 1, [(EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)]),
+)
 
 # Rights of Landlock; each of its versions brought some, and it refuses those that it does not know.
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
@@ -83,22 +80,15 @@ END = b"\0"
 """The last byte of a program that came to its end."""
 
 
-class _Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
-
-
-def filter_program(machine: str) -> bytes:
+def filter_program() -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
-    threads. Raises KeyError."""
-    column, audit = ARCHITECTURES[machine]
+    threads."""
     ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", audit), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
-    numbers = (call.split()[1 + column] for call in FORBIDDEN.split(","))
-    steps += [(EQUAL, "refuse", 0, int(number)) for number in numbers if number != "-"]
+    steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", X86_64), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
+    steps += [(EQUAL, "refuse", 0, int(call.split()[1])) for call in FORBIDDEN.split(",")]
     steps += [(EQUAL, "unknown", 0, number) for number in UNKNOWN.values()]
-    for both, argument, asked in BY_ARGUMENT:
-        if both[column] is not None:
-            steps += [(EQUAL, 0, len(asked) + 1, both[column]), (LOAD, 0, 0, 16 + 8 * argument), *asked]
+    for number, argument, asked in BY_ARGUMENT:
+        steps += [(EQUAL, 0, len(asked) + 2, number), (LOAD, 0, 0, 16 + 8 * argument), *asked, (RETURN, 0, 0, ALLOW)]
     place = {name: len(steps) + i for i, name in enumerate(ends)}
     steps += [(RETURN, 0, 0, value) for value in ends.values()]
 
@@ -133,16 +123,19 @@ def _see_only(folder: str | None) -> None:
 
 
 def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int = 16) -> None:
-    """Limit this process for good. Raises OSError or KeyError where this machine cannot."""
+    """Limit this process for good. Raises OSError where this machine cannot."""
+    if platform.machine() != "x86_64":
+        raise OSError(f"the filter of system calls is for x86-64, and this machine is {platform.machine()}")
     limits = {"CPU": cpu_s, "AS": memory_mb << 20, "FSIZE": file_mb << 20, "NOFILE": 64, "CORE": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
-    program = filter_program(platform.machine())
+    program = ctypes.create_string_buffer(filter_program())
+    described = struct.pack("HP", len(program) // 8, ctypes.addressof(program))
     no_new_privileges, set_seccomp, by_filter = 38, 22, 2
     _require(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)), "dropping capabilities")
     _require(LIBC.prctl(no_new_privileges, 1, 0, 0, 0), "seccomp")
     _see_only(folder)
-    _require(LIBC.prctl(set_seccomp, by_filter, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
+    _require(LIBC.prctl(set_seccomp, by_filter, described, 0, 0), "seccomp")
 
 
 def _end(pid: int) -> None:

@@ -173,7 +173,7 @@ class Toolbox:
                 completed(python("print()"))
             except Exception as e:
                 why = str(e).strip().splitlines()[-1]
-                mend = "needs Linux 5.13 with Landlock and seccomp, on x86-64 or arm64; remove it"
+                mend = "needs Linux 5.13 with Landlock and seccomp, on x86-64; remove it"
                 raise ConfigError(f"agent.tools=python: programs cannot be confined here ({why}); it {mend}") from e
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:

@@ -8,32 +8,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import partial
 from typing import Any, Optional
 
 
-def key(default: Any, help: str, *, choices="", low=None, high=None, above=None, also=None, path: bool = False) -> Any:
-    """One config key. `choices`: the values it may have, with blanks between. `low`, `high`, `above`, `also`: inclusive
-    bounds, an exclusive lower one, and a value beside them. `path`: names files, so ~ is the home directory."""
-    meta = dict(help=help, choices=tuple(choices.split()), low=low, high=high, above=above, also=also, path=path)
+def key(default: Any, help: str, *, choices: str = "", **facts: Any) -> Any:
+    """One config key. `choices`: the values it may have, with blanks between. `facts`: `low`, `high`, `above`, `also`:
+    inclusive bounds, an exclusive lower one, and a value beside them; `path`: it names files, so ~ is the home directory;
+    `shared`: other roles have it as the actor has it, unless they set it, see `following`."""
+    unset = dict.fromkeys(("low", "high", "above", "also", "path", "shared"))
+    meta = unset | facts | {"help": help, "choices": tuple(choices.split())}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: deepcopy(default), metadata=meta)
     return field(default=default, metadata=meta)
 
 
-def paths(default: str, help: str) -> Any:
-    """A key that names files, so ~ is the home directory."""
-    return key(default, help, path=True)
-
-
-def shared(default: Any, help: str, **bounds: Any) -> Any:
-    """A key that other roles have as the actor has it, unless they set it; see `following`."""
-    return field(default=default, metadata=key(default, help, **bounds).metadata | {"shared": True})
+paths = partial(key, path=True)
+shared = partial(key, shared=True)
 
 
 def following(base: type) -> Any:
     """The keys of `base`, of which the shared ones are null unless set: as the actor has them."""
     told = {f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)}
-    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if "shared" in f.metadata]
+    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if f.metadata["shared"]]
     return make_dataclass(f"Following{base.__name__}", keys, bases=(base,))
 
 

@@ -226,13 +226,19 @@ def load(argv: list[str]) -> Config:
     return cfg
 
 
+def _escaped(value: Any) -> Any:  # keys are taken as they stand
+    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value) if isinstance(value, str) else value
+
+
 class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # to quote texts that would be read as numbers
-_Dumper.add_representer(list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True))
-_Dumper.add_representer(str, lambda to, s: to.represent_str(re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", s)))
+_Dumper.add_representer(
+    list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, data), True)
+)
+_Dumper.add_representer(dict, lambda to, data: to.represent_dict({key: _escaped(data[key]) for key in data}))
 
 
 def resolved_yaml(cfg: Config) -> str:

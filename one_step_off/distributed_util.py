@@ -98,9 +98,7 @@ class NetworkLink:
             time.sleep(1e-4)
         self.work.wait()
 
-    def ask(self, room: torch.Tensor) -> None:
-        """Begin to receive into `room`."""
-        self.publish(room)
+    ask = publish  # begins to receive, at the other ends
 
     def take(self, room: torch.Tensor) -> torch.Tensor:
         """What was asked for, now that it is in `room`."""

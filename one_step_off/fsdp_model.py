@@ -133,13 +133,9 @@ def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, h
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's. `own`: the
     settings of the role."""
     compute, mesh = torch.bfloat16 if dtype == "bfloat16" else None, _mesh(device, own.fsdp_size)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
-    how = {
-        "mesh": mesh,
-        "mp_policy": policy,
-        "offload_policy": OffloadPolicy() if home == device else CPUOffloadPolicy(),
-    }
+    how["offload_policy"] = OffloadPolicy() if home == device else CPUOffloadPolicy()
     for layer in _decoder_layers(model):
         # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
         if own.torch_compile:
@@ -167,34 +163,32 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _hidden_at(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor | None, at: Tensor) -> Tensor:
-    """The backbone's output at the flat positions `at`, [n, H]; where n is 0, at one that nobody asked for. Its
-    gradient is zero but reaches every parameter, so this rank takes part in every reduction."""
-    positions = {} if position_ids is None else {"position_ids": position_ids}
-    hidden = model.base_model(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
-    return hidden.reshape(-1, hidden.shape[-1]).index_select(0, at if len(at) else at.new_zeros(1))
-
-
 def _answers(
-    self: PreTrainedModel, tokens: Tensor, temperature: float, entropy: str, chunk: int, **where: Tensor | None
+    self: PreTrainedModel, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **inputs: Any
 ) -> Answer:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
-    `batching.MicroBatch` for them and for `where`, the other arguments. It stands in for the model's own forward, because
-    FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone."""
-    hidden = _hidden_at(self, **where)
-    if head := getattr(self, SCALAR_HEAD, None):
-        return head(hidden).float().squeeze(-1)[: len(tokens)].clone(), None  # a clone: as in `in_chunks`
+    `batching.MicroBatch` for them and for `inputs`. It stands in for the model's own forward, because FSDP2 gathers the
+    root's parameters (embedding, norm, head) around that method alone."""
+    inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
+        if head := getattr(self, SCALAR_HEAD, None):
+            return head(hidden).float().squeeze(-1), None
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, hidden, tokens, chunk)
+    return in_chunks(project, hidden, at, tokens, chunk)
 
 
-def in_chunks(project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, tokens: Tensor, chunk: int) -> Answer:
-    """`project` of hidden states and wanted tokens, `chunk` at a time; in training each is recomputed in the backward
-    pass: all logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary."""
-    targets = tokens if len(tokens) else tokens.new_zeros(1)  # a hidden state stands there that nobody asked for
+def in_chunks(
+    project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
+) -> Answer:
+    """`project` of the hidden states [rows, width, H] at the flat positions `at`, and of the wanted tokens there, `chunk`
+    at a time; in training each is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of
+    a 152k vocabulary. Where nothing is wanted one position stands in: its gradient is zero but reaches every parameter,
+    so this rank takes part in every reduction."""
+    where, targets = (at, tokens) if len(tokens) else (at.new_zeros(1), tokens.new_zeros(1))
+    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, where)
     if torch.is_grad_enabled() and len(targets) > chunk:
         project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
     parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]

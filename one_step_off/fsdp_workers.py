@@ -291,16 +291,11 @@ class TrainedWorker(ModelWorker):
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce(self.tells)
         norms = [norm for norm in stats.norms if np.isfinite(norm)]
-        own = {
-            "loss": sums["loss"] / minis,
-            "grad_norm": float(np.mean(norms)) if norms else float("nan"),
-            "lr": rates[-1],
-            "skipped_updates": float(stats.skipped),
-            "skipped_in_a_row": float(self.skipped_in_a_row),
-            "clip_frac": sums["clip"] / max(sums["tokens"], 1.0),
-            "tokens": sums["tokens"],
-            "tokens_total": sums["tokens_total"],
-        } | {name: value for name, value in maxima.items() if name.endswith("_s")}
+        own = {name: value for name, value in maxima.items() if name.endswith("_s")}
+        own |= {"loss": sums["loss"] / minis, "clip_frac": sums["clip"] / max(sums["tokens"], 1.0), "lr": rates[-1]}
+        own |= {"skipped_updates": float(stats.skipped), "skipped_in_a_row": float(self.skipped_in_a_row)}
+        own |= {"tokens": sums["tokens"], "tokens_total": sums["tokens_total"]}
+        own["grad_norm"] = float(np.mean(norms)) if norms else float("nan")
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
     def _state(self) -> dict[str, Any]:
@@ -514,12 +509,10 @@ class CriticWorker(TrainedWorker):
     def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
         mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
         spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
-        return {
-            "critic/value_mean": mean["value"],
-            "critic/return_mean": mean["return"],
-            # 1: the old values foretold the returns; 0: no better than their mean.
-            "critic/explained_variance": 1 - error / spread if spread > 0 else float("nan"),
-        }
+        # 1: the old values foretold the returns; 0: no better than their mean.
+        explained = 1 - error / spread if spread > 0 else float("nan")
+        means = {f"critic/{name}_mean": mean[name] for name in ("value", "return")}
+        return means | {"critic/explained_variance": explained}
 
 
 class RewardModelWorker(ModelWorker):

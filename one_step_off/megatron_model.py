@@ -79,51 +79,31 @@ def sizes(own: BackendConfig) -> dict[str, Any]:
 def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -> TransformerConfig:
     own, cuda = settings_of(cfg, role), device.type == "cuda"
     dtype = getattr(torch, cfg.model.dtype)
-    settings: dict[str, Any] = {
-        "num_layers": hf.num_hidden_layers,
-        "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.intermediate_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "num_query_groups": hf.num_key_value_heads,
-        "kv_channels": head_dim(hf),
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": hf.rms_norm_eps,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
-        "add_bias_linear": False,
-        "add_qkv_bias": hf.model_type == "qwen2",
-        "qk_layernorm": hf.model_type.startswith("qwen3"),
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "sequence_parallel": own.sequence_parallel,
-        "params_dtype": dtype,
-        "pipeline_dtype": dtype,
-        "bf16": dtype == torch.bfloat16,
-        # Micro-batches differ in shape, which the schedule of virtual stages cannot send; so there they are padded alike.
-        "variable_seq_lengths": not own.virtual_pipeline_parallel_size,
-        # Their losses are parts of one sum, over micro-batches and ranks.
-        "calculate_per_token_loss": True,
-        "moe_token_dispatcher_type": "alltoall",  # the only one for shapes that differ
-        "finalize_model_grads_func": lambda chunks, *_, **__: finalize_model_grads(chunks),
-        "perform_initialization": False,  # every weight is loaded
-        "use_cpu_initialization": not cuda,
-        "batch_p2p_comm": cuda,
-        **sizes(own),
-    }
+    settings: dict[str, Any] = {"num_layers": hf.num_hidden_layers, "hidden_size": hf.hidden_size, **sizes(own)}
+    settings |= {"num_attention_heads": hf.num_attention_heads, "num_query_groups": hf.num_key_value_heads}
+    settings |= {"kv_channels": head_dim(hf), "add_qkv_bias": hf.model_type == "qwen2"}
+    settings |= {"ffn_hidden_size": hf.intermediate_size, "gated_linear_unit": True, "activation_func": F.silu}
+    settings |= {"normalization": "RMSNorm", "layernorm_epsilon": hf.rms_norm_eps}
+    settings |= {"qk_layernorm": hf.model_type.startswith("qwen3"), "sequence_parallel": own.sequence_parallel}
+    settings |= {"add_bias_linear": False, "hidden_dropout": 0.0, "attention_dropout": 0.0}
+    settings |= {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    # Every weight is loaded.
+    settings |= {"perform_initialization": False, "use_cpu_initialization": not cuda}
+    # Micro-batches differ in shape, which the schedule of virtual stages cannot send; so there they are padded alike.
+    settings |= {"variable_seq_lengths": not own.virtual_pipeline_parallel_size, "batch_p2p_comm": cuda}
+    settings["moe_token_dispatcher_type"] = "alltoall"  # the only one for shapes that differ
+    # Their losses are parts of one sum, over micro-batches and ranks.
+    settings["calculate_per_token_loss"] = True
+    settings["finalize_model_grads_func"] = lambda chunks, *_, **__: finalize_model_grads(chunks)
     if isinstance(own, TrainedConfig) and own.activation_checkpointing:
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if hf.model_type == "qwen3_moe":
         step, dense = hf.decoder_sparse_step, set(hf.mlp_only_layers or ())
-        settings |= {
-            "num_moe_experts": hf.num_experts,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_layer_freq": [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)],
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_dtype": "fp32",
-            "moe_router_load_balancing_type": "none",  # an auxiliary loss would move the policy off its objective
-            "moe_grouped_gemm": cuda,
-        }
+        sparse = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
+        settings |= {"num_moe_experts": hf.num_experts, "moe_layer_freq": sparse, "moe_grouped_gemm": cuda}
+        settings |= {"moe_ffn_hidden_size": hf.moe_intermediate_size, "moe_router_topk": hf.num_experts_per_tok}
+        settings |= {"moe_router_pre_softmax": not hf.norm_topk_prob, "moe_router_dtype": "fp32"}
+        settings["moe_router_load_balancing_type"] = "none"  # an auxiliary loss would move the policy off its objective
     return TransformerConfig(**settings)
 
 
@@ -170,20 +150,13 @@ def build(cfg: Config, role: str, hf: Any, device: torch.device) -> list[GPTMode
                 attention.core_attention = _Attention
                 if config.qk_layernorm:
                     attention.q_layernorm = attention.k_layernorm = _Norm
-        chunk = GPTModel(
-            config,
-            spec,
-            vocab_size=-(-hf.vocab_size // tp) * tp,
-            max_sequence_length=hf.max_position_embeddings,
-            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-            share_embeddings_and_output_weights=hf.tie_word_embeddings and not scalar,
-            position_embedding_type="rope",
-            rotary_base=rope["rope_theta"],
-            rope_scaling=rope["rope_type"] == "llama3",
-            rope_scaling_factor=rope.get("factor", 8.0),
-            vp_stage=stage,
-        )
+        of_stage = {"ignore_virtual": False, "vp_stage": stage}
+        ends = mpu.is_pipeline_first_stage(**of_stage), mpu.is_pipeline_last_stage(**of_stage)
+        how = {"pre_process": ends[0], "post_process": ends[1], "vp_stage": stage}
+        how |= {"share_embeddings_and_output_weights": hf.tie_word_embeddings and not scalar}
+        how |= {"position_embedding_type": "rope", "rotary_base": rope["rope_theta"]}
+        how |= {"rope_scaling": rope["rope_type"] == "llama3", "rope_scaling_factor": rope.get("factor", 8.0)}
+        chunk = GPTModel(config, spec, -(-hf.vocab_size // tp) * tp, hf.max_position_embeddings, **how)
         if scalar and chunk.post_process:  # the head is held by every tensor-parallel rank alike
             chunk.output_layer = nn.Linear(hf.hidden_size, 1, bias=False)
         chunks.append(chunk.to(device=device, dtype=config.params_dtype))
@@ -200,11 +173,9 @@ def at_positions(
     if hook["config"].sequence_parallel:
         # What follows is the same on every rank, and its gradient whole; so backward only takes this rank's part.
         hidden = tensor_parallel.gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-    # Megatron has [width, rows, hidden]. Where nothing is wanted one position stands in, whose gradient is zero.
-    hidden = hidden.transpose(0, 1).reshape(-1, hidden.shape[-1])
-    hidden = hidden.index_select(0, at if len(at) else at.new_zeros(1))
+    hidden = hidden.transpose(0, 1)  # Megatron has [width, rows, hidden]
     if isinstance(head, nn.Linear):
-        return head(hidden).float().squeeze(-1)[: len(at)], None
+        return in_chunks(lambda hidden, _: (head(hidden).float().squeeze(-1), None), hidden, at, tokens, chunk)
     weight = head.weight if hook["output_weight"] is None else hook["output_weight"]
     first = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
     rows = max(0, min(weight.shape[0], vocabulary - first))  # without the padding
@@ -213,7 +184,7 @@ def at_positions(
         logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), weight)[:, :rows].float()
         return split_log_probs(logits, tokens, first, temperature, entropy)
 
-    return in_chunks(project, hidden, tokens, chunk)
+    return in_chunks(project, hidden, at, tokens, chunk)
 
 
 def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:

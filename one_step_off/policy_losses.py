@@ -11,7 +11,6 @@ of tensors alone: a config is checked against the names here, and must not wait 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -233,21 +232,6 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
     return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn
 
 
-def _product(log_ratio: Tensor, sequence: Tensor) -> Tensor:
-    return sequence_sums(log_ratio, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-
-
-# Functions of (log w [n], sequence [n], cap); see `correction_weights`.
-ROLLOUT_CORRECTIONS: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
-    "none": lambda log_w, s, cap: log_w.new_ones(len(log_w)),
-    "tis": lambda log_w, s, cap: log_w.exp().clamp(max=cap),
-    "mis": lambda log_w, s, cap: log_w.exp() * (log_w.exp() <= cap),
-    "seq-tis": lambda log_w, s, cap: _product(log_w, s).clamp(max=cap),
-    "seq-mis": lambda log_w, s, cap: _product(log_w, s) * (_product(log_w, s) <= cap),
-    "geo-mask": lambda log_w, s, cap: (sequence_means(log_w, s).abs() <= abs(math.log(cap))).to(log_w.dtype),
-}
-
-
 def correction_weights(proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float) -> Tensor:
     """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
 
@@ -264,5 +248,10 @@ def correction_weights(proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str
     Returns:
         [n], detached: the weight says how much a token counts and is nothing to optimise.
     """
-    log_ratio = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return ROLLOUT_CORRECTIONS[mode](log_ratio, sequence, cap)
+    log_w = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    if mode == "geo-mask":
+        return (sequence_means(log_w, sequence).abs() <= abs(math.log(cap))).to(log_w.dtype)
+    if mode.startswith("seq-"):
+        log_w = sequence_sums(log_w, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    w = log_w.exp()
+    return {"none": w.new_ones(len(w)), "tis": w.clamp(max=cap), "mis": w * (w <= cap)}[mode.removeprefix("seq-")]

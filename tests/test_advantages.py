@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from one_step_off import advantages as adv
 from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import ConfigError
-from one_step_off.policy_losses import POLICY_LOSSES, ROLLOUT_CORRECTIONS
+from one_step_off.config_io import KEYS
+from one_step_off.policy_losses import POLICY_LOSSES
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
+CORRECTIONS = [name for name in KEYS["algorithm.rollout_correction"].meta["choices"] if name != "none"]
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
 quick = settings(max_examples=25, deadline=None)
 
@@ -390,7 +392,7 @@ def test_uninformative_groups():
     assert adv.uninformative([], []) == []
 
 
-@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES, *(name for name in ROLLOUT_CORRECTIONS if name != "none")])
+@pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES, *CORRECTIONS])
 def test_every_one_has_a_line_with_its_source(name):
     text = (Path(__file__).parents[1] / "docs" / "algorithms.md").read_text()
     assert any(
