@@ -104,7 +104,7 @@ def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) ->
     prompts = [Prompt((0, row), np.array([FIRST + row, 5], np.int32), "q", "156") for row in rows]
     _ = replica.loops.get()  # made once for a whole run
     begin, cpu = time.perf_counter(), time.process_time()
-    samples, _ = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
+    samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     cpu = time.process_time() - cpu
     turns = sum(s.extra["agent"]["turns"] for s in samples)
     return {
