@@ -17,7 +17,7 @@ import numpy as np
 
 from one_step_off import advantages
 from one_step_off.carry import Pool
-from one_step_off.checkpoint import Checkpointer, write_batch
+from one_step_off.checkpoint import TRAINED, Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
 from one_step_off.groups import NoReplica, RoleError, now
@@ -25,7 +25,7 @@ from one_step_off.reward_models import mix
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 
-KEPT_BATCHES, TRAINED = 5, ("actor", "critic")
+KEPT_BATCHES = 5
 
 
 @dataclass
@@ -121,9 +121,8 @@ class Pipeline:
         self.rollouts_ended = 0.0
         self.drawn: dict[str, float] = {}  # what, to when in the timeline
         self.last_generate_s = 0.0
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
-            if role is not None:
-                role.on_span = self.tracker.span
+        for role in filter(None, (roles.actor, roles.ref, roles.critic, roles.reward_model)):
+            role.on_span = self.tracker.span
         self.empty = 0  # batches in a row of which all groups were dropped
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
@@ -286,14 +285,6 @@ class Pipeline:
         if prompts:
             self.background.create_task(self._unless_lost(self._generate(step, prompts, land)))
 
-    async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
-        """The first groups that are complete; their seconds are those of the step, see `_loop`."""
-        while not (self.lost or self.pool.choose(step)):
-            self.landed.clear()
-            await self.landed.wait()
-        # Where no replica is left, what is complete stays in the pool, for the checkpoint.
-        return [] if self.lost else self.pool.take(step), 0.0
-
     async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
         try:
@@ -331,11 +322,14 @@ class Pipeline:
     async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
         begin, coming, self.coming = now(), self.coming, None
-        if self.pool and not coming:
-            coming = self._first_complete(step)
         samples, seconds = await coming if coming else ([], 0.0)
-        if self.lost:
+        while not (coming or self.lost or self.pool.choose(step)):
+            self.landed.clear()
+            await self.landed.wait()
+        if self.lost:  # what is complete stays in the pool, for the checkpoint
             raise self.lost
+        if not coming:  # the first groups that are complete; how long the replicas worked is known at the step's end
+            samples = self.pool.take(step)
         waited = now() - begin
         self.last_generate_s, self.collected = seconds, step + 1
         resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
