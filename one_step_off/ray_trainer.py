@@ -228,15 +228,11 @@ class Pipeline:
         await asyncio.gather(*self.writing)
         if self.checkpointer.has(step):
             return
-        state = {
-            "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
-            "carried": [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)],
-            "incarnation": self.incarnation,
-            "generate_s": self.last_generate_s if batch else 0.0,
-            "evaluations": self.tracker.evaluations,
-            "unwritten": self.tracker.unwritten,
-            "kl_coef": self.kl.value,
-        }
+        stream = self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict())
+        state = {"stream": stream, "generate_s": self.last_generate_s if batch else 0.0, "kl_coef": self.kl.value}
+        state["carried"] = [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)]
+        state |= {"evaluations": self.tracker.evaluations, "unwritten": self.tracker.unwritten}
+        state["incarnation"] = self.incarnation
         written = await self.checkpointer.save(step, batch.samples if batch else None, state)
         stall = self.tracker.spans["checkpoint/stall_s"] = now() - begin
         self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
@@ -438,18 +434,12 @@ class Pipeline:
             sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
             metrics |= {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
             self.kl.update(metrics["kl/response"], len(samples))
-        baselines = [s.extra["baseline"] for s in samples if "baseline" in s.extra]
-        trajectories = advantages.Trajectories(
-            rewards=_shaped(samples, self.cfg),
-            groups=[s.prompt_id for s in samples],
-            masks=[s.loss_mask for s in samples],
-            token_rewards=token_rewards,
-            values=batch.values,
-            parts=parts,
-            baselines=np.array(baselines) if len(baselines) == len(samples) else None,
-            log_probs=batch.old_log_probs or [s.log_probs for s in samples],
-            prob_squares=batch.prob_squares,
-        )
+        groups, masks = [s.prompt_id for s in samples], [s.loss_mask for s in samples]
+        known = {"parts": parts, "values": batch.values, "prob_squares": batch.prob_squares}
+        known["log_probs"] = batch.old_log_probs or [s.log_probs for s in samples]
+        if all("baseline" in s.extra for s in samples):
+            known["baselines"] = np.array([s.extra["baseline"] for s in samples])
+        trajectories = advantages.Trajectories(_shaped(samples, self.cfg), groups, masks, token_rewards, **known)
         options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
         batch.advantages, batch.returns = found
