@@ -518,9 +518,9 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
     cfg = prepared.cfg
     state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
     checkpoint.put_aside(cfg, prepared.resume_from)
-    tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-    tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, started)
-    tracker.repeat_evaluations()
+    first, *before = (state["step"], state["evaluations"], state["unwritten"]) if state else (0,)
+    tracker.loggers = open_loggers(cfg, first, prepared.data.find, tracker.say, started)
+    tracker.start(first, *before)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
