@@ -400,7 +400,7 @@ class RolloutGroup:
             async with asyncio.TaskGroup() as group:
                 while left:
                     ready, shares = await self.serving(), defaultdict(list)
-                    for i, prompt in self._give(ready, left, sampling, in_turn=not land):
+                    for i, prompt in self._give(ready, left, sampling.size, in_turn=not land):
                         shares[i].append(prompt)
                     # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
                     for i, own in shares.items():
@@ -415,18 +415,16 @@ class RolloutGroup:
             raise e.exceptions[0] from e.exceptions[0].__cause__
         return [sample for call in calls for sample in call.result()]
 
-    def _give(
-        self, ready: list[int], left: deque[Prompt], sampling: Sampling, in_turn: bool
-    ) -> Iterator[tuple[int, Prompt]]:
-        """Take what replicas are to be given now out of `left`: with `in_turn` all, if so they are shared out; else to the
-        one that has least to do, as long as it has room."""
+    def _give(self, ready: list[int], left: deque[Prompt], size: int, in_turn: bool) -> Iterator[tuple[int, Prompt]]:
+        """Take what replicas are to be given now out of `left`, prompts of `size` trajectories: with `in_turn` all, if so
+        they are shared out; else to the one that has least to do, as long as it has room."""
         if in_turn and (self.static or len(self.all) == 1):
             yield from zip(itertools.cycle(ready), list(left))
             left.clear()
         heap = sorted((self.loads[i].now, i) for i in ready)
         while left and heap[0][0] < self.most:
             load, i = heap[0]
-            heapq.heapreplace(heap, (load + sampling.size, i))
+            heapq.heapreplace(heap, (load + size, i))
             yield i, left.popleft()
 
     async def _room(self, i: int, what: str) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import psutil
@@ -39,9 +39,8 @@ from one_step_off.screen import Screen, end_facts, quiet_libraries, start_facts
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
 
-if TYPE_CHECKING:  # no torch, Ray or transformers here: a person waits for the first line
-    from one_step_off.ray_trainer import Pipeline, Resumed
-    from one_step_off.roles import Spawned
+# `Spawned`, `Pipeline` and `Resumed` are imported where they are made: a person waits for the first line, and they bring
+# torch, Ray and transformers.
 
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
 CANARY_TOKENS = 32
@@ -320,7 +319,7 @@ def swept() -> Iterator[None]:
         yield
 
 
-async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
+async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
@@ -341,8 +340,8 @@ async def train(prepared: Prepared, team: "Spawned", tracker: Tracker) -> None:
             await roles.actor.save_hf(str(Path(cfg.trainer.output_dir).resolve() / "hf_model"))
 
 
-async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resumed | None":
-    """Bring the roles that learn to the checkpoint, if there is one."""
+async def resume(prepared: Prepared, team: Any, tracker: Tracker) -> Any:
+    """Bring the roles that learn to the checkpoint, if there is one; returns what is `Resumed` from it, or None."""
     from one_step_off.ray_trainer import Resumed
 
     path, state = prepared.resume_from, prepared.state
@@ -357,7 +356,7 @@ async def resume(prepared: Prepared, team: "Spawned", tracker: Tracker) -> "Resu
 
 
 @contextlib.contextmanager
-def stop_on_signals(pipeline: "Pipeline", grace_s: float, tracker: Tracker) -> Iterator[None]:
+def stop_on_signals(pipeline: Any, grace_s: float, tracker: Tracker) -> Iterator[None]:
     """Ctrl-C or SIGTERM ends the run at the next step's beginning, with a checkpoint; a second one ends it at once."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
@@ -519,9 +518,9 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
     cfg = prepared.cfg
     state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
     checkpoint.put_aside(cfg, prepared.resume_from)
-    tracker.start(*((state["step"], state["evaluations"], state["unwritten"]) if state else (0,)))
-    tracker.loggers = open_loggers(cfg, tracker.first_step, prepared.data.find, tracker.say, started)
-    tracker.repeat_evaluations()
+    first, *before = (state["step"], state["evaluations"], state["unwritten"]) if state else (0,)
+    tracker.loggers = open_loggers(cfg, first, prepared.data.find, tracker.say, started)
+    tracker.start(first, *before)
 
 
 def report_failure(cfg: Config, error: Exception) -> str:

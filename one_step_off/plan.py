@@ -151,11 +151,7 @@ def report(work: Any, found: list[tuple[str, str, dict[str, Any]]]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit code (2: bad input)."""
-    return exit_code(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
+    """Run the command; returns its exit code. Raises ConfigError: bad input."""
     parser = _Parser("python -m one_step_off.plan", description=__doc__.partition("\n\n")[2], allow_abbrev=False)
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value")
     parser.add_argument("--gpus", type=int, help="to share out; default: all of placement.pools")
@@ -186,4 +182,4 @@ def _main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -17,7 +17,7 @@ import numpy as np
 
 from one_step_off import advantages
 from one_step_off.carry import Pool
-from one_step_off.checkpoint import Checkpointer, write_batch
+from one_step_off.checkpoint import TRAINED, Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
 from one_step_off.groups import NoReplica, RoleError, now
@@ -25,7 +25,7 @@ from one_step_off.reward_models import mix
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
 
-KEPT_BATCHES, TRAINED = 5, ("actor", "critic")
+KEPT_BATCHES = 5
 
 
 @dataclass
@@ -121,9 +121,8 @@ class Pipeline:
         self.rollouts_ended = 0.0
         self.drawn: dict[str, float] = {}  # what, to when in the timeline
         self.last_generate_s = 0.0
-        for role in (roles.actor, roles.ref, roles.critic, roles.reward_model):
-            if role is not None:
-                role.on_span = self.tracker.span
+        for role in filter(None, (roles.actor, roles.ref, roles.critic, roles.reward_model)):
+            role.on_span = self.tracker.span
         self.empty = 0  # batches in a row of which all groups were dropped
         self.stopping = False  # set from outside: save at the next step's beginning and end
 
@@ -229,15 +228,11 @@ class Pipeline:
         await asyncio.gather(*self.writing)
         if self.checkpointer.has(step):
             return
-        state = {
-            "stream": self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict()),
-            "carried": [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)],
-            "incarnation": self.incarnation,
-            "generate_s": self.last_generate_s if batch else 0.0,
-            "evaluations": self.tracker.evaluations,
-            "unwritten": self.tracker.unwritten,
-            "kl_coef": self.kl.value,
-        }
+        stream = self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict())
+        state = {"stream": stream, "generate_s": self.last_generate_s if batch else 0.0, "kl_coef": self.kl.value}
+        state["carried"] = [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)]
+        state |= {"evaluations": self.tracker.evaluations, "unwritten": self.tracker.unwritten}
+        state["incarnation"] = self.incarnation
         written = await self.checkpointer.save(step, batch.samples if batch else None, state)
         stall = self.tracker.spans["checkpoint/stall_s"] = now() - begin
         self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
@@ -286,14 +281,6 @@ class Pipeline:
         if prompts:
             self.background.create_task(self._unless_lost(self._generate(step, prompts, land)))
 
-    async def _first_complete(self, step: int) -> tuple[list[Sample], float]:
-        """The first groups that are complete; their seconds are those of the step, see `_loop`."""
-        while not (self.lost or self.pool.choose(step)):
-            self.landed.clear()
-            await self.landed.wait()
-        # Where no replica is left, what is complete stays in the pool, for the checkpoint.
-        return [] if self.lost else self.pool.take(step), 0.0
-
     async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
         try:
@@ -331,11 +318,14 @@ class Pipeline:
     async def _collect(self, step: int) -> tuple[Batch, dict[str, float]]:
         """The batch of `step`, and how long the trainer waited for it. Raises NoReplica."""
         begin, coming, self.coming = now(), self.coming, None
-        if self.pool and not coming:
-            coming = self._first_complete(step)
         samples, seconds = await coming if coming else ([], 0.0)
-        if self.lost:
+        while not (coming or self.lost or self.pool.choose(step)):
+            self.landed.clear()
+            await self.landed.wait()
+        if self.lost:  # what is complete stays in the pool, for the checkpoint
             raise self.lost
+        if not coming:  # the first groups that are complete; how long the replicas worked is known at the step's end
+            samples = self.pool.take(step)
         waited = now() - begin
         self.last_generate_s, self.collected = seconds, step + 1
         resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
@@ -444,18 +434,12 @@ class Pipeline:
             sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
             metrics |= {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
             self.kl.update(metrics["kl/response"], len(samples))
-        baselines = [s.extra["baseline"] for s in samples if "baseline" in s.extra]
-        trajectories = advantages.Trajectories(
-            rewards=_shaped(samples, self.cfg),
-            groups=[s.prompt_id for s in samples],
-            masks=[s.loss_mask for s in samples],
-            token_rewards=token_rewards,
-            values=batch.values,
-            parts=parts,
-            baselines=np.array(baselines) if len(baselines) == len(samples) else None,
-            log_probs=batch.old_log_probs or [s.log_probs for s in samples],
-            prob_squares=batch.prob_squares,
-        )
+        groups, masks = [s.prompt_id for s in samples], [s.loss_mask for s in samples]
+        known = {"parts": parts, "values": batch.values, "prob_squares": batch.prob_squares}
+        known["log_probs"] = batch.old_log_probs or [s.log_probs for s in samples]
+        if all("baseline" in s.extra for s in samples):
+            known["baselines"] = np.array([s.extra["baseline"] for s in samples])
+        trajectories = advantages.Trajectories(_shaped(samples, self.cfg), groups, masks, token_rewards, **known)
         options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
         found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
         batch.advantages, batch.returns = found

@@ -82,7 +82,8 @@ class Tracker:
         self.lanes: set[str] = set()  # that this process has named in the timeline
 
     def start(self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None) -> None:
-        """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count."""
+        """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count. The
+        loggers, if there are any, are open, and are told of the evaluation of the checkpoint's weights."""
         self.first_step, self.evaluations, self.unwritten = step, list(evaluations), dict(unwritten or {})
         names = "metrics.jsonl", "ledger.jsonl"
         kept = {name: [row for row in self._read(name) if row["step"] < step] if step else [] for name in names}
@@ -98,12 +99,9 @@ class Tracker:
             new = self.folder / f"{name}.new"
             new.write_text("".join(json.dumps(_without_nan(row)) + "\n" for row in kept[name]))
             new.replace(self.folder / name)
-
-    def repeat_evaluations(self) -> None:
-        """After a resume, once the loggers are open: tell them of the evaluation of the checkpoint's weights."""
-        # TensorBoard hides what it had from there on, and the evaluation of these weights was one of those.
-        for found in self.evaluations if self.loggers and self.first_step else ():
-            if found["val/version"] >= self.first_step:
+        # TensorBoard hides what it had from there on, and the evaluation of the checkpoint's weights was one of those.
+        for found in self.evaluations if self.loggers and step else ():
+            if found["val/version"] >= step:
                 self.loggers.evaluation(found, [])
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:

@@ -87,11 +87,7 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
 
 
 def main(argv: list[str]) -> int:
-    """Run the command; returns its exit code (2: bad input)."""
-    return exit_code(_main, argv)
-
-
-def _main(argv: list[str]) -> int:
+    """Run the command; returns its exit code. Raises ConfigError: bad input."""
     parser = argparse.ArgumentParser(prog="python -m one_step_off.view", description=__doc__.split("\n\n")[1])
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="trainer.output_dir of a run")
     which = parser.add_mutually_exclusive_group()
@@ -109,4 +105,4 @@ def _main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

@@ -102,7 +102,6 @@ def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
         tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
         tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print, {})
         tracker.start(first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}])
-        tracker.repeat_evaluations()
         if not first:
             tracker.evaluation(2, [sample(text="of the first run", reward=0.5)], 0.1)
         tracker.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,11 @@ import pytest
 from benchmarks import planner
 from one_step_off import plan
 from one_step_off.config_io import load, resolved_yaml
-from one_step_off.plan import main
+from one_step_off.main_ppo import exit_code
 
 GPUS = ["model.path=a/b", "data.train_files=c/d", "trainer.total_steps=1", "placement.device=cuda", "rollout.n=4"]
 GPUS += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "placement.pools={rollout: [2], actor: [6]}"]
+main = partial(exit_code, plan.main)
 
 
 def rows_of(out: str) -> dict[tuple[str, str], float]:

@@ -7,13 +7,16 @@ import os
 import pty
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from one_step_off.view import main
+from one_step_off import view
+from one_step_off.main_ppo import exit_code
 
 ROOT = Path(__file__).parents[1]
+main = partial(exit_code, view.main)
 
 
 @pytest.fixture
