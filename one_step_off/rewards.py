@@ -194,8 +194,7 @@ class Scorer:
             # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
             # caller, must limit the time, which we do.
             importlib.import_module("math_verify")
-            for module in ("math_verify.parser", "math_verify.grader"):
-                logging.getLogger(module).setLevel(logging.CRITICAL)
+            logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def score_batch(self, items: list[RewardItem]) -> list[Score | RewardError]:
         """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
