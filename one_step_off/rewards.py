@@ -202,12 +202,11 @@ class Scorer:
         That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. A RewardError, not raised,
         where your function took too long, raised, or returned something else than a finite number, a dict with one under
         "reward", or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
-        previous = signal.signal(signal.SIGALRM, _on_alarm)
+        signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
 
     def _score(self, item: RewardItem) -> Score | RewardError:
         limit = self.cfg.timeout_s
