@@ -30,15 +30,12 @@ async def core(seconds: float = LONGEST_QUEUE) -> AsyncIterator[None]:
     """A place among as many as this process has cores, for what only computes: a limit on its time is then about its own
     work. Raises TimeoutError: none became free in time."""
     places, seconds = _cores(asyncio.get_running_loop()), min(seconds, LONGEST_QUEUE)
-    try:
-        async with asyncio.timeout(seconds):
-            await places.acquire()
-    except TimeoutError as e:
-        raise TimeoutError(f"no core was free within {seconds:g} s") from e
-    try:
+    async with contextlib.AsyncExitStack() as held:
+        try:
+            await asyncio.wait_for(held.enter_async_context(places), seconds)
+        except TimeoutError as e:
+            raise TimeoutError(f"no core was free within {seconds:g} s") from e
         yield
-    finally:
-        places.release()
 
 
 class Processes:

@@ -42,7 +42,7 @@ def _default(value: object) -> str:
 
 
 def _bounds(key: Key) -> str:
-    low, high, above = key.meta["low"], key.meta["high"], key.meta["above"]
+    low, high, above = (key.meta.get(name) for name in ("low", "high", "above"))
     if low is not None and low == high:
         return f"only {low:g}"
     parts = [
@@ -50,7 +50,7 @@ def _bounds(key: Key) -> str:
         f"above {above:g}" if above is not None else "",
         f"at most {high:g}" if high is not None else "",
     ]
-    also = key.meta["also"]
+    also = key.meta.get("also")
     return ", ".join(part for part in parts if part) + ("" if also is None else f", or {also:g}")
 
 

@@ -22,6 +22,10 @@ Parts = dict[int, torch.Tensor]
 """Each sender's part of a bucket: uint8 [n]."""
 
 
+Pieces = list[list[WeightPiece]]
+"""Of each sender or rank, in the order in which it yields their data."""
+
+
 class SyncError(RuntimeError):
     """A weight sync that is not complete and exact. The replica that received it must not be used as it is."""
 
@@ -110,7 +114,7 @@ class BucketPlan:
     room: int
 
     @staticmethod
-    def build(pieces: list[list[WeightPiece]], bucket_bytes: int) -> "BucketPlan":
+    def build(pieces: Pieces, bucket_bytes: int) -> "BucketPlan":
         """Fill buckets with whole tensors, in the order of `_merged`; one over `bucket_bytes` is cut into strips, each
         with a part of every sender's piece, and has its buckets for itself.
 
@@ -165,7 +169,7 @@ def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]
     return [[slot for slot in cut if slot.nbytes] for cut in cuts]
 
 
-def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]]]:
+def owners(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
     """Per tensor its (sender, piece) in the order of rows, after checking (SyncError) that rows are covered once each;
     the tensors as `_merged` has them."""
     by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
@@ -185,7 +189,7 @@ def owners(pieces: list[list[WeightPiece]]) -> list[list[tuple[int, WeightPiece]
     return [by_name[name] for name in _merged(pieces)]
 
 
-def sent_by(pieces: list[list[WeightPiece]], how: str) -> dict[int, list[WeightPiece]]:
+def sent_by(pieces: Pieces, how: str) -> dict[int, list[WeightPiece]]:
     """Rank -> the pieces that it sends, of those that hold any; with `how` = "gather" rank 0 sends all, whole."""
     if how == "sharded":
         return {rank: held for rank, held in enumerate(pieces) if held}
@@ -193,7 +197,7 @@ def sent_by(pieces: list[list[WeightPiece]], how: str) -> dict[int, list[WeightP
     return {0: [replace(p, start=0, stop=p.shape[0] if p.shape else 1, dim=0) for p in firsts]}
 
 
-def _merged(pieces: list[list[WeightPiece]]) -> list[str]:
+def _merged(pieces: Pieces) -> list[str]:
     """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
     layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
     would be held almost all at once."""

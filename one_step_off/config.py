@@ -16,8 +16,7 @@ def key(default: Any, help: str, *, choices: str = "", **facts: Any) -> Any:
     """One config key. `choices`: the values it may have, with blanks between. `facts`: `low`, `high`, `above`, `also`:
     inclusive bounds, an exclusive lower one, and a value beside them; `path`: it names files, so ~ is the home directory;
     `shared`: other roles have it as the actor has it, unless they set it, see `following`."""
-    unset = dict.fromkeys(("low", "high", "above", "also", "path", "shared"))
-    meta = unset | facts | {"help": help, "choices": tuple(choices.split())}
+    meta = facts | {"help": help, "choices": tuple(choices.split())}
     if isinstance(default, (dict, list)):
         return field(default_factory=lambda: deepcopy(default), metadata=meta)
     return field(default=default, metadata=meta)
@@ -30,7 +29,7 @@ shared = partial(key, shared=True)
 def following(base: type) -> Any:
     """The keys of `base`, of which the shared ones are null unless set: as the actor has them."""
     told = {f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)}
-    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if f.metadata["shared"]]
+    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if "shared" in f.metadata]
     return make_dataclass(f"Following{base.__name__}", keys, bases=(base,))
 
 

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,7 @@ _FLAG = "true or false", lambda value: isinstance(value, bool)
 _IDS = "a list of whole numbers", lambda value: isinstance(value, list) and all(type(v) is int for v in value)
 _TEXT = "a text or a list of texts", lambda v: all(t and type(t) is str for t in (v if isinstance(v, list) else [v]))
 _FLAGS = "ignore_eos include_stop_str_in_output skip_special_tokens spaces_between_special_tokens".split()
-SAMPLING_ALLOWED: dict[str, tuple[str, Callable[[Any], bool]]] = {"stop": _TEXT, "stop_token_ids": _IDS}
-SAMPLING_ALLOWED |= dict.fromkeys(_FLAGS, _FLAG)
+SAMPLING_ALLOWED = {"stop": _TEXT, "stop_token_ids": _IDS} | dict.fromkeys(_FLAGS, _FLAG)
 # Fields of SamplingParams and of AsyncEngineArgs that belong to keys of ours, beside those of the same name.
 OWNED = {"model": "model.path", "kv_cache_memory_bytes": "rollout.kv_cache_mb", "seed": "trainer.seed"}
 OWNED["max_tokens"] = "data.max_response_length"

@@ -181,14 +181,14 @@ def _checked(key: Key, value: Any) -> Any:
     wrong = f"{key.dotted}={show(value)}: must be "
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{wrong}{key.kind}")
-    if meta["path"]:  # the libraries that open it do not know the ~
+    if meta.get("path"):  # the libraries that open it do not know the ~
         return ",".join(os.path.expanduser(part.strip()) for part in value.split(","))
-    if type(value) not in (int, float) or value == meta["also"]:
+    if type(value) not in (int, float) or value == meta.get("also"):
         return value
     for name, (words, fits) in _BOUNDS.items():
-        bound = _LARGEST if name == "high" and meta[name] is None else meta[name]
+        bound = meta.get(name, _LARGEST if name == "high" else None)
         if bound is not None and not fits(value, bound):
-            also = "" if meta["also"] is None else f", or {meta['also']}"
+            also = f", or {meta['also']}" if "also" in meta else ""
             raise ConfigError(f"{wrong}{words} {bound:.10g}{also} ({meta['help']})")
     return value
 
@@ -235,10 +235,8 @@ class _Dumper(yaml.SafeDumper):
 
 
 _Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # to quote texts that would be read as numbers
-_Dumper.add_representer(
-    list, lambda to, data: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, data), True)
-)
-_Dumper.add_representer(dict, lambda to, data: to.represent_dict({key: _escaped(data[key]) for key in data}))
+_Dumper.add_representer(list, lambda to, x: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, x), True))
+_Dumper.add_representer(dict, lambda to, x: to.represent_dict({key: _escaped(x[key]) for key in x}))
 
 
 def resolved_yaml(cfg: Config) -> str:

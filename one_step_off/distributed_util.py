@@ -65,24 +65,22 @@ importlib.import_module("torch.distributed.rendezvous").TCPStore = open_store  #
 class NetworkLink:
     """Either end of a sender's group, which has a store of its own: NCCL for CUDA, gloo for CPU."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, timeout_s: float
-    ) -> None:
-        """Blocks until all `size` ranks are there. `store`: nobody else's."""
-        self.device, self.timeout_s = device, timeout_s
+    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, limit: float) -> None:
+        """Blocks until all `size` ranks are there, `limit` seconds at most. `store`: nobody else's."""
+        self.device, self.timeout_s = device, limit
         if device.type == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             # Our own limit (`wait`) comes first: NCCL's watchdog would take the whole process down without a word.
-            options._timeout = timedelta(seconds=10 * timeout_s + 600)
+            options._timeout = timedelta(seconds=10 * limit + 600)
             self.group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=timeout_s)
+            options._timeout = timedelta(seconds=limit)
             self.group = dist.ProcessGroupGloo(store, rank, size, options)
         # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
         self.publish(torch.zeros(1, device=device))
-        self.wait(timeout_s)
+        self.wait(limit)
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Begin to send a tensor; it must stay as it is until `wait` has returned."""

@@ -69,7 +69,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     if adapted:
         lora.inject(model, cfg.model)
     model.eval()  # no dropout: it would make theta differ from mu at the same weights
-    model.forward = types.MethodType(_answers, model)
+    model.forward = types.MethodType(_answer, model)
     home = torch.device("cpu") if own.param_offload else device  # of the shards
     _shard(model, own, cfg.model.dtype, device, home)
     _load(model, source, home, device)
@@ -163,14 +163,12 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _answers(
-    self: PreTrainedModel, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **inputs: Any
-) -> Answer:
+def _answer(self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any) -> Answer:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
-    `batching.MicroBatch` for them and for `inputs`. It stands in for the model's own forward, because FSDP2 gathers the
+    `batching.MicroBatch` for them and for `ids`. It stands in for the model's own forward, because FSDP2 gathers the
     root's parameters (embedding, norm, head) around that method alone."""
-    inputs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
-    hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+    given = {name: tensor for name, tensor in ids.items() if tensor is not None}
+    hidden = self.base_model(**given, use_cache=False).last_hidden_state
 
     def project(hidden: Tensor, tokens: Tensor) -> Answer:
         if head := getattr(self, SCALAR_HEAD, None):
@@ -180,9 +178,7 @@ def _answers(
     return in_chunks(project, hidden, at, tokens, chunk)
 
 
-def in_chunks(
-    project: Callable[[Tensor, Tensor], Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
-) -> Answer:
+def in_chunks(project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int) -> Answer:
     """`project` of the hidden states [rows, width, H] at the flat positions `at`, and of the wanted tokens there, `chunk`
     at a time; in training each is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of
     a 152k vocabulary. Where nothing is wanted one position stands in: its gradient is zero but reaches every parameter,

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, safe_reading
 from one_step_off.advantages import Arrays
-from one_step_off.bucket_plan import owners
+from one_step_off.bucket_plan import Pieces, owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
 from one_step_off.distributed_util import own_host, use_interface_towards
 from one_step_off.samples import Batch, Sample, Shares, assert_versions
@@ -441,7 +441,7 @@ class PolicyWorker(TrainedWorker):
             yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
 
     @torch.no_grad()
-    def gathered(self, pieces: list[list[WeightPiece]], device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
+    def gathered(self, pieces: Pieces, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
         """Name and whole tensor on rank 0's `device`, one after the other, from all ranks' pieces; nothing on the other
         ranks, which must take part (collective)."""
         own = self.weight_tensors()
@@ -462,7 +462,7 @@ class PolicyWorker(TrainedWorker):
     def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint in model.dtype with tokenizer and generation config (collective). Rank 0
         writes beside `path` and renames, so a checkpoint is there whole or not at all."""
-        plans: list[list[WeightPiece]] = [[] for _ in range(self.world_size)]
+        plans: Pieces = [[] for _ in range(self.world_size)]
         dist.all_gather_object(plans, self.weight_plan())
         whole = dict(self.gathered(plans, "cpu"))
         adapter = self.adapters.state()

@@ -194,8 +194,7 @@ class Scorer:
             # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
             # caller, must limit the time, which we do.
             importlib.import_module("math_verify")
-            for module in ("math_verify.parser", "math_verify.grader"):
-                logging.getLogger(module).setLevel(logging.CRITICAL)
+            logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
     def score_batch(self, items: list[RewardItem]) -> list[Score | RewardError]:
         """One finite reward, or its parts, per item, in order; None where a built-in verifier could not judge in time.
@@ -203,12 +202,11 @@ class Scorer:
         That is the model's doing (`9^{9^{9^9}}`) and must not stop the run: it counts as 0.0. A RewardError, not raised,
         where your function took too long, raised, or returned something else than a finite number, a dict with one under
         "reward", or one of parts: {name: finite number}. Raises ValueError: this is not the main thread."""
-        previous = signal.signal(signal.SIGALRM, _on_alarm)
+        signal.signal(signal.SIGALRM, _on_alarm)
         try:
             return [self._score(item) for item in items]
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
-            signal.signal(signal.SIGALRM, previous)
 
     def _score(self, item: RewardItem) -> Score | RewardError:
         limit = self.cfg.timeout_s

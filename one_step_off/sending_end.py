@@ -11,9 +11,8 @@ from typing import Any
 import ray
 import torch
 
-from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
+from one_step_off.bucket_plan import BucketPlan, Pieces, SyncError, sent_by
 from one_step_off.distributed_util import Sender, own_host, unpin
-from one_step_off.workers import WeightPiece
 
 
 class SendingEnd:
@@ -23,9 +22,7 @@ class SendingEnd:
     released = -1  # the version that need not be read any more
 
     @ray.method(concurrency_group="sync")
-    def open_sender(
-        self, pieces: list[list[WeightPiece]], bucket_bytes: int, host: str, timeout_s: float
-    ) -> tuple[str, int] | None:
+    def open_sender(self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float) -> tuple[str, int] | None:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
         self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
