@@ -218,11 +218,9 @@ class RolloutGroup:
     returned, with the same weights; it serves again when `restore` has brought it to them.
     """
 
-    def __init__(
-        self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Callable | None = None
-    ) -> None:
-        """`turn`: shared with the other roles in the pool, if there are any. `respawn`: ends what is left of a replica
-        and returns a new one in its place."""
+    def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Any = None) -> None:
+        """`turn`: shared with the other roles in the pool, if there are any. `respawn`: called with the number of a replica
+        it ends what is left of that and returns a new one in its place; None: to lose one ends the run."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn, self.shared = turn or nullcontext(), turn is not None
         self.health = [Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s) for _ in replicas]
