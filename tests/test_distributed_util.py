@@ -315,13 +315,13 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
             self.tensor[3] ^= 4
             flipped.append(1)
 
-    def publish(link, tensor):
+    def ask(link, tensor):
         honest(link, tensor)
         if link is receiver.links[0] and tensor.dtype == torch.uint8:
             seen.append(1)
             link.work = Corrupted(link.work, tensor) if len(seen) == 2 else link.work
 
-    monkeypatch.setattr(room.NetworkLink, "publish", publish)
+    monkeypatch.setattr(room.NetworkLink, "ask", ask)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     results, _ = net.sync(model, 0)
     errors = [r for r in results if isinstance(r, SyncError)]
