@@ -41,15 +41,16 @@ ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mas
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
-FIXED_KEYS = "pipeline.staleness", "pipeline.partial_rollout", "pipeline.max_carry", "rollout.n", "trainer.seed"
-FIXED_KEYS += "data.train_batch_size", "agent.loop", "model.dtype"
-FIXED_KEYS += "model.lora_rank", "model.lora_alpha", "model.lora_target_modules"
+FIXED_KEYS = """pipeline.staleness pipeline.partial_rollout rollout.n trainer.seed data.train_batch_size agent.loop
+    model.dtype model.lora_rank model.lora_alpha model.lora_target_modules""".split()
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
-    """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's."""
+    """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's. How long samples may
+    be carried counts where they are."""
     backends = {f"{role}.backend": settings_of(cfg, role).backend for role in TRAINED if role in cfg.placement.roles}
-    return {key: attrgetter(key)(cfg) for key in FIXED_KEYS} | backends
+    keys = FIXED_KEYS + ["pipeline.max_carry"] * cfg.pipeline.partial_rollout
+    return {key: attrgetter(key)(cfg) for key in keys} | backends
 
 
 def empty_models(cfg: Config) -> dict[str, Any]:

@@ -328,8 +328,10 @@ class RolloutGroup:
         """Until one that is being started anew is there, or given up. Raises NoReplica: all are."""
         alive = [task for task in self.returning.values() if not task.done()]
         if not alive:
-            why = "; ".join(str(task.exception()) for task in self.returning.values())
-            why = why or "they hold no verified weights"
+            self.syncing = False  # who waits for a sync to end is to learn it too
+            why = (
+                "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"
+            )
             raise NoReplica(f"no replica is left, and none could be started anew: {why}")
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 

@@ -471,7 +471,7 @@ def run(cfg: Config) -> int:
         params = model and sum(p.numel() for p in model.parameters())  # tied ones once
         tracker.meter = Meter(cfg, model and shape_of(model.config, params))
         tracker.val_names = prepared.data.val_names
-        links = [("wandb", found.link) for name, found in tracker.loggers.live.items() if name == "W&B"]
+        links = [("wandb", x.link) for name, x in [*tracker.loggers.live.items()] if name == "W&B" and x.link]
         screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
         with report.at_the_end(tracker.folder, screen.say):
             run_on_ray(prepared, tracker)

@@ -191,10 +191,10 @@ class Pipeline:
             metrics = await self._sync(step)
         except NoReplica as e:  # the trainer is to finish the step: a checkpoint can be written after it
             self.lost = e
+            self.landed.set()
             await self.roles.sync.release(step)
             return {}
-        freq = self.cfg.trainer.test_freq
-        if step and freq > 0 and step % freq == 0:
+        if step and (freq := self.cfg.trainer.test_freq) > 0 and step % freq == 0:
             self._start_evaluation(step)
         if step + self.ahead < total:
             self._launch(step + self.ahead)

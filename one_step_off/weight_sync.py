@@ -176,8 +176,7 @@ class WeightSync:
         plain = ("bytes", *SENDING, *RECEIVING)
         took = {who: sum(report.get(phase, 0.0) for phase in plain[1:]) for who, report in ranks.items()}
         ranks = {who: ranks[who] for who in sorted(took, key=took.get)[-MOST_TOLD:]}
-        most = MOST_DRAWN // len(ranks)
-        spans = [(f"sync {who}", *span) for who, report in ranks.items() for span in report["spans"][:most]]
+        spans = [(f"sync {who}", *s) for who, r in ranks.items() for s in r["spans"][: MOST_DRAWN // len(ranks)]]
         self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
         metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
         return metrics

@@ -305,3 +305,28 @@ def test_what_is_complete_is_carried_when_the_last_replica_goes(tmp_path):
         begun += [p.id for p in whole.next_batch(1)]
     assert sorted(begun) == sorted([p for t in world.trained for p in t[1]] + saved["carried"])
     assert len(saved["carried"]) >= 4, "a complete batch, and what was late"
+
+
+def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples_learns_it(tmp_path):
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 6)
+
+    async def generate(prompts, what, sampling, land=None):
+        for p in prompts if world.version == 0 else ():
+            land([sample(p, i, [world.engine_version]) for i in range(2)])
+        await asyncio.sleep(60)  # those given out later never come
+
+    async def gone(stamp, expected=None):
+        if stamp[1] > 1:
+            raise NoReplica("none is left")
+        return await sync(stamp, expected)
+
+    sync = FakeSync(world)
+    pipeline.roles.rollout.generate, pipeline.val, pipeline.roles.sync = generate, None, gone
+
+    async def release(version):
+        pass
+
+    gone.expect, gone.release, gone.on_trace = sync.expect, release, None
+    with pytest.raises(NoReplica):
+        asyncio.run(asyncio.wait_for(pipeline.fit(), 10))
