@@ -32,7 +32,8 @@ async def core(seconds: float = LONGEST_QUEUE) -> AsyncIterator[None]:
     places, seconds = _cores(asyncio.get_running_loop()), min(seconds, LONGEST_QUEUE)
     async with contextlib.AsyncExitStack() as held:
         try:
-            await asyncio.wait_for(held.enter_async_context(places), seconds)
+            async with asyncio.timeout(seconds):  # not wait_for, which may swallow a cancellation
+                await held.enter_async_context(places)
         except TimeoutError as e:
             raise TimeoutError(f"no core was free within {seconds:g} s") from e
         yield

@@ -20,6 +20,7 @@ _BETWEEN = re.compile(r"[; \n\t]*")
 
 def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
     """The call that stands there in JSON, and where it ends; `alone`: nothing may stand behind it."""
+    end = len(text)
     try:
         found, end = json.JSONDecoder().raw_decode(text, at)
         arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
@@ -28,7 +29,7 @@ def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
         if alone and end < len(text):
             raise ValueError("more stands behind it")
     except (ValueError, RecursionError) as e:
-        return ("", f"the call is not valid JSON: {e}"), len(text)
+        return ("", f"the call is not valid JSON: {e}"), end
     if not isinstance(arguments, dict) or not isinstance(found.get("name"), str):
         return ("", 'a call is {"name": ..., "arguments": {...}}'), end
     return (found["name"], arguments), end

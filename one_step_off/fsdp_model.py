@@ -64,6 +64,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         source = read_checkpoint(cfg, role, attention, dtype, "cpu")
         if adapted:
             lora.inject(source, cfg.model)
+    dist.broadcast_object_list([None], src=0)  # what is wrong with the model, rank 0 is to say first
     model = empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:

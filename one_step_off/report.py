@@ -5,6 +5,7 @@ What cannot be read is left out: a run may have been killed at any moment, or st
 """
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -22,10 +23,8 @@ MOST_BYTES, SHOWN, LETTERS, NEWEST = 4 << 20, 8, 2000, 8
 
 def text_of(path: Path, most: int = -1) -> str:
     """What stands there, or the middle of it, `most` bytes; empty if nothing does."""
-    if not path.is_file():
-        return ""
-    with open(path, "rb") as f:
-        f.seek(max(0, path.stat().st_size - most) // 2 if most > 0 else 0)
+    with open(path, "rb") if path.is_file() else io.BytesIO() as f:
+        f.seek(max(0, f.seek(0, io.SEEK_END) - most) // 2 if most > 0 else 0)
         return f.read(most).decode("utf-8", errors="replace")
 
 

@@ -166,8 +166,7 @@ class WeightSync:
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         # Either end's time includes its wait for the other, so the shorter one counts.
         slowest = dict(sorted((i, seconds) for report in sent for i, seconds in report["each"]))
-        on_wire = (sum(min(seconds, slowest[i]) for i, seconds in worker["each"]) for worker in workers)
-        metrics["sync/wire_s"], raw = max(on_wire), max(worker["raw"] for worker in workers)
+        metrics["sync/wire_s"], raw = max((sum(min(s, slowest[i]) for i, s in w["each"]), w["raw"]) for w in workers)
         if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
         held = [w["in_place"] for w in workers if "in_place" in w]
