@@ -241,8 +241,9 @@ _Dumper.add_representer(dict, lambda to, x: to.represent_dict({key: _escaped(x[k
 
 def resolved_yaml(cfg: Config) -> str:
     """The whole config as YAML that `load` reads back to an equal one, but for secrets, which are masked."""
-    tree, layout = dataclasses.asdict(cfg), {"default_flow_style": False, "sort_keys": False, "width": 10**6}
-    return masked(yaml.dump(tree, Dumper=_Dumper, allow_unicode=True, **layout))
+    # PyYAML leaves Unicode's own line breaks as they are, and reads them back as blanks.
+    readable = not re.search(r"\\x85|\\u202[89]", repr(tree := dataclasses.asdict(cfg)))
+    return masked(yaml.dump(tree, None, _Dumper, allow_unicode=readable, sort_keys=False, width=10**6))
 
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]

@@ -594,3 +594,11 @@ def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
     text = placement_text(gpu, [0, 1])
     assert "rollout [4, 4] on cuda: rollout x 8" in text and "cores" not in text
+
+
+@pytest.mark.parametrize("text", ["a\x85b", "a\u2028b", "a\u2029b", "Größe", "\\x85"])
+def test_unicodes_own_line_breaks_come_back(text):
+    cfg = good("trainer.output_dir=x")
+    cfg.trainer.output_dir = text
+    assert load_text(resolved_yaml(cfg)) == cfg
+    assert "Größe" not in text or "Größe" in resolved_yaml(cfg), "others stay readable"
