@@ -130,3 +130,11 @@ def test_state_json_is_plain(tmp_path):
     state = json.loads((save(config(tmp_path), 5) / "state.json").read_text())
     assert state["step"] == 5 and state["has_samples"] is False
     assert set(state["fixed"]) == {*checkpoint.FIXED_KEYS, "actor.backend"}
+
+
+def test_how_long_samples_may_be_carried_binds_a_checkpoint_only_where_they_are():
+    """Its samples may be older than a smaller number allows."""
+    cfg = Config()
+    assert "pipeline.max_carry" not in checkpoint.fixed_keys(cfg)
+    cfg.pipeline.partial_rollout = True
+    assert checkpoint.fixed_keys(cfg)["pipeline.max_carry"] == cfg.pipeline.max_carry
