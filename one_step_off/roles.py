@@ -29,6 +29,9 @@ COMMON_ENV = dict(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", THP_MEM_ALLOC_ENABL
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
 _ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
+# A trainer on CPUs keeps the memory that a pass gives back: to fault its pages in anew costs more than to work on them. In
+# one arena, since autograd's thread would have one of its own, which gives large blocks back whatever is set.
+KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
 class Spawned:
@@ -49,15 +52,14 @@ class Spawned:
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
-        where = cfg.placement.roles
-        self.turns = {pool: asyncio.Lock() for pool in self.pools}
+        where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
         scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         def replica(i: int) -> Any:
-            args, seat = (cfg, i, device, scorers, LISTED, prepared.loops), self.pools[where["rollout"]][i]
-            share, env = self._share(where["rollout"]), self.env | ENGINE_ENV[device]
-            return spawn(RolloutReplica, args, seat, device, share, env)
+            args, pool = (cfg, i, device, scorers, LISTED, prepared.loops), where["rollout"]
+            env = self.env | ENGINE_ENV[device]
+            return spawn(RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env)
 
         def respawn(i: int) -> Any:
             ray.kill(rollout.all[i])
@@ -95,7 +97,7 @@ class Spawned:
             from one_step_off.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
-        where = self.device, self._share(pool), self.env
+        where = self.device, self._share(pool), self.env | ({"GLIBC_TUNABLES": KEEPING} if self.device == "cpu" else {})
         ranks = [spawn(workers[role], (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":

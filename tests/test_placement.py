@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import platform
+import resource
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from one_step_off import placement
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import load
+from one_step_off.roles import KEEPING
 
 BASE = (
     "model.path=tiny:qwen2",
@@ -75,3 +80,24 @@ def test_too_little_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
         ConfigError, match=r"placement.pools.actor=\[12\]: node 0 needs 12 GPUs on one node, .* 16 free"
     ):
         seats(monkeypatch, Nodes(8, 8), "placement.pools={rollout: [4], actor: [12]}")
+
+
+FREEING = """
+import resource, threading
+def work():
+    for _ in range(20):
+        b"x" * (64 << 20)
+thread = threading.Thread(target=work); thread.start(); thread.join()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_a_trainer_on_cpus_keeps_the_memory_that_its_threads_free():
+    def faults(**env: str) -> int:
+        done = subprocess.run([sys.executable, "-c", FREEING], env=env, capture_output=True, text=True, check=True)
+        return int(done.stdout)
+
+    pages = (64 << 20) // resource.getpagesize()
+    assert faults() > 19 * pages, "else there is nothing to keep"
+    assert faults(GLIBC_TUNABLES=KEEPING) < 2 * pages
