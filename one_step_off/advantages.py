@@ -21,7 +21,7 @@ import numpy as np
 
 from one_step_off.config import ConfigError
 from one_step_off.registry import Registry
-from one_step_off.samples import split
+from one_step_off.samples import parts, split
 
 Arrays = list[np.ndarray]
 
@@ -165,9 +165,11 @@ def estimate(
     result, returns = entry.function(t, options or Options(), **own), None
     if isinstance(result, tuple):
         result, returns = result
+    lengths = [*map(len, t.masks)]
     if isinstance(result, np.ndarray):
-        result = [advantage * mask for advantage, mask in zip(result.astype(np.float32), t.masks, strict=True)]
-    if [len(a) for a in result] != [len(m) for m in t.masks]:
+        columns = zip(parts(result.astype(np.float32)), parts(t.masks), parts(lengths), strict=True)
+        result = [a for x, masks, own in columns for a in split(np.repeat(x, own) * np.concatenate(masks), own)]
+    if [*map(len, result)] != lengths:
         raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
     if entry.whitens if whiten is None else whiten:
         result = t.placed(standardised(np.concatenate([np.zeros(0), *result])[t.trained]))

@@ -329,9 +329,7 @@ class RolloutGroup:
         alive = [task for task in self.returning.values() if not task.done()]
         if not alive:
             self.syncing = False  # who waits for a sync to end is to learn it too
-            why = (
-                "; ".join(str(task.exception()) for task in self.returning.values()) or "they hold no verified weights"
-            )
+            why = "; ".join(str(x.exception()) for x in self.returning.values()) or "they hold no verified weights"
             raise NoReplica(f"no replica is left, and none could be started anew: {why}")
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
@@ -365,11 +363,11 @@ class RolloutGroup:
             seconds = now() - begin
         kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
         step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
-        for i, (start, end) in worked.items():  # of several at once each is drawn from where the one before ended
-            start = max(start, self.drawn.get((i, kind), 0.0))
-            if start < end:
-                self.drawn[i, kind] = end
-                self.on_trace([(f"rollout {i}{lane}", kind, step, start, end)])
+        # Of several at once each is drawn from where the one before ended.
+        begins = {i: max(start, self.drawn.get((i, kind), 0.0)) for i, (start, _) in worked.items()}
+        ends = {i: end for i, (_, end) in worked.items() if begins[i] < end}
+        self.drawn |= {(i, kind): end for i, end in ends.items()}
+        self.on_trace([(f"rollout {i}{lane}", kind, step, begins[i], end) for i, end in ends.items()])
         position = {p.id: i for i, p in enumerate(prompts)}
         return sorted(samples, key=lambda s: (position[s.prompt_id], s.index)), seconds
 
@@ -380,11 +378,10 @@ class RolloutGroup:
         these prompts."""
         calls, asked, left = [], {}, deque(prompts)
 
-        async def share(i: int, own: list[Prompt]) -> list[Sample]:
-            load = self.loads[i]
+        async def share(i: int, load: Load, own: list[Prompt]) -> list[Sample]:
             if self.health[i].state is not State.HEALTHY:  # a sync began since they were given out; its call went first
+                load.sent -= len(own) * sampling.size
                 return await self._shared_out(own, what, sampling, land, losses)
-            load.sent += len(own) * sampling.size
             try:
                 samples = await self._ask(i, what, "rollout", own, sampling)
             except Lost as e:
@@ -401,10 +398,11 @@ class RolloutGroup:
                 while left:
                     ready, shares = await self.serving(), defaultdict(list)
                     for i, prompt in self._give(ready, left, sampling.size, in_turn=not land):
-                        shares[i].append(prompt)
-                    # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
-                    for i, own in shares.items():
-                        calls += [group.create_task(share(i, part)) for part in ([[p] for p in own] if land else [own])]
+                        # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
+                        shares[i, prompt.id if land else None].append(prompt)
+                        self.loads[i].sent += sampling.size  # now, for others may share out before the call is made
+                    for (i, _), own in shares.items():
+                        calls.append(group.create_task(share(i, self.loads[i], own)))
                     if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
                         asked |= {i: group.create_task(self._room(i, what)) for i in ready if i not in asked}

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from one_step_off.config import Config
-from one_step_off.samples import Batch, generated
+from one_step_off.samples import Batch
+
+Figures = dict[str, float | None]
 
 # Dense bf16 TFLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
 PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989, H800 989, A100 312, A800 312,
@@ -73,11 +75,11 @@ class Meter:
     shape: ModelShape | None
     device_name: str = ""
 
-    def step(self, batch: Batch, generate_s: float, update_s: float, step_s: float) -> dict[str, float | None]:
-        """The figures of one step: of generation, and of the actor's update, in which nothing is done while the critic
-        warms up alone. Each group's rates are over the time it worked; `mfu/..._of_step` over all of it."""
-        lengths = np.array([s.length for s in batch.samples])
-        made = np.array(generated(batch.samples))
+    def step(self, batch: Batch, made: np.ndarray, generate_s: float, update_s: float, step_s: float) -> Figures:
+        """The figures of one step: of generation, of which `made` are the tokens of each response, int [B], and of the
+        actor's update, in which nothing is done while the critic warms up alone. Each group's rates are over the time it
+        worked; `mfu/..._of_step` over all of it."""
+        lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in batch.samples])
         epochs = self.cfg.actor.ppo_epochs * (batch.step >= self.cfg.trainer.critic_warmup)
         found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
         found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, update_s)

@@ -359,7 +359,7 @@ class Pipeline:
         pools work at once, and those in one pool in turns: that is for the groups to see to."""
         begin, samples = now(), batch.samples
         await self._consult(batch)
-        metrics = {name: float(sum(s.extra.get("fault") == name for s in samples)) for name in FAULTS}
+        metrics = {name: float([s.extra.get("fault") for s in samples].count(name)) for name in FAULTS}
         if self.cfg.reward.on_error == "drop":
             batch.drop({s.prompt_id for s in samples if "error" in s.extra})
         metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
@@ -417,7 +417,7 @@ class Pipeline:
                 setattr(batch, name, found)
         shaped = zip(scored, _shaped(scored, self.cfg).tolist(), strict=True)
         baselines = {s.prompt_id: {"baseline": reward} for s, reward in shaped if "greedy" in s.extra}
-        for s in batch.samples:
+        for s in batch.samples if baselines else ():
             s.extra |= baselines.get(s.prompt_id, {})
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
@@ -440,9 +440,8 @@ class Pipeline:
         if all("baseline" in s.extra for s in samples):
             known["baselines"] = np.array([s.extra["baseline"] for s in samples])
         trajectories = advantages.Trajectories(_shaped(samples, self.cfg), groups, masks, token_rewards, **known)
-        options = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std)
-        found = advantages.estimate(a.adv_estimator, trajectories, options, a.whiten_adv, **a.adv_kwargs)
-        batch.advantages, batch.returns = found
+        how = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std), a.whiten_adv
+        batch.advantages, batch.returns = advantages.estimate(a.adv_estimator, trajectories, *how, **a.adv_kwargs)
         return metrics
 
     def _start_evaluation(self, version: int) -> None:

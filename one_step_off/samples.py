@@ -2,7 +2,7 @@
 
 import itertools
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -129,11 +129,23 @@ def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     return [flat[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
 
 
-def generated(samples: list[Sample]) -> list[int]:
-    """Tokens of each response that the policy made."""
-    if OTHERS not in np.concatenate([np.zeros(0, np.int32), *(s.versions for s in samples)]):
-        return [len(s.versions) for s in samples]
-    return [int(np.count_nonzero(s.versions != OTHERS)) for s in samples]
+def parts(items: Any, size: int = 256) -> Iterator[Any]:
+    """A list or array in parts of so many items. What is made of arrays one by one takes a slow call for each, and what is
+    made of all at once fresh memory, which may cost more than the work."""
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def generated(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
+    """Of the tokens that the policy made: how many each response has, int64 [B], and the oldest and newest of their
+    versions (NaN: there are none)."""
+    counts, found = [], []
+    for some in parts([s.versions for s in samples]):
+        made = np.concatenate(some)
+        if OTHERS in made:
+            made, some = made[made != OTHERS], [versions[versions != OTHERS] for versions in some]
+        counts += map(len, some)
+        found += [made.min(), made.max()] if len(made) else []
+    return np.array(counts, np.int64), float(min(found, default=np.nan)), float(max(found, default=np.nan))
 
 
 class Arrays(list[np.ndarray]):
@@ -187,12 +199,15 @@ def assert_versions(batch: Batch) -> None:
         whole = (len(s.versions) == len(s.loss_mask) == len(s.response_ids) for s in some)
         if not all(whole) or any(s.incarnation != incarnation for s in some):
             return 0
-        made, trained = (np.concatenate([getattr(s, name) for s in some]) for name in ("versions", "loss_mask"))
+        made = np.concatenate([s.versions for s in some])
+        if oldest <= made.min(initial=version) and made.max(initial=oldest) <= version:
+            return None  # whatever is trained
+        trained = np.concatenate([s.loss_mask for s in some])
         wrong = np.flatnonzero(((made < oldest) | (made > version)) & ((made != OTHERS) | trained))
         return int(wrong[0]) if len(wrong) else None
 
     # All at once, for calls on thousands of small arrays are slow; one by one where it is to be told what is wrong.
-    for s in samples if samples and first_wrong(samples) is not None else ():
+    for s in itertools.chain(*(some for some in parts(samples) if first_wrong(some) is not None)):
         if (at := first_wrong([s])) is not None:
             made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
             where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"

@@ -14,7 +14,7 @@ import numpy as np
 from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
-from one_step_off.samples import FAULTS, OTHERS, Batch, Sample
+from one_step_off.samples import FAULTS, Batch, Sample, generated
 from one_step_off.screen import Screen
 
 Row = dict[str, Any]
@@ -34,8 +34,8 @@ def numbers_of(lane: str) -> tuple[str, int, int]:
 
 def group_stats(samples: list[Sample]) -> dict[str, float]:
     """Reward and length over samples; of conversations also what their loops counted, 0 where one did not."""
-    of_each = [(s.reward, len(s.response_ids), s.finish_reason == "length") for s in samples]
-    rewards, lengths, cut = np.array(of_each or [(np.nan,) * 3], dtype=np.float64).T
+    of_each = [(s.reward, len(s.response_ids), s.finish_reason == "length") for s in samples] or [(np.nan,) * 3]
+    rewards, lengths, cut = (np.array(column, np.float64) for column in zip(*of_each, strict=True))
     found = {"reward/mean": rewards.mean(), "reward/std": rewards.std(), "response_length/mean": lengths.mean()}
     found |= {"response_length/max": lengths.max(), "response_length/cut_share": cut.mean(), "samples": len(samples)}
     return {name: float(figure) for name, figure in found.items()} | agent_stats(samples)
@@ -43,19 +43,10 @@ def group_stats(samples: list[Sample]) -> dict[str, float]:
 
 def agent_stats(samples: list[Sample]) -> dict[str, float]:
     """Means of what agent loops counted, as "agent/tool_calls/mean"; nothing where all samples are of one turn."""
-    found = [s.extra.get("agent", {"turns": 1.0}) for s in samples]
+    some = samples if any("agent" in s.extra for s in samples) else ()
+    found = [s.extra.get("agent", {"turns": 1.0}) for s in some]
     names = dict.fromkeys(name for one in found for name in one)
-    some = any("agent" in s.extra for s in samples)
-    return {f"agent/{name}/mean": float(np.mean([one.get(name, 0.0) for one in found])) for name in names if some}
-
-
-def token_stats(batch: Batch, version: int) -> dict[str, float]:
-    """Of the tokens that the policy made: how many, and the trainer's version minus theirs, smallest and largest."""
-    made = np.concatenate([np.zeros(0, np.int32), *(s.versions for s in batch.samples)])
-    made = made[made != OTHERS] if OTHERS in made else made
-    oldest, newest = (made.min(), made.max()) if len(made) else (np.nan, np.nan)
-    found = {"tokens/response": len(made), "staleness/min": version - newest, "staleness/max": version - oldest}
-    return {name: float(figure) for name, figure in found.items()}
+    return {f"agent/{name}/mean": float(np.mean([one.get(name, 0.0) for one in found])) for name in names}
 
 
 class Tracker:
@@ -79,7 +70,7 @@ class Tracker:
         self.usage: dict[str, float] = {}
         self.spans: dict[str, float] = {}  # of this step, for its row
         self.epoch = time.time() - time.perf_counter()
-        self.lanes: set[str] = set()  # that this process has named in the timeline
+        self.lanes: dict[str, Row] = {}  # that this process has named in the timeline, and their numbers there
 
     def start(self, step: int, evaluations: Sequence[Row] = (), unwritten: Row | None = None) -> None:
         """Begin at `step`: rows from there on, of an earlier run in this folder, are dropped; those before it count. The
@@ -120,29 +111,32 @@ class Tracker:
 
     def trace(self, spans: list[tuple[str, str, Any, float, float]]) -> None:
         """Draw them in `timeline.json` alone: (lane, what, step, begin, end), times by the clock on the wall."""
-        lines = []
+        events = []
         for lane, what, step, begin, end in spans:
-            process, pid, tid = numbers_of(lane)
-            named = {"process_name": process, "process_sort_index": pid, "thread_name": lane, "thread_sort_index": tid}
-            named, self.lanes = {} if lane in self.lanes else named, self.lanes | {lane}
-            events = [{"name": name, "ph": "M", "args": {name.partition("_")[2]: x}} for name, x in named.items()]
+            if lane not in self.lanes:
+                who, pid, tid = numbers_of(lane)
+                own = self.lanes[lane] = {"pid": pid, "tid": tid}
+                named = {"process_name": who, "process_sort_index": pid, "thread_name": lane, "thread_sort_index": tid}
+                events += [{"name": k, "ph": "M", "args": {k.partition("_")[2]: x}} | own for k, x in named.items()]
             times = {"ts": round(begin * 1e6), "dur": round((end - begin) * 1e6), "args": {"step": step}}
-            events.append({"name": f"{what} {step}", "cat": lane, "ph": "X"} | times)
-            lines += [json.dumps(event | {"pid": pid, "tid": tid}) + ",\n" for event in events]
+            events.append({"name": f"{what} {step}", "cat": lane, "ph": "X"} | times | self.lanes[lane])
         with open(self.folder / "timeline.json", "a") as f:
-            f.write(("" if f.tell() else "[\n") + "".join(lines))
+            # All in one call, for each costs more than its event; and each on a line of its own.
+            f.write("[\n" * (not f.tell()) + json.dumps(events)[1:-1].replace("}, {", "},\n{") + ",\n" * bool(events))
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples) | token_stats(batch, version)
-        row |= metrics | self.spans | self.unwritten | self.usage
+        made, oldest, newest = generated(batch.samples)
+        row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples)
+        row |= {"tokens/response": float(made.sum()), "staleness/min": version - newest}
+        row |= {"staleness/max": version - oldest} | metrics | self.spans | self.unwritten | self.usage
         self.unwritten, self.spans = {}, {}
         for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
             whose = (s.extra["error"] for s in batch.samples + batch.dropped if s.extra.get("fault") == name)
             self.say(f"warning: {name} counts samples that were not scored; the first: {next(whose, 'a greedy one')}")
         if self.meter:
             update = row.get("time/actor_update_s", 0.0) - row.get("actor/sync_wait_s", 0.0)
-            row |= self.meter.step(batch, row["time/generate_s"], update, row["time/step_s"])
+            row |= self.meter.step(batch, made, row["time/generate_s"], update, row["time/step_s"])
         self.steps.append(row)
         self._append("metrics.jsonl", row)
         consumed = {"step": batch.step, "prompts": batch.prompt_order()}

@@ -175,6 +175,22 @@ def test_each_prompt_goes_to_the_replica_with_the_fewest_under_way():
     asyncio.run(main())
 
 
+def test_what_is_handed_out_at_once_is_seen_by_whoever_hands_out_next():
+    """Two calls in one tick, as of an evaluation and of the next samples, do not both choose the same replica."""
+    cfg = Config()
+    cfg.rollout.routing, cfg.rollout.n, cfg.rollout.val_n = "least_loaded", 4, 4
+    replicas = [Slow(0.01), Slow(0.01)]
+    group = healthy(RolloutGroup(replicas, cfg, False))
+
+    async def main():
+        calls = (group.val, 0), (group.train, 1)
+        ask = [group.generate([Prompt((0, row), np.arange(2), "", "")], f"step {row}", how) for how, row in calls]
+        await asyncio.gather(*ask)
+
+    asyncio.run(main())
+    assert [r.had for r in replicas] == [[0], [1]]
+
+
 def test_a_failing_reward_ends_a_step_before_the_other_prompts_are_sent():
     replicas = [Slow(0.05, score_s=30, fails=0), Slow(0.05, score_s=30)]
     begin = time.perf_counter()

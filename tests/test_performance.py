@@ -9,7 +9,7 @@ import pytest
 
 from one_step_off.config import Config
 from one_step_off.performance import Meter, ModelShape, peak_flops, shape_of
-from one_step_off.samples import Batch, Sample
+from one_step_off.samples import Batch, Sample, generated
 
 SHAPE = ModelShape(matmul_params=1000, layers=2, attention_width=8)
 
@@ -69,11 +69,16 @@ def batch_of(**extra: object) -> Batch:
     return Batch(0, [sample(0, 0, 3, 2), sample(0, 1, 3, 4)], (0, 0), **extra)
 
 
+def step(meter: Meter, batch: Batch, *times: float, **named: float) -> dict[str, float | None]:
+    """As the tracker asks for it."""
+    return meter.step(batch, generated(batch.samples)[0], *times, **named)
+
+
 def test_rates_and_mfu_of_both_groups():
     cfg = Config()
     cfg.placement.pools["actor"] = [2]
     meter = Meter(cfg, SHAPE, device_name="NVIDIA H100 80GB HBM3")
-    found = meter.step(batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
+    found = step(meter, batch_of(), generate_s=0.5, update_s=2.0, step_s=4.0)
     assert found["tokens_per_s/rollout"] == 6 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
     assert found["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
     assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
@@ -84,7 +89,7 @@ def test_rates_and_mfu_of_both_groups():
 def test_what_tools_said_is_read_and_not_generated():
     batch = batch_of()
     batch.samples[1].versions[1:3] = -1
-    found = Meter(Config(), SHAPE).step(batch, generate_s=0.5, update_s=2.0, step_s=4.0)
+    found = step(Meter(Config(), SHAPE), batch, generate_s=0.5, update_s=2.0, step_s=4.0)
     assert found["tokens_per_s/rollout"] == 4 / 0.5 and found["tokens_per_s/trainer"] == 12 / 2.0
     assert found["flops_per_s/rollout"] == SHAPE.generate_flops([3], [3, 5], [2, 2]) / 0.5
 
@@ -92,27 +97,27 @@ def test_what_tools_said_is_read_and_not_generated():
 def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     cfg = Config()
     cfg.actor.ppo_epochs = 2
-    found = Meter(cfg, SHAPE).step(batch_of(), 1.0, 1.0, 1.0)
+    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
     assert found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7]) and found["tokens_per_s/trainer"] == 24
     cfg.trainer.critic_warmup = 1
-    found = Meter(cfg, SHAPE).step(batch_of(), 1.0, 1.0, 1.0)
+    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
     assert found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"] and found["flops_per_s/rollout"] > 0
 
 
 def test_weights_that_adapters_leave_frozen_have_no_gradients_to_compute():
     cfg = Config()
     cfg.model.lora_rank = 8
-    found = Meter(cfg, SHAPE).step(batch_of(), 1.0, 1.0, 1.0)
+    found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
     assert found["flops_per_s/trainer"] == 2 * SHAPE.forward_flops([5, 7])
 
 
 def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
-    found = Meter(Config(), SHAPE).step(batch_of(), 0.0, 1.0, 1.0)
+    found = step(Meter(Config(), SHAPE), batch_of(), 0.0, 1.0, 1.0)
     assert found["mfu/trainer"] is None and found["flops_per_s/trainer"] > 0 and found["tokens_per_s/rollout"] is None
-    assert set(Meter(Config(), None).step(batch_of(), 1.0, 1.0, 1.0)) == {
+    assert set(step(Meter(Config(), None), batch_of(), 1.0, 1.0, 1.0)) == {
         "tokens_per_s/rollout",
         "tokens_per_s/trainer",
     }
     fp32 = Config()
     fp32.model.dtype = "float32"
-    assert Meter(fp32, SHAPE, "NVIDIA H100").step(batch_of(), 1.0, 1.0, 1.0)["mfu/rollout"] is None
+    assert step(Meter(fp32, SHAPE, "NVIDIA H100"), batch_of(), 1.0, 1.0, 1.0)["mfu/rollout"] is None

@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from one_step_off.samples import Arrays, Batch, Sample, Samples, Shares, StalenessError, assert_versions
+from one_step_off.samples import Arrays, Batch, Sample, Samples, Shares, StalenessError, assert_versions, generated
 
 
 def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
@@ -85,3 +85,18 @@ def test_arrays_and_shares_arrive_as_lists_and_dicts():
         keys = given if kind is dict else range(3)
         assert all(np.array_equal(found[key], before[key]) for key in keys) and len(found) == 3
     assert sent(Arrays())[0] == [] and sent(Shares())[0] == {}
+
+
+def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
+    """Tokens of others count nowhere, and a wrong stamp is found in whichever part it stands."""
+    samples = [sample([3] * (1 + i % 3)) for i in range(600)]
+    samples[299].versions[:], samples[555].versions[1:] = -1, -1
+    samples[299].loss_mask[:], samples[555].loss_mask[1:] = False, False
+    samples[10].versions[:], samples[580].versions[:] = 2, 5
+    counts, oldest, newest = generated(samples)
+    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (oldest, newest) == (2, 5)
+    assert_versions(Batch(4, samples, expected=(0, 5), older=3))
+    with pytest.raises(StalenessError, match="version 5"):
+        assert_versions(Batch(4, samples, expected=(0, 4), older=3))
+    none = generated([sample([-1, -1]), sample([])])
+    assert none[0].tolist() == [0, 0] and np.isnan(none[1:]).all()

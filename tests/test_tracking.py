@@ -12,7 +12,7 @@ import pytest
 from one_step_off.config import Config
 from one_step_off.performance import Meter, ModelShape
 from one_step_off.samples import Batch, Sample
-from one_step_off.tracking import Tracker, token_stats
+from one_step_off.tracking import Tracker
 
 
 def sample(reward, length, version=0, row=0, index=0, epoch=0):
@@ -194,9 +194,13 @@ def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
     assert tracker.steps[0]["response_length/mean"] == 10
 
 
-def test_staleness_is_over_all_tokens():
-    batch = Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0))
-    assert token_stats(batch, 5) == {"tokens/response": 3.0, "staleness/min": 0.0, "staleness/max": 2.0}
+def test_staleness_is_over_all_tokens(tmp_path):
+    tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
+    tracker.step(Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0)), 5, times(step_s=2.0))
+    tracker.step(Batch(1, [], (0, 0)), 6, times(step_s=2.0))
+    names = "tokens/response", "staleness/min", "staleness/max"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [[row[name] for name in names] for row in rows] == [[3.0, 0.0, 2.0], [0.0, None, None]]
 
 
 def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
