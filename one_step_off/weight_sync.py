@@ -20,7 +20,7 @@ from one_step_off.samples import Stamp
 
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
-MOST_DRAWN = 2000  # spans of theirs in the timeline
+MOST_DRAWN = 1000  # spans of theirs in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
 
