@@ -77,7 +77,7 @@ def by_runs(folders: list[str]) -> Any:
                 raise ValueError(f"wanted are more than {WARM_UP} steps, samples/ and pipeline.staleness=0")
             rows.append((*devices(own), own.actor.ppo_epochs, *(np.median([row[k] for row in steps]) for k in USED)))
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-            raise ConfigError(f"--from {folder}: no run in turns ({e}); give its trainer.output_dir") from None
+            raise ConfigError(f"--from {folder}: is no trainer.output_dir of a run in turns: {e}") from None
     return fitted(rows, np.array(lengths[: len(lengths) // n * n]).reshape(-1, n))
 
 
@@ -105,7 +105,7 @@ def fitted(rows: list[tuple[float, ...]], lengths: np.ndarray) -> Any:
     replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
     decode = np.linalg.lstsq(np.stack([longest, made / replicas], 1), generate)[0].clip(0)
     x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
-    update = np.linalg.lstsq(x, train)[0].clip(0)
+    update = np.linalg.lstsq(x, train)[0].round(12).clip(0)
     update *= train[0] / (x[0] @ update)  # where something was clipped
     prompts, prompt_tokens = round(samples[0] / lengths.shape[1]), (trained[0] / epochs[0] - made[0]) / samples[0]
     half = canary[0] / 2  # the other one is the replicas'
@@ -145,9 +145,9 @@ def report(work: Any, found: list[tuple[str, str, dict[str, Any]]]) -> None:
     for label, name, r in found:
         idle = (f"{r[f'idle_share/{role}']:.0%}" for role in ("rollout", "trainer"))
         print(TABLE.format(label, name, f"{r[STEP]:.4g}", *idle, f"{r['samples_per_s']:.4g}"))
-    best, turns = (min(rows, key=lambda row: row[2][STEP]) for rows in (found, [x for x in found if x[1] != AHEAD]))
-    in_turns = f"in turns at best {turns[2][STEP]:.4g} s ({turns[0]})"
-    print(f"best: {best[1]}, {best[0]}: {best[2][STEP]:.4g} s a step; {in_turns}")
+    ranked = sorted(found, key=lambda row: float(f"{row[2][STEP]:.4g}"))  # as shown: of equal ones the first
+    (where, name, r), turns = ranked[0], next(row for row in ranked if row[1] != AHEAD)
+    print(f"best: {name}, {where}: {r[STEP]:.4g} s a step; in turns at best {turns[2][STEP]:.4g} s ({turns[0]})")
 
 
 def main(argv: list[str]) -> int:
