@@ -46,9 +46,8 @@ class Spawned:
     def __init__(self, prepared: Prepared, generates: bool = True) -> None:
         """Reserve the pools and create the processes; nothing is loaded yet. Not `generates`: only the roles that learn.
         Raises ConfigError: the cluster has too little for a pool."""
-        self.prepared, self.cfg, self.device = prepared, prepared.cfg, prepared.device
-        cfg, device = self.cfg, self.device
-        self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        cfg, device = self.cfg, self.device = prepared.cfg, prepared.device
+        self.prepared, self.host = prepared, "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
@@ -97,7 +96,8 @@ class Spawned:
             from one_step_off.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
-        where = self.device, self._share(pool), self.env | ({"GLIBC_TUNABLES": KEEPING} if self.device == "cpu" else {})
+        own = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEPING)} if self.device == "cpu" else {}
+        where = self.device, self._share(pool), self.env | own
         ranks = [spawn(workers[role], (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
