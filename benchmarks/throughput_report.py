@@ -177,9 +177,8 @@ def plot_case(case: dict[str, Any], path: Path) -> None:
     names = [*COLOURS, "step (and its range)", "max(T_gen, T_train) in turns"]
     figure.legend(marks, names, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 0.98), frameon=False, fontsize=9)
     figure.tight_layout()
-    figure.suptitle(
-        case["name"], y=0.98 + 0.55 / figure.get_figheight(), fontsize=11
-    )  # after the layout, which would make room for it
+    # After the layout, which would make room for it.
+    figure.suptitle(case["name"], y=0.98 + 0.55 / figure.get_figheight(), fontsize=11)
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)
 

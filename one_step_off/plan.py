@@ -103,9 +103,9 @@ def fitted(rows: list[tuple[float, ...]], lengths: np.ndarray) -> Any:
     from one_step_off.simulation import Work, simulate
 
     replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
-    decode = np.linalg.lstsq(np.stack([longest, made / replicas], 1), generate)[0].clip(0)
     x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
-    update = np.linalg.lstsq(x, train)[0].round(12).clip(0)
+    fits = (np.stack([longest, made / replicas], 1), generate), (x, train)
+    decode, update = (np.linalg.lstsq(*fit)[0].round(12).clip(0) for fit in fits)  # noise is no part of a phase
     update *= train[0] / (x[0] @ update)  # where something was clipped
     prompts, prompt_tokens = round(samples[0] / lengths.shape[1]), (trained[0] / epochs[0] - made[0]) / samples[0]
     half = canary[0] / 2  # the other one is the replicas'

@@ -47,7 +47,7 @@ class Spawned:
         """Reserve the pools and create the processes; nothing is loaded yet. Not `generates`: only the roles that learn.
         Raises ConfigError: the cluster has too little for a pool."""
         cfg, device = self.cfg, self.device = prepared.cfg, prepared.device
-        self.prepared, self.host = prepared, "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self.prepared, self.host = prepared, ("" if os.environ.get("RAY_ADDRESS") else "127.0.0.1")
         self.pools = create_pools(cfg, device)
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}

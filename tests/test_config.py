@@ -504,7 +504,7 @@ _names = (
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(_names, _values), max_size=3))
 def test_any_override_gives_a_config_or_one_line(pairs: list[tuple[str, str]]) -> None:
     argv = [f"{name}={value}" for name, value in pairs if name != "config"]
