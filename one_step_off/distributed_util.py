@@ -26,19 +26,24 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from one_step_off import delta
+from one_step_off.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.bucket_plan import BucketPlan, Parts, Slot, SyncError, checksum
+from one_step_off.network_link import NetworkLink, connect_limit
 from one_step_off.shared_link import SharedInlet, SharedOutlet
 
+T = TypeVar("T")
+
+GIVEN_UP = "given up, since "  # in the error of a process that did not fail by itself
 ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
 MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 
@@ -62,58 +67,6 @@ def open_store(host_name: str, port: int, world_size: Any = None, is_master: boo
 importlib.import_module("torch.distributed.rendezvous").TCPStore = open_store  # of init_process_group, vLLM's too
 
 
-class NetworkLink:
-    """Either end of a sender's group, which has a store of its own: NCCL for CUDA, gloo for CPU."""
-
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, host: str, limit: float) -> None:
-        """Blocks until all `size` ranks are there, `limit` seconds at most. `store`: nobody else's."""
-        self.device, self.timeout_s = device, limit
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            # Our own limit (`wait`) comes first: NCCL's watchdog would take the whole process down without a word.
-            options._timeout = timedelta(seconds=10 * limit + 600)
-            self.group = dist.ProcessGroupNCCL(store, rank, size, options)
-        else:
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
-            options._timeout = timedelta(seconds=limit)
-            self.group = dist.ProcessGroupGloo(store, rank, size, options)
-        # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
-        self.publish(torch.zeros(1, device=device))
-        self.wait(limit)
-
-    def publish(self, tensor: torch.Tensor) -> None:
-        """Begin to send a tensor; it must stay as it is until `wait` has returned."""
-        self.work = self.group.broadcast(tensor, 0)
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait on the host until what was published has gone. gloo keeps the limit itself; NCCL's `wait` only orders
-        streams. Raises RuntimeError: not within `timeout_s`, or the transport failed."""
-        deadline = time.monotonic() + timeout_s
-        while self.device.type == "cuda" and not self.work.is_completed():
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"no answer in {timeout_s:g} s")
-            time.sleep(1e-4)
-        self.work.wait()
-
-    ask = publish  # begins to receive, at the other ends
-
-    def take(self, room: torch.Tensor) -> torch.Tensor:
-        """What was asked for, now that it is in `room`."""
-        self.wait(self.timeout_s)
-        return room
-
-    def release(self) -> None:
-        """What was taken is this end's own."""
-
-    def close(self) -> None:
-        """Break the connections, so that no peer waits for this one any longer: gloo does so when nothing refers to the
-        group or to its work any more."""
-        if self.device.type == "cuda":
-            self.group.abort()
-        self.group = self.work = None
-
-
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
 
@@ -121,9 +74,10 @@ class _End:
         self.plan, self.index, self.device, self.host, self.timeout_s = plan, index, device, host, timeout_s
         self.who = f"{type(self).__name__.lower()} {self.index}"
         self.links: list[Any] = []
+        self.signals: list[AbortSignal] = []  # one per sender's store that this end uses
         # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.wire = ThreadPoolExecutor(1, "weight-wire", self._at_home)
+        self.wire = WorkerThread("weight-wire", self._at_home)
         self._begin()
 
     def _at_home(self) -> None:
@@ -140,15 +94,51 @@ class _End:
         self.bytes = self.changed = 0
         self.bucket = -1
 
-    def _join(self, store: dist.Store, rank: int, size: int) -> NetworkLink:
-        # On the wire's thread, because gloo starts threads of its own, which may run where that one may.
-        return self.wire.submit(NetworkLink, store, rank, size, self.device, self.host, self.timeout_s).result()
+    def _check_signals(self) -> None:
+        for signal in self.signals:
+            signal.check()
+
+    def _until(self, deadline: float, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)` on a thread of its own, since nothing else bounds the creation of a group or a store: the
+        thread is given up at the deadline, or when the sync is. Also, gloo's threads may run where that one may."""
+        thread = WorkerThread("weight-connect", self._at_home)
+        made = thread.submit(function, *args)
+        thread.stop()
+        try:
+            return wait_for_result(made, deadline - time.monotonic(), self._check_signals)
+        except BaseException:
+            if function is NetworkLink:
+                made.add_done_callback(_close_late)
+            raise
+
+    def _join(self, store: dist.Store, rank: int, size: int, deadline: float) -> NetworkLink:
+        left = deadline - time.monotonic()
+        return self._until(deadline, NetworkLink, store, rank, size, self.device, self.host, self.timeout_s, left)
+
+    def _on_wire(self, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)` on the wire's thread. The waits in it have limits of their own; this one is for a transport
+        that hangs outside of them."""
+        return self._result(self.wire.submit(function, *args))
+
+    def _result(self, future: Future[T]) -> T:
+        return wait_for_result(future, 3 * self.timeout_s, self._check_signals)
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave all groups because of `error`; every process that waits for this end fails soon, and names the cause."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        for signal in self.signals:
+            with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+                signal.set(reason)
+        self.close()
+        self.wire.stop()
+        self.wire = WorkerThread("weight-wire", self._at_home)  # the other one may hang
 
     def close(self) -> None:
-        """Leave all groups; peers that wait for this end fail at once."""
+        """Leave all groups; peers that wait for this end fail."""
         for link in self.links:
             link.close()
         self.links = []
+        self.signals = []
 
     @contextmanager
     def _phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
@@ -162,7 +152,8 @@ class _End:
             traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
             place = (self.bucket if bucket is None else bucket) + 1
             where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
-            raise SyncError(f"{self.who}, {where}: {cause}") from e
+            given_up = GIVEN_UP if isinstance(e, Aborted) else ""
+            raise SyncError(f"{self.who}, {where}: {given_up}{cause}") from e
         finally:
             if self.stream:  # or the time of what was launched would show in a later phase
                 torch.cuda.current_stream().synchronize()
@@ -181,6 +172,17 @@ class _End:
         return {**self.seconds, "bytes": float(self.bytes), "each": self.each, "spans": self.spans}
 
 
+def _close_late(joining: Future) -> None:
+    """A link that was made after the wait for it had ended."""
+    if joining.exception() is None:
+        joining.result().close()
+
+
+def _open_client(host: str, port: int, timeout_s: float) -> dist.Store:
+    """A sender's store, from a receiver's side."""
+    return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
 class Sender(_End):
     """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
     sends everything each time; n > 0 what changed since the last time, and everything every n-th. `keep`: hold what was
@@ -193,6 +195,7 @@ class Sender(_End):
         self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
         limit = timedelta(seconds=self.timeout_s)
         self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.control = self.store.clone()  # for `abort`, while a send waits in the other one
         self.address = (self.host, self.store.port)
         self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
         self.buffers: list[torch.Tensor] = []
@@ -201,22 +204,43 @@ class Sender(_End):
 
     def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
         """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
-        receivers that are on this sender's device. An earlier epoch's group is given up."""
+        receivers that are on this sender's device. An earlier epoch's group is given up. Raises SyncError: not all are
+        there within `connect_limit`, or the epoch was given up."""
         self.close()
         self.since_full = -1
-        with self._phase("connect"):
-            # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
-            room, store = [max(self.sizes, default=0)] * 2, dist.PrefixStore(f"{epoch}", self.store)
-            if near:
-                self.links = [SharedOutlet(store, room, list(near), self.device)]
-                self.buffers = self.links[0].buffers
-            elif not self.buffers:
-                self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
-            if receivers > len(near):
-                self.links.append(self._join(store, 0, receivers - len(near) + 1))
-                for _ in range(2 if self.sizes[0] else 0):  # for the receivers' `raw`
-                    self.links[-1].publish(self.buffers[0][: self.sizes[0]])
-                    self.links[-1].wait(self.timeout_s)
+        store = dist.PrefixStore(f"{epoch}", self.store)
+        self.signals = [AbortSignal(store)]
+        deadline = time.monotonic() + connect_limit(self.timeout_s, self.plan.senders, receivers)
+        try:
+            with self._phase("connect"):
+                self._check_signals()
+                self._connect(store, receivers, near, deadline)
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def _connect(self, store: dist.Store, receivers: int, near: Sequence[int], deadline: float) -> None:
+        # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
+        room = [max(self.sizes, default=0)] * 2
+        if near:
+            self.links = [SharedOutlet(store, room, list(near), self.device)]
+            self.buffers = self.links[0].buffers
+        elif not self.buffers:
+            self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
+        if receivers > len(near):
+            link = self._join(store, 0, receivers - len(near) + 1, deadline)
+            self.links.append(link)
+            for _ in range(2 if self.sizes[0] else 0):  # for the receivers' `raw`
+                self._on_wire(self._measure, link)
+
+    def _measure(self, link: NetworkLink) -> None:
+        """Send the first bucket as it is, for receivers to measure the bare link."""
+        link.publish(self.buffers[0][: self.sizes[0]])
+        link.wait(self.timeout_s)
+
+    def abort(self, epoch: int, reason: str) -> None:
+        """From any thread: let every wait of an epoch end, at this sender and at its receivers."""
+        AbortSignal(dist.PrefixStore(f"{epoch}", self.control)).set(reason)
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
@@ -225,12 +249,14 @@ class Sender(_End):
         up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
+            if not self.links:
+                raise SyncError(f"{self.who} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self._send(iter(tensors), version)
                 return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
-        except BaseException:
-            self.since_full = -1  # receivers hold nobody knows what
-            self.close()
+        except BaseException as error:
+            self.since_full = -1  # what receivers hold is unknown
+            self.give_up(error)
             raise
 
     def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
@@ -243,7 +269,7 @@ class Sender(_End):
         self.kept = version if again else -1
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
-            self._carry(torch.tensor([self.plan.digest, version, int(changes)], device=self.device))
+            self._on_wire(self._carry, torch.tensor([self.plan.digest, version, int(changes)], device=self.device))
         buffers, flying = itertools.cycle(self.buffers), None
         for i, size in enumerate(self.sizes):
             if not size:  # a bucket may hold nothing of this sender
@@ -269,7 +295,7 @@ class Sender(_End):
         self.tensor = None  # it may be a copy
         self._settle(flying)
         with self._phase("wire"):
-            self._carry(sums)
+            self._on_wire(self._carry, sums)
         self.kept = version if self.base else -1
 
     def _carry(self, *messages: torch.Tensor) -> float:
@@ -289,7 +315,7 @@ class Sender(_End):
         """Until the bucket on the wire has reached everybody."""
         if flying:
             with self._phase("wire", flying[0]):
-                self.each.append([flying[0], flying[1].result()])
+                self.each.append([flying[0], self._result(flying[1])])
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
@@ -342,30 +368,47 @@ class Receiver(_End):
 
     def connect(self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()) -> None:
         """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the
-        receivers on its device. An earlier epoch's groups are given up, and what it was sent in them."""
+        receivers on its device. An earlier epoch's groups are given up, and what it was sent in them. Raises SyncError: not
+        all is there within `connect_limit`, or the epoch was given up."""
         self.close()
         self.mirror = self.live = None
-        with self._phase("connect"):
-            for s, (host, port) in enumerate(addresses):
-                store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
-                store = dist.PrefixStore(f"{epoch}", store)
-                far = [r for r in range(receivers) if not (near and r in near[s])]
-                if self.index in far:
-                    self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1))
-                else:
-                    self.links.append(SharedInlet(store, self.index, self.device, self.timeout_s))
-            self.far = any(isinstance(link, NetworkLink) for link in self.links)
-            where = self.device if self.far else "meta"  # where all is read out of the senders', there need be none
-            # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
-            self.buffers = [torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)]
-            self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
-            # Seconds per byte of the bare link: the first bucket as it will travel, twice; the second time counts.
-            parts = self.plan.buckets[0].parts(self.buffers[0])
-            far = {s: room for s, room in parts.items() if isinstance(self.links[s], NetworkLink)}
-            for _ in range(2):
-                begin = time.perf_counter()
-                self._take(far)
-            self.raw = (time.perf_counter() - begin) / sum(map(len, far.values())) if len(far) == len(parts) else 0.0
+        deadline = time.monotonic() + connect_limit(self.timeout_s, len(addresses), receivers)
+        try:
+            with self._phase("connect"):
+                for s, address in enumerate(addresses):
+                    self._join_sender(epoch, address, receivers, near[s] if near else (), deadline)
+                self._prepare_buffers()
+                self._measure()
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
+    def _join_sender(self, epoch: int, address: Any, receivers: int, near: Sequence[int], deadline: float) -> None:
+        store = dist.PrefixStore(f"{epoch}", self._until(deadline, _open_client, *address, self.timeout_s))
+        self.signals.append(AbortSignal(store))
+        self._check_signals()
+        far = [r for r in range(receivers) if r not in near]
+        if self.index in far:
+            self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1, deadline))
+        else:
+            inlet = self._until(deadline, SharedInlet, store, self.index, self.device, self.timeout_s)
+            self.links.append(inlet)
+
+    def _prepare_buffers(self) -> None:
+        self.far = any(isinstance(link, NetworkLink) for link in self.links)
+        where = self.device if self.far else "meta"  # where all is read out of the senders', there need be none
+        # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
+        self.buffers = [torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)]
+        self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
+
+    def _measure(self) -> None:
+        """Seconds per byte of the bare link: the first bucket as it will travel, twice; the second time counts."""
+        parts = self.plan.buckets[0].parts(self.buffers[0])
+        far = {s: room for s, room in parts.items() if isinstance(self.links[s], NetworkLink)}
+        for _ in range(2):
+            begin = time.perf_counter()
+            self._on_wire(self._take, far)
+        self.raw = (time.perf_counter() - begin) / sum(map(len, far.values())) if len(far) == len(parts) else 0.0
 
     def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
@@ -377,10 +420,12 @@ class Receiver(_End):
         given up then."""
         self._begin()
         try:
+            if not self.links:
+                raise SyncError(f"{self.who} is in no group; it must connect first")
             self._receive(load, version)
-        except BaseException:
+        except BaseException as error:
             self.mirror = self.live = None
-            self.close()
+            self.give_up(error)
             raise
         return self._report() | {"raw": self.raw * self.bytes}
 
@@ -395,7 +440,7 @@ class Receiver(_End):
         for i, bucket in enumerate(buckets):
             self.bucket = i
             with self._phase("wait"):
-                parts = coming.result()
+                parts = self._result(coming)
                 if i + 1 < len(buckets):
                     coming = self.wire.submit(self._fill, i + 1, changes)
             with self._phase("apply"):
@@ -416,7 +461,7 @@ class Receiver(_End):
     def _headers(self, version: int) -> bool:
         """Whether messages tell their size, after checking that every sender sends what is expected."""
         with self._phase("header"):
-            headers = self._numbers(range(self.plan.senders), 3)
+            headers = self._on_wire(self._numbers, range(self.plan.senders), 3)
         for s, header in headers.items():
             digest, sent, changes = header.tolist()
             if digest != self.plan.digest:
@@ -451,7 +496,7 @@ class Receiver(_End):
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
         theirs = torch.zeros_like(mine)
         with self._phase("verify"):
-            self._take(dict(enumerate(theirs)))
+            self._on_wire(self._take, dict(enumerate(theirs)))
         wrong = (mine != theirs).any(dim=2).nonzero().tolist()
         if wrong:
             sender, bucket = wrong[0]

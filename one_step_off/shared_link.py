@@ -7,11 +7,12 @@ buffer. Shared memory has no name, so whatever dies leaves nothing behind.
 
 import os
 import pickle
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import reduce_tensor
+
+from one_step_off.bounded_waits import AbortSignal, wait_for_keys
 
 
 def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
@@ -37,6 +38,7 @@ class SharedOutlet:
 
     def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
         self.store, self.readers, self.count = store, readers, 0
+        self.signal = AbortSignal(store)
         made = [shared_buffer(size, device) for size in sizes]
         self.buffers = [buffer for buffer, _ in made]
         store.set("buffers", pickle.dumps([handle for _, handle in made]))
@@ -51,14 +53,15 @@ class SharedOutlet:
         self.store.set(f"message{self.count}", message)
 
     def wait(self, timeout_s: float) -> None:
-        """Until every reader is done with the last message. Raises DistError after `timeout_s`."""
+        """Until every reader is done with the last message. Raises TimeoutError after `timeout_s` seconds, Aborted as soon
+        as the sync was given up."""
         keys = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
-        self.store.wait(keys, timedelta(seconds=timeout_s))
+        wait_for_keys(self.store, keys, timeout_s, self.signal)
         for key in keys:
             self.store.delete_key(key)
 
     def close(self) -> None:
-        """Give the memory back, once nobody uses it. Readers that still wait do so to the end of their limit."""
+        """Give the memory back, once no reader uses it."""
         self.buffers = []
 
 
@@ -68,7 +71,7 @@ class SharedInlet:
     def __init__(self, store: dist.Store, number: int, device: torch.device, timeout_s: float) -> None:
         self.store, self.number, self.device, self.count = store, number, device, 0
         self.answers = store.clone()  # a store lets no other thread in while one waits
-        self.limit = timedelta(seconds=timeout_s)
+        self.timeout_s, self.signal = timeout_s, AbortSignal(store)
         self.buffers = [rebuild(*args) for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))]
 
     def ask(self, room: torch.Tensor) -> None:
@@ -76,9 +79,9 @@ class SharedInlet:
 
     def take(self, room: torch.Tensor) -> torch.Tensor:
         """The next message. Bytes stand for a bucket of as many as `room`, which is the sender's own and stays as it is until
-        `release`; any other goes into `room`."""
+        `release`; any other goes into `room`. Raises as `SharedOutlet.wait`."""
         key = f"message{self.count + 1}"
-        self.store.wait([key], self.limit)
+        wait_for_keys(self.store, [key], self.timeout_s, self.signal)
         message, self.count = self.store.get(key), self.count + 1  # now, for what is still in use was the one before
         if room.dtype == torch.uint8:
             return self.buffers[int(message)][: len(room)]

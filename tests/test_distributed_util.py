@@ -310,8 +310,11 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
         def __init__(self, work, tensor):
             self.work, self.tensor = work, tensor
 
-        def wait(self):
-            self.work.wait()
+        def is_completed(self):
+            return self.work.is_completed()
+
+        def wait(self, limit):
+            self.work.wait(limit)
             self.tensor[3] ^= 4
             flipped.append(1)
 

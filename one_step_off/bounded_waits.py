@@ -1,0 +1,111 @@
+"""Waits of the weight sync that always end: at a time limit, or as soon as any process of the sync has failed.
+
+A sender's store carries one key per epoch, `ABORTED`. The process that fails writes the reason there; every process that
+waits for this sender looks at the key a few times a second and raises `Aborted`. The driver sets it too, on behalf of a
+process that died and can say nothing any more.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+ABORTED = "aborted"
+LOOK_S = 0.25  # between two looks at the key: the most that an abort takes to be noticed
+SIGNAL_S = 5.0  # for a sender's store to answer when it is asked for the key
+EVENT_S = (
+    1.0  # a wait for a store's key sleeps for so long before it looks; torch logs each wait that ends without its key
+)
+
+
+class Aborted(RuntimeError):
+    """Another process of this sync failed, so what is waited for will not come."""
+
+
+class AbortSignal:
+    """The key `ABORTED` of one sender and one epoch, as one process sees it. `store`: the sender's, of that epoch."""
+
+    def __init__(self, store: dist.Store) -> None:
+        # A connection of its own: a store lets no second thread in while one waits in it.
+        self.store = store.clone()
+        self.store.set_timeout(timedelta(seconds=SIGNAL_S))
+
+    def set(self, reason: str) -> None:
+        """Let every wait of this sender's epoch end with `reason`. The first reason stays."""
+        if not self.store.check([ABORTED]):
+            self.store.set(ABORTED, reason.encode())
+
+    def check(self) -> None:
+        """Raises Aborted if the epoch was given up, DistNetworkError if the sender is gone."""
+        if self.store.check([ABORTED]):
+            raise Aborted(self.store.get(ABORTED).decode(errors="replace"))
+
+
+def wait_for_keys(store: dist.Store, keys: list[str], limit_s: float, signal: AbortSignal) -> None:
+    """Wait until all `keys` are in the store. Raises TimeoutError after `limit_s` seconds, and what `AbortSignal.check`
+    raises."""
+    deadline = time.monotonic() + limit_s
+    try:
+        store.wait(keys, timedelta(seconds=min(EVENT_S, limit_s)))
+        return
+    except dist.DistStoreError:  # not there yet
+        pass
+    while not store.check(keys):
+        signal.check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"timed out: no answer in {limit_s:g} s")
+        time.sleep(0.01)
+
+
+def wait_for_result(future: Future[T], limit_s: float, check: Callable[[], None]) -> T:
+    """The result of work on another thread. `check` is called while it is awaited, and may raise. Raises TimeoutError after
+    `limit_s` seconds, whatever the thread hangs in; the caller gives that thread up then."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            return future.result(timeout=LOOK_S)
+        except FutureTimeout:
+            if future.done():  # the work's own time limit
+                return future.result()
+        check()
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"timed out: no answer in {limit_s:g} s")
+
+
+class WorkerThread:
+    """One thread that works off calls in their order. Unlike an executor's it may be given up: it is a daemon, so neither
+    its owner nor the end of the process waits for a call that never returns."""
+
+    def __init__(self, name: str, prepare: Callable[[], None]) -> None:
+        """`prepare` runs first, on the thread."""
+        self.calls: queue.SimpleQueue = queue.SimpleQueue()
+        self.prepare = prepare
+        threading.Thread(target=self._work, name=name, daemon=True).start()
+
+    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
+        """Call `function(*args)` on the thread, after all that was submitted before."""
+        future: Future[T] = Future()
+        self.calls.put((future, function, args))
+        return future
+
+    def stop(self) -> None:
+        """Let the thread end once it has nothing left to do."""
+        self.calls.put(None)
+
+    def _work(self) -> None:
+        self.prepare()
+        while call := self.calls.get():
+            future, function, args = call
+            try:
+                future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del call, future, function, args  # they may hold the group's memory and connections
