@@ -45,6 +45,7 @@ from one_step_off.workers import WeightPiece
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
+    threads = {"control": 1}  # beside the worker's own: what must be answered however busy that one is
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
 
     def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
@@ -140,6 +141,10 @@ class ModelWorker(UsageProbe):
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
+    @ray.method(concurrency_group="control")
+    def alive(self) -> None:
+        """Answer, however busy the worker is: its process is there and runs."""
+
     def peak_memory_bytes(self) -> int:
         """Most memory used so far: allocated on the GPU, or resident in this process."""
         return torch.cuda.max_memory_allocated() if self._device_type == "cuda" else peak_resident_bytes()
@@ -150,7 +155,7 @@ class TrainedWorker(ModelWorker):
     `version` counts finished updates; a resumed run sets it. `optimizer_steps` is the position in the learning-rate
     schedule; a skipped step counts too."""
 
-    threads = {"saving": 1}  # what runs beside the worker's own calls
+    threads = {"control": 1, "saving": 1}  # beside the worker's own
     version = 0
     optimizer_steps = 0
     skipped_in_a_row = 0

@@ -30,6 +30,8 @@ OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
 
 PING_S = 10.0  # so long a replica may take to say that it is there
+LIVENESS_S = 5.0  # and any process to answer on the thread that is never busy
+STOP_S = 10.0  # for all engines to end in good order
 PAUSE_S = 0.2  # before one that may be ill is looked at again
 ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
 
@@ -101,6 +103,23 @@ def every(
     sent = [getattr(a, method).remote(*args, *own) for a, own in zip(actors, each, strict=True)]
     calls = (named(f"{what} {i}, {method}", answer) for i, answer in enumerate(sent))
     return within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
+
+
+async def not_alive(processes: dict[str, Any]) -> dict[str, str]:
+    """Which of these processes (name -> actor) are gone or stopped: name -> why. They are asked on a thread that is never
+    busy: one that works, or waits for another one, answers."""
+
+    async def why(who: str, actor: Any) -> str:
+        try:
+            await within(LIVENESS_S, who, named(who, actor.alive.remote()))
+        except PhaseTimeout:
+            return f"{who}: its process hangs, it did not answer in {LIVENESS_S:g} s"
+        except Exception as e:
+            return str(e)
+        return ""
+
+    reasons = await asyncio.gather(*(why(who, actor) for who, actor in processes.items()))
+    return {who: reason for who, reason in zip(processes, reasons, strict=True) if reason}
 
 
 class TrainGroup:
@@ -225,7 +244,7 @@ class RolloutGroup:
         self.turn, self.shared = turn or nullcontext(), turn is not None
         self.health = [Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s) for _ in replicas]
         self.families: list[Any] = [()] * len(replicas)
-        self.returning: dict[int, asyncio.Task] = {}
+        self.returning: dict[int, asyncio.Future] = {}  # replicas that are restarted; failed: left out for good
         self.losses = defaultdict(asyncio.Future)  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
@@ -274,25 +293,38 @@ class RolloutGroup:
     def _ping(self, i: int) -> Awaitable[tuple[int, int]]:
         return within(PING_S, f"rollout {i}", named(f"rollout {i}", self.all[i].ping.remote()))
 
-    async def missing(self, numbers: list[int]) -> list[int]:
-        """Which of these do not answer, or have lost their engine."""
-        answers = await asyncio.gather(*map(self._ping, numbers), return_exceptions=True)
-        return [i for i, x in zip(numbers, answers, strict=True) if isinstance(x, Exception)]
+    async def not_alive(self, numbers: list[int]) -> dict[int, str]:
+        """Which of these replicas are gone or stopped, or have lost their engine: number -> why. A busy one is not."""
+        names = {f"rollout {i}": i for i in numbers}
+        reasons = await not_alive({who: self.all[i] for who, i in names.items()})
+        return {names[who]: why for who, why in reasons.items()}
 
     def lose(self, i: int, why: str) -> None:
         """Give a replica up and start it anew in the background. Raises ProcessDied where there is no room for that
         beside the work of the others in its pool."""
         if i in self.returning:
             return
+        self._give_up(i, why)
+        self.say(f"rollout {i} is lost ({why}); it is started anew")
+        self.restarts += 1
+        self.returning[i] = asyncio.create_task(self._revive(i))
+        self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `serving` raises it
+
+    def leave_out(self, i: int, why: str) -> None:
+        """Give a replica up for good: a new start would not help. Raises as `lose`."""
+        self._give_up(i, why)
+        self.say(f"rollout {i} is left out from now on: {why}")
+        self.returning[i] = asyncio.get_running_loop().create_future()
+        self.returning[i].set_exception(RoleError(f"rollout {i}: {why}"))
+        self.returning[i].exception()  # noted; `serving` raises it
+
+    def _give_up(self, i: int, why: str) -> None:
         if self.shared or not self.respawn:
             raise ProcessDied(f"rollout {i}: {why}")
-        self.say(f"rollout {i} is lost ({why}); it is started anew")
         self.health[i].to(State.DEAD)
         if loss := self.losses.pop(i, None):
             loss.set_result(None)
-        self.loads[i], self.restarts = Load(), self.restarts + 1
-        self.returning[i] = asyncio.create_task(self._revive(i))
-        self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `serving` raises it
+        self.loads[i] = Load()
 
     async def _revive(self, i: int) -> None:
         limit, what, begin = self.cfg.trainer.start_timeout_s, f"rollout {i} anew", time.monotonic()
@@ -341,7 +373,7 @@ class RolloutGroup:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
                 raise Lost(name)
-            if isinstance(error := call.exception(), RoleError) and await self.missing([i]):
+            if isinstance(error := call.exception(), RoleError) and await self.not_alive([i]):
                 self.lose(i, str(error))
                 raise Lost(name) from error
             if method == "rollout" and not error:
@@ -431,11 +463,6 @@ class RolloutGroup:
         with suppress(Lost):
             load.away = await self._ask(i, what, "vacancy", load.sent, self.most)
 
-    async def score(self, sequences: list[np.ndarray], numbers: list[int]) -> list[list[np.ndarray]]:
-        """These replicas' half of the canary."""
-        chosen, limit = [self.all[i] for i in numbers], self.cfg.trainer.step_timeout_s
-        return await every(limit, "canary, rollout", chosen, "score", sequences)
-
     async def sleep(self) -> None:
         """Free the devices for another role's turn; the next sync wakes the replicas."""
         await every(self.cfg.trainer.step_timeout_s, "rollout", self.all, "sleep")
@@ -445,4 +472,4 @@ class RolloutGroup:
         for task in self.returning.values():
             task.cancel()
         ends = asyncio.gather(*(replica.stop.remote() for replica in self.all), return_exceptions=True)
-        await within(15.0, "rollout, stop", ends)
+        await within(STOP_S, "rollout, stop", ends)

@@ -13,7 +13,7 @@ from one_step_off.bucket_plan import SyncError
 from one_step_off.checkpoint import TRAINED
 from one_step_off.config import settings_of, tokenizer_of
 from one_step_off.fsdp_workers import WORKERS
-from one_step_off.groups import NoReplica, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, every
+from one_step_off.groups import NoReplica, PhaseTimeout, ProcessDied, RoleError, RolloutGroup, TrainGroup, not_alive
 from one_step_off.launch import Prepared
 from one_step_off.leftovers import RUN
 from one_step_off.placement import create_pools, spawn
@@ -118,17 +118,15 @@ class Spawned:
         await self.roles.sync.connect()
 
     async def lost(self, error: Exception) -> bool:
-        """Whether the run ended because a process is gone or hangs, so that another life may do better."""
-        if isinstance(error, (RoleError, SyncError)) and not isinstance(error, (ProcessDied, NoReplica)):
-            active = [self.roles.rollout.all[i] for i in self.roles.rollout.active]
-            everyone = {role: group.ranks for role, group in self.groups.items()} | {"rollout": active}
-            # Busy is not gone; and whoever waited for what is may have failed first.
-            limit = self.cfg.trainer.step_timeout_s
-            try:
-                await asyncio.gather(*(every(limit, role, ranks, "__ray_ready__") for role, ranks in everyone.items()))
-            except (RoleError, PhaseTimeout) as e:
-                error = e
-        return isinstance(error, (ProcessDied, PhaseTimeout))
+        """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
+        if isinstance(error, (ProcessDied, PhaseTimeout)):
+            return True
+        if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
+            return False
+        # A process that waited for the one that is gone may have failed first.
+        processes = {f"{role} {i}": rank for role, group in self.groups.items() for i, rank in enumerate(group.ranks)}
+        processes |= {f"rollout {i}": self.roles.rollout.all[i] for i in self.roles.rollout.active}
+        return bool(await not_alive(processes))
 
     async def end(self) -> None:
         """End all processes and give their places back."""

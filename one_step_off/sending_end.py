@@ -1,8 +1,10 @@
 """A training worker's end of the weight sync, over its `weight_plan` and `weight_tensors`.
 
-With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run: what Ray calls
-here has a thread of its own beside the worker's, and the optimiser waits until the driver knows that every replica has
-them. (That this rank has sent them is not enough: they are sent again when a replica dies before its end of it.)
+With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run: the sync has a
+thread of its own beside the worker's, and the optimiser waits until the driver knows that every replica has them. (That
+this rank has sent them is not enough: they are sent again when a replica dies before its end of it.)
+
+What ends a wait has a second thread, "control": a send or a connect may hold the first one for minutes.
 """
 
 import threading
@@ -18,8 +20,9 @@ from one_step_off.distributed_util import Sender, own_host, unpin
 class SendingEnd:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
 
-    threads = {"sync": 1, "saving": 1}
+    threads = {"control": 1, "sync": 1, "saving": 1}
     released = -1  # the version that need not be read any more
+    sync_failure = ""  # why no sync will release the weights any more
 
     @ray.method(concurrency_group="sync")
     def open_sender(self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float) -> tuple[str, int] | None:
@@ -55,17 +58,35 @@ class SendingEnd:
             return self.sender.send((tensor for _, tensor in gathered), version)
         return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(gathered)  # which has nothing here
 
-    @ray.method(concurrency_group="sync")
+    @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:
         """Every replica has these weights: they may change."""
         with self.changing:
             self.released = version
             self.changing.notify_all()
 
+    @ray.method(concurrency_group="control")
+    def abort_sync(self, epoch: int, reason: str) -> None:
+        """End all waits of this epoch's groups, here and at the receivers: one of their processes failed."""
+        if hasattr(self, "sender"):
+            self.sender.abort(epoch, reason)
+
+    @ray.method(concurrency_group="control")
+    def fail_sync(self, reason: str) -> None:
+        """The attempt ends: `before_step` raises SyncError with this reason instead of waiting for a release."""
+        with self.changing:
+            self.sync_failure = reason
+            self.changing.notify_all()
+
     def before_step(self) -> None:
-        """Wait until these weights may change. Raises SyncError: the driver has not got them to the replicas."""
-        own, limit = self.cfg.weight_sync, self.cfg.trainer.step_timeout_s
-        if own.overlap and hasattr(self, "changing"):
-            with self.changing:
-                if not self.changing.wait_for(lambda: self.released >= self.version, limit):
-                    raise SyncError(f"trainer rank {self.rank}: version {self.version} was not sent in {limit:g} s")
+        """Wait until these weights may change. Raises SyncError: they did not get to the replicas."""
+        if not (self.cfg.weight_sync.overlap and hasattr(self, "changing")):
+            return
+        limit_s = self.cfg.trainer.step_timeout_s
+        who = f"trainer rank {self.rank}: version {self.version}"
+        with self.changing:
+            ended = self.changing.wait_for(lambda: self.sync_failure or self.released >= self.version, limit_s)
+        if self.sync_failure:
+            raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
+        if not ended:
+            raise SyncError(f"{who} was not sent in {limit_s:g} s")

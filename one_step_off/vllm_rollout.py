@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import Generated, Loops
@@ -204,6 +205,7 @@ class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
     calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
+    threads = {"control": 1}  # an event loop of its own for `alive`
 
     def __init__(
         self, cfg: Config, index: int, device: str, scorers: list[Any], listed: Any = (), loops: Sequence[str] = ("",)
@@ -218,6 +220,7 @@ class RolloutReplica(UsageProbe):
         self.engine: Any = None
         self.requests = self.done = 0
         self.asleep = False
+        self.engine_processes: list[psutil.Process] = []
 
     async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
         """Load the engine; returns how many sequences it works on at once, and its processes: number and time of birth.
@@ -235,7 +238,9 @@ class RolloutReplica(UsageProbe):
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
-        family = [(p.pid, p.create_time()) for p in psutil.Process().children(recursive=True)]
+        children = psutil.Process().children(recursive=True)
+        self.engine_processes = [child for child in children if _is_engine(child)]
+        family = [(child.pid, child.create_time()) for child in children]
         return self.engine.vllm_config.scheduler_config.max_num_seqs, family
 
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
@@ -279,6 +284,15 @@ class RolloutReplica(UsageProbe):
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
         await self.engine.is_sleeping()
         return self.done, self.requests - self.done
+
+    @ray.method(concurrency_group="control")
+    async def alive(self) -> None:
+        """Answer, however busy this process and its engine are. Raises RuntimeError: the engine died, or is stopped."""
+        if self.engine is not None and self.engine.errored:
+            raise RuntimeError(f"the engine of rollout replica {self.index} died")
+        for process in self.engine_processes:
+            if state := _not_running(process):
+                raise RuntimeError(f"the engine of rollout replica {self.index}, process {process.pid}, is {state}")
 
     async def sleep(self) -> None:
         """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""
@@ -409,6 +423,23 @@ class RolloutReplica(UsageProbe):
         """End the engine's processes."""
         if self.engine is not None:
             self.engine.shutdown()
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """Whether it is one of vLLM's own, which name themselves "VLLM::..."."""
+    try:
+        return "VLLM::" in " ".join(process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
+
+
+def _not_running(process: psutil.Process) -> str:
+    """Why a process does no work: "gone", or the state that the kernel names; "" if it may."""
+    try:
+        state = process.status()
+    except psutil.NoSuchProcess:
+        return "gone"
+    return state if state in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else ""
 
 
 def longest_sequence(cfg: Config) -> int:

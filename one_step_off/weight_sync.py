@@ -1,28 +1,57 @@
 """The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops.
 
-A replica whose process dies in a sync is left out: the groups are made anew without it, and those that are left receive
-the whole sync again, from whatever state the broken one left them in. A replica that was started anew, whatever it died
-of, gets the weights that were sent last, from what the senders keep of them, and serves when its canary has passed.
+Whatever fails in a sync ends it for all: the driver aborts the epoch, so that no process waits for one that failed. Then
+it asks every process on a thread that is never busy whether it is there, and decides:
+
+- a trainer is gone or hangs: ProcessDied, and the attempt ends;
+- replicas are gone or hang: they are restarted in the background, the groups are created again without them, and the
+  others receive the whole sync again, from whatever state the broken one left them in;
+- all processes are well: the failure itself is raised, since the sync is not exact (checksum, plan, canary).
+
+A restarted replica gets the weights that were sent last, from what the senders keep of them, and serves when its canary
+has passed.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import astuple
+from contextlib import suppress
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
-from one_step_off.groups import PhaseTimeout, RoleError, RolloutGroup, TrainGroup, every, named, within
+from one_step_off.distributed_util import GIVEN_UP
+from one_step_off.groups import ATTEMPTS, PhaseTimeout, ProcessDied, RolloutGroup, TrainGroup, every, named, not_alive
 from one_step_off.health import State
+from one_step_off.network_link import connect_limit
 from one_step_off.samples import Stamp
 
+ABORT_S = 5.0  # for the trainers to take an abort
+SETTLE_S = 5.0  # after it, for every process of the sync to end its part; one that does not hangs
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
 MOST_DRAWN = 1000  # spans of theirs in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
+
+
+@dataclass
+class Call:
+    """What one process does for a sync. `replica`: its number; None: it is a trainer."""
+
+    who: str
+    answer: Awaitable[Any]
+    replica: int | None = None
+
+
+class BrokenSync(Exception):
+    """A part of a sync failed, and the sync was aborted. `error`: the first failure. `hanging`: those that did not end."""
+
+    def __init__(self, error: Exception, hanging: list[Call]) -> None:
+        super().__init__(str(error))
+        self.error, self.hanging = error, hanging
 
 
 class WeightSync:
@@ -38,6 +67,7 @@ class WeightSync:
         self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
         self.last: tuple[Stamp, list[np.ndarray]] | None = None  # what replicas are to hold, and the trainer's canary
         self.grouped: list[Any] = []  # the replicas that the groups were made for
+        self.failures: dict[int, int] = {}  # replica -> syncs in a row that it failed in, its own ones not counted
         rollout.restore = self.restore
         self.on_trace: Callable[[list[tuple[str, str, int, float, float]]], None] = lambda spans: None
 
@@ -55,19 +85,56 @@ class WeightSync:
         self.info |= {"timeout_s": limit, "pieces": [[astuple(p) for p in sent] for sent in sending.values()]}
 
     async def _regroup(self, numbers: list[int]) -> None:
-        """New groups, of the senders and these replicas."""
+        """New groups, of the senders and these replicas. Raises BrokenSync."""
         self.epoch, self.grouped = self.epoch + 1, []
         width = self.rollout.cfg.rollout.tensor_parallel_size
-        place, chosen = {number: i for i, number in enumerate(numbers)}, [self.rollout.all[i] for i in numbers]
+        place = {number: i for i, number in enumerate(numbers)}
         near = [[place[r] for r in those if r in place] for those in self.near]
-        receivers, limit = len(place) * width, 2 * self.cfg.timeout_s
+        receivers = len(place) * width
         info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
-        shape, firsts = (self.epoch, receivers), [(i * width,) for i in place.values()]
-        await asyncio.gather(
-            every(limit, "weight sync, trainer rank", self.senders, "connect_sync", *shape, each=[(n,) for n in near]),
-            every(limit, "weight sync, rollout", chosen, "connect_sync", info, each=firsts),
-        )
-        self.grouped = chosen
+        what = f"weight sync, groups of epoch {self.epoch}"
+        calls = [
+            Call(f"{what}, trainer rank {i}", sender.connect_sync.remote(self.epoch, receivers, own))
+            for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
+        ]
+        for number, i in place.items():
+            answer = self.rollout.all[number].connect_sync.remote(info, i * width)
+            calls.append(Call(f"{what}, rollout {number}", answer, number))
+        # Each process keeps the limit itself; this one is for what hangs outside of its waits.
+        await self._together(calls, SETTLE_S + connect_limit(self.cfg.timeout_s, len(self.senders), receivers))
+        self.grouped = [self.rollout.all[number] for number in numbers]
+
+    async def _together(self, calls: list[Call], limit_s: float) -> list[Any]:
+        """What all calls return. As soon as one fails, or `limit_s` seconds are over, the epoch is aborted, which ends the
+        others. Raises BrokenSync then."""
+        tasks = {asyncio.ensure_future(named(call.who, call.answer)): call for call in calls}
+        try:
+            done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            errors = [error for task in tasks if task in done and (error := task.exception())]
+            if not errors and not pending:
+                return [task.result() for task in tasks]
+            if not errors:
+                late = ", ".join(call.who for task, call in tasks.items() if task in pending)
+                errors = [PhaseTimeout(f"{late}: no answer in {limit_s:g} s")]
+            await self._abort(errors[0])
+            hanging: set[asyncio.Future] = set()
+            if pending:
+                ended, hanging = await asyncio.wait(pending, timeout=SETTLE_S)
+                errors += [error for task in ended if (error := task.exception())]
+            first = next((error for error in errors if GIVEN_UP not in str(error)), errors[0])
+            raise BrokenSync(first, [tasks[task] for task in hanging])
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _abort(self, error: Exception) -> None:
+        """End every wait of the epoch's groups, at trainers and replicas alike."""
+        calls = [sender.abort_sync.remote(self.epoch, str(error)) for sender in self.senders]
+        await _quietly(calls)
+
+    async def fail(self, error: BaseException) -> None:
+        """Tell the trainers that wait for the end of the sync that the attempt ends: they raise SyncError."""
+        await _quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
 
     def expect(self) -> Awaitable[list[np.ndarray]]:
         """Ask the trainer for its half of the canary, by the weights that it has now."""
@@ -75,14 +142,16 @@ class WeightSync:
 
     async def __call__(self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None) -> dict[str, Any]:
         """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
-        sync/gb_per_s, seconds per phase, canary. Raises SyncError or PhaseTimeout, naming who, which phase, bucket and
-        version; NoReplica if all are lost."""
-        begin, metrics = time.perf_counter(), None
+        sync/gb_per_s, seconds per phase, canary. Raises SyncError, naming who, which phase, bucket and version; ProcessDied
+        if a trainer is gone or hangs; NoReplica if all replicas are."""
+        begin = time.perf_counter()
+        metrics: dict[str, Any] = {}
         trainer = await (expected or self.expect())
         asked, self.last = time.perf_counter() - begin, (stamp, trainer)
         self.rollout.syncing = True  # prompts that come meanwhile wait
         for i in self.rollout.active:
             self.rollout.health[i].to(State.STALE)
+        # Bounded: of each round that brings nothing at least one replica died, and each may do so ATTEMPTS times.
         while not metrics:
             await self.rollout.somebody()  # who comes back now may have these weights by then, from `restore`
             metrics = await self._bring([])
@@ -103,11 +172,12 @@ class WeightSync:
         return not kept or bool(await self._bring([number]))
 
     async def _bring(self, numbers: list[int]) -> dict[str, Any]:
-        """`last` into these replicas, none: all that take part, which are healthy then. Empty: some died of it, and are
-        being started anew."""
+        """`last` into these replicas, none: all that take part, which are healthy then. Empty: some failed in it, and are
+        being restarted."""
         async with self.lock:
             # Only now: while this waited, one may have come back, with what was the last before.
-            (stamp, trainer), numbers = self.last, numbers or self.rollout.active
+            stamp, trainer = self.last
+            alone, numbers = bool(numbers), numbers or self.rollout.active
             if not numbers:
                 return {}
             try:
@@ -118,39 +188,58 @@ class WeightSync:
                 checked = time.perf_counter()
                 metrics |= await self._check_canary(stamp, trainer, numbers)
                 metrics["time/canary_s"] = time.perf_counter() - checked
-            except (SyncError, RoleError, PhaseTimeout) as error:
-                lost, self.grouped = await self.rollout.missing(numbers), []
-                # Where ranks gather, some still wait in the attempt that broke.
-                if not lost or self.cfg.sender == "gather":
-                    raise
-                for i in lost:
-                    self.rollout.lose(i, f"in the weight sync of version {stamp[1]}: {error}")
+            except BrokenSync as broken:
+                self.grouped = []
+                await self._give_up_failed(broken, stamp, numbers, alone)
                 return {}
+            except SyncError:
+                self.grouped = []
+                raise
         for i, replica in zip(numbers, self.grouped, strict=True):
+            if not alone:
+                self.failures.pop(i, None)
             health = self.rollout.health[i]
             if replica is self.rollout.all[i] and health.state is not State.DEAD:  # else it was lost since its canary
                 health.to(State.HEALTHY)
                 health.begin(time.monotonic())
         return metrics
 
+    async def _give_up_failed(self, broken: BrokenSync, stamp: Stamp, numbers: list[int], alone: bool) -> None:
+        """Restart the replicas that a broken sync has failed by. Raises ProcessDied if it was a trainer, or where no
+        replica can be restarted by itself; the failure itself if all processes are well."""
+        what = f"weight sync of version {stamp[1]}"
+        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
+        dead_ranks, dead = await asyncio.gather(not_alive(ranks), self.rollout.not_alive(numbers))
+        gathers = self.cfg.sender == "gather"
+        for call in broken.hanging:
+            if call.replica is not None:
+                dead.setdefault(call.replica, f"{call.who}: it hangs, and did not end {SETTLE_S:g} s after an abort")
+            elif not gathers:  # other ranks of a gathering trainer wait for the first one, which has failed
+                dead_ranks.setdefault(call.who, f"{call.who}: it hangs, and did not end {SETTLE_S:g} s after an abort")
+        if dead_ranks:
+            raise ProcessDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
+        if not dead:
+            raise broken.error
+        if gathers:
+            raise ProcessDied(f"{what}: {'; '.join(dead.values())}") from broken.error
+        for i, why in dead.items():
+            self.failures[i] = self.failures.get(i, 0) + (not alone)
+            if self.failures[i] >= ATTEMPTS:
+                self.rollout.leave_out(i, f"it failed in {ATTEMPTS} weight syncs in a row; the last time: {why}")
+            else:
+                self.rollout.lose(i, f"in the {what}: {why}")
+
     async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:
-        """What senders and replicas report. The first failure is raised once all have ended: whoever fails leaves its
-        groups, so that the others fail soon after."""
-        what, failed = f"weight sync of version {stamp[1]}", []
-        calls = [(f"{what}, trainer rank {i}", a.send_weights.remote(stamp[1])) for i, a in enumerate(self.taking_part)]
-        calls += [(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp)) for i in replicas]
+        """What senders and replicas report. Raises BrokenSync."""
+        what = f"weight sync of version {stamp[1]}"
+        calls = [
+            Call(f"{what}, trainer rank {i}", rank.send_weights.remote(stamp[1]))
+            for i, rank in enumerate(self.taking_part)
+        ]
+        calls += [Call(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp), i) for i in replicas]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-
-        async def ended(who: str, answer: Awaitable[Any]) -> Any:
-            try:
-                return await within(limit, who, named(who, answer))
-            except Exception as e:
-                failed.append(e)
-
-        reports = await asyncio.gather(*(ended(*call) for call in calls))
-        if failed:  # where a trainer hangs, those that failed had waited for it
-            raise next((e for e in failed if isinstance(e, PhaseTimeout) and "trainer" in str(e)), failed[0])
+        reports = await self._together(calls, limit)
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
@@ -181,13 +270,27 @@ class WeightSync:
         return metrics
 
     async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
-        replicas = await self.rollout.score(self.canary, numbers)
+        what = f"canary after the sync of version {stamp[1]}"
+        calls = [Call(f"{what}, rollout {i}", self.rollout.all[i].score.remote(self.canary), i) for i in numbers]
+        replicas = await self._together(calls, self.cfg.timeout_s)
         diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
         # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
         found = {"max": diffs.max(1), "mean": diffs.mean(1)}
         for (kind, sizes), share, shown in zip(found.items(), (1.0, 0.1), ("", " / 10"), strict=True):
             for i in np.flatnonzero(~(sizes <= share * self.tolerance)):  # NaN fails too
-                who = f"canary after the sync of version {stamp[1]}: rollout replica {numbers[i]} and the trainer"
+                who = f"{what}: rollout replica {numbers[i]} and the trainer"
                 most = f"weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
                 raise SyncError(f"{who} differ by {sizes[i]:.3g} nats on the same tokens ({kind}), more than {most}")
         return {f"canary/logprob_diff_{kind}": float(sizes.max()) for kind, sizes in found.items()}
+
+
+async def _quietly(calls: list[Awaitable[Any]]) -> None:
+    """Await these calls for ABORT_S seconds at most. A process that fails or hangs in one is found by `not_alive`."""
+
+    async def ended(call: Awaitable[Any]) -> None:
+        with suppress(Exception):
+            await call
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_S):
+            await asyncio.gather(*(ended(call) for call in calls))
