@@ -208,7 +208,8 @@ class Sender(_End):
         there within `connect_limit`, or the epoch was given up."""
         self.close()
         self.since_full = -1
-        store = dist.PrefixStore(f"{epoch}", self.store)
+        # A connection of its own: a group that is given up may still hold an earlier epoch's.
+        store = dist.PrefixStore(f"{epoch}", self.store.clone())
         self.signals = [AbortSignal(store)]
         deadline = time.monotonic() + connect_limit(self.timeout_s, self.plan.senders, receivers)
         try:

@@ -83,6 +83,7 @@ class NetworkLink:
         except RuntimeError:
             if not work.is_completed():
                 return False
+            self.signal.check()  # a peer that fails says why before it breaks the connection
             work.wait()  # raises the transport's own error, unless it ended well in this moment
         return True
 

@@ -21,7 +21,7 @@ from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.roles import Spawned
 from one_step_off.samples import Prompt
 from one_step_off.weight_sync import WeightSync
-from tests.test_groups import Actor, Method, a_sample, healthy
+from tests.test_groups import CONTROL, Actor, Method, a_sample, healthy
 from tests.test_ray_trainer import FakeSync, World, build
 
 
@@ -66,7 +66,8 @@ def test_one_that_works_and_finishes_nothing_is_faulty_but_an_idle_one_is_not():
 
 
 class Lossy(WeightSync):
-    """A weight sync whose replicas are stand-ins: `broken[i]` is how often replica i still dies in a sync."""
+    """A weight sync whose processes are stand-ins: `broken[i]` is how often replica i still dies in a sync. The groups are
+    created by the real code; `regrouped` says for which replicas."""
 
     def __init__(self, replicas: int, broken: dict[int, int], respawn=None, answers: bool = False) -> None:
         self.broken, self.regrouped, self.lines = broken, [], []
@@ -74,13 +75,14 @@ class Lossy(WeightSync):
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
         report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
-        trainer = Actor(score=lambda seqs: [np.array([-1.0])], send_weights=lambda version: dict(report), release=None)
+        sends = {"connect_sync": None, "send_weights": lambda version: dict(report), "release": None}
+        trainer = Actor(score=lambda seqs: [np.array([-1.0])], **sends, **CONTROL)
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
         rollout.families = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = self.taking_part = group.ranks
-        self.total_bytes, rollout.say = 8, self.lines.append
+        self.total_bytes, self.info, rollout.say = 8, {}, self.lines.append
 
     def replica(self, i: int, answers: bool) -> Actor:
         async def sync(stamp):
@@ -90,10 +92,14 @@ class Lossy(WeightSync):
                 raise SyncError("its process died")
             return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}]
 
-        async def ping():
+        async def alive():
             if died and not answers:
                 raise RuntimeError("gone")
-            return 0, 0
+
+        def connect(info, first_receiver):
+            if info["epoch"] > len(self.regrouped):
+                self.regrouped.append([])
+            self.regrouped[-1].append(i)
 
         async def start(former):
             assert former == [(i, 1.0)], "what the dead one left is to be ended"
@@ -101,11 +107,8 @@ class Lossy(WeightSync):
             return 8, [(i, 1.0)]
 
         died: list[int] = []
-        return Actor(sync=sync, ping=ping, start=start, score=lambda seqs: [np.array([-1.0])])
-
-    async def _regroup(self, numbers: list[int]) -> None:
-        self.regrouped.append(numbers)
-        self.grouped = [self.rollout.all[i] for i in numbers]
+        score = {"score": lambda seqs: [np.array([-1.0])]}
+        return Actor(sync=sync, connect_sync=connect, alive=alive, start=start, **score)
 
 
 def test_a_replica_that_dies_in_a_sync_is_left_out_and_gets_the_same_weights_when_it_is_back():
@@ -186,7 +189,7 @@ class Dying:
     def __init__(self, at: int = -1, hangs: bool = False) -> None:
         self.at, self.hangs, self.had, self.gone = at, hangs, [], False
         self.rollout, self.ping, self.vacancy = Method(self.make), Method(self.answer), Method(0)
-        self.start, self.stop = Method((8, [])), Method(None)
+        self.start, self.stop, self.alive = Method((8, [])), Method(None), Method(self.answer)
 
     async def make(self, prompts, sampling):
         for p in prompts:
@@ -307,7 +310,7 @@ def test_in_a_shared_pool_a_lost_replica_ends_this_life_of_the_run():
     asyncio.run(main())
 
 
-GONE, HANGS, BUSY, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.02, 0.0
+GONE, HANGS, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.0
 
 
 @pytest.mark.parametrize(
@@ -317,21 +320,19 @@ GONE, HANGS, BUSY, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0
         (groups.PhaseTimeout("step 3, actor"), WELL, True),
         (SyncError("trainer rank 0 waited in vain"), GONE, True),
         (SyncError("trainer rank 0 waited in vain"), HANGS, True),
-        (SyncError("checksum"), BUSY, False),
-        (groups.RoleError("rollout 0: the reward raised"), BUSY, False),
+        (SyncError("checksum"), WELL, False),
+        (groups.RoleError("rollout 0: the reward raised"), WELL, False),
         (ValueError("a mistake of ours"), GONE, False),
         (NoReplica("all starts failed"), GONE, False),
     ],
 )
-def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer):
-    """Whoever waited for that process may have failed first; one that is only busy answers in time."""
-    how = {"delay": other} if isinstance(other, float) else {"delay": 0.0}
-    ready = [Actor(__ray_ready__=None), Actor(__ray_ready__=None)]
-    ready[1].__ray_ready__ = Method(other if other is GONE else None, **how)
-    cfg = Config()
-    cfg.trainer.step_timeout_s = 0.2
+def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer, monkeypatch):
+    """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
+    monkeypatch.setattr(groups, "LIVENESS_S", 0.2)
+    ranks = [Actor(alive=None), Actor(alive=None)]
+    ranks[1].alive = Method(other if other is GONE else None, delay=other if isinstance(other, float) else 0.0)
     roles = SimpleNamespace(rollout=SimpleNamespace(all=[], active=[]))
-    team = SimpleNamespace(cfg=cfg, roles=roles, groups={"actor": SimpleNamespace(ranks=ready)})
+    team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
     assert asyncio.run(Spawned.lost(team, error)) is answer
 
 

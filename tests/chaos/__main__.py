@@ -4,6 +4,7 @@
     python -m tests.chaos --kinds driver,engine --points "between buckets,checkpoint: before its seal,anywhere"
     python -m tests.chaos --compare --kills 5                   and the same bits as of a run without kills
     python -m tests.chaos --exact --kills 20                    SIGTERM, Ctrl-C, kill -9: the same bits as a whole run
+    python -m tests.chaos --syncs                               broken weight syncs: how soon the run ends or goes on
 
 The run is the real command on a tiny model on CPUs. The end is checked: the ledger holds the prompts of an undisturbed
 run in their order, none lost and none twice; every step has one row; nothing is left of processes, shared memory, ports
@@ -27,6 +28,7 @@ from tests.chaos import command as real
 from tests.chaos.command import Command
 from tests.chaos.kills import ANYWHERE, Chaos, as_rows, describe, table
 from tests.chaos.points import KINDS, POINTS
+from tests.chaos.syncs import break_syncs
 
 STEPS_LEFT = 5  # after the last kill
 EXACT_STEPS = 12
@@ -48,6 +50,12 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--reach", type=float, default=20.0, help="seconds for a point to be reached")
     parser.add_argument("--exact", action="store_true", help="only the driver; compare bits with a run never stopped")
     parser.add_argument("--compare", action="store_true", help="in the end with a run that nothing was killed of, too")
+    parser.add_argument(
+        "--syncs", action="store_true", help="break weight syncs instead; every pair of properties once"
+    )
+    parser.add_argument("--all", action="store_true", help="with --syncs: the whole matrix, for hours")
+    parser.add_argument("--faults", action="append", default=[], help='with --syncs: only these, "KIND: POINT: ACTION"')
+    parser.add_argument("--layouts", action="append", default=[], help="with --syncs: only these, RANKSxREPLICAS")
     parser.add_argument("keys", nargs="*", help="section.key=value, for the run")
     args = parser.parse_args(argv)
     args.kinds = [kind for kind in args.kinds.split(",") if kind] or [k for k in KINDS if args.critic or k != "critic"]
@@ -191,11 +199,15 @@ def main(argv: list[str]) -> int:
     shutil.rmtree(args.out, ignore_errors=True)
     args.out.mkdir(parents=True)
     print(f"python -m tests.chaos {' '.join(argv)}", flush=True)
-    found = exact(args) if args.exact else disturb(args)
+    if args.syncs:
+        found = break_syncs(args)
+    else:
+        found = exact(args) if args.exact else disturb(args)
     found = {"command": f"python -m tests.chaos {' '.join(argv)}"} | found
     (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")
     told = [f"`{found['command']}`", "", found.get("table", ""), ""]
-    told += [f"{found.get('hit', len(found.get('stops', ())))} kills, {found.get('seconds', 0):.0f} s."]
+    what = "broken syncs" if args.syncs else "kills"
+    told += [f"{found.get('hit', len(found.get('stops', ())))} {what}, {found.get('seconds', 0):.0f} s."]
     told += ["All as promised."] if not found["wrong"] else ["Wrong:", *(f"- {line}" for line in found["wrong"])]
     (args.out / "result.md").write_text("\n".join(told) + "\n")
     print("\n".join(told), flush=True)

@@ -67,7 +67,10 @@ def _end_with_parent() -> None:
 class Command:
     """One run: its command, started as often as needed. `marks` tells its processes from all others."""
 
-    def __init__(self, out: Path, arguments: list[str], inject: bool = True) -> None:
+    def __init__(
+        self, out: Path, arguments: list[str], inject: bool = True, module: str = "one_step_off.main_ppo"
+    ) -> None:
+        self.module = module
         self.out, self.folder, self.arguments, self.inject = out, out / "run", arguments, inject
         self.mark, self.starts = f"{os.getpid()}-{time.time_ns()}", 0
         self.process: subprocess.Popen | None = None
@@ -99,7 +102,7 @@ class Command:
         with open(self.log, "a") as log:
             log.write(f"--- start {self.starts}, {time.strftime('%H:%M:%S')}\n")
             log.flush()
-            command = [sys.executable, "-m", "one_step_off.main_ppo", *self.arguments]
+            command = [sys.executable, "-m", self.module, *self.arguments]
             how = {"env": env, "cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
             self.process = subprocess.Popen(command, preexec_fn=_end_with_parent, **how)
 

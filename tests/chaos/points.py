@@ -2,6 +2,8 @@
 
 No product code knows of this: `inject/sitecustomize.py` wraps these functions, when their module is imported, in every
 process that has the folder `inject` on its PYTHONPATH. Only the standard library here, for it runs in all of them.
+
+What happens there is the runner's choice: a signal to the process (SIGKILL, SIGSTOP), or one of `ACTIONS` inside it.
 """
 
 from __future__ import annotations
@@ -11,18 +13,24 @@ from dataclasses import dataclass
 
 Test = Callable[[tuple, dict], bool]
 
+ACTIONS = ("raise", "hang", "corrupt")  # an exception, a call that never returns, a wrong number in what is compared
+
 
 @dataclass(frozen=True)
 class Point:
     """`name`: what the runner asks for. `kind`: the process that dies there; "engine" at a replica's function means its
     child. `where`: "module:Class.method" or "module:function". `when`: before, after, or idle (a moment after). `only`:
-    of the arguments (self first), whether this call counts."""
+    of the arguments (self first), whether this call counts. `version`: of the arguments, the weight version that this
+    process is busy with from here on; a fault may be meant for one version only. `corrupt`: of the arguments, what the
+    action of that name changes."""
 
     name: str
     kind: str
     where: str
     when: str = "before"
     only: Test | None = None
+    version: Callable[[tuple], int] | None = None
+    corrupt: Callable[[tuple], None] | None = None
 
 
 def _role(name: str) -> Test:
@@ -31,6 +39,26 @@ def _role(name: str) -> Test:
 
 def _later_bucket(args: tuple, kwargs: dict) -> bool:
     return args[0].bucket >= 1
+
+
+def _second(args: tuple) -> int:
+    return args[1]
+
+
+def _stamped(args: tuple) -> int:
+    return args[1][1]
+
+
+def _other_plan(args: tuple) -> None:
+    args[0].plan.digest ^= 1
+
+
+def _other_sum(args: tuple) -> None:
+    args[1][0, 0, 0] ^= 1  # as if one bit of the first bucket had changed on the way
+
+
+def _other_log_probs(args: tuple) -> None:
+    args[2][0] = args[2][0] + 9.0
 
 
 FSDP, SYNC, ROLLOUT = "one_step_off.fsdp_workers", "one_step_off.distributed_util", "one_step_off.vllm_rollout"
@@ -43,7 +71,13 @@ POINTS = [
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
     Point("before the sync", "driver", f"{WEIGHTS}:WeightSync.__call__"),
     Point("in the sync", "driver", f"{WEIGHTS}:WeightSync._metrics"),
-    Point("in the canary", "driver", f"{WEIGHTS}:WeightSync._check_canary"),
+    Point(
+        "in the canary",
+        "driver",
+        f"{WEIGHTS}:WeightSync._check_canary",
+        version=_stamped,
+        corrupt=_other_log_probs,
+    ),
     Point("checkpoint: begins", "driver", f"{CHECKPOINT}:Checkpointer.save"),
     Point("checkpoint: samples", "driver", f"{CHECKPOINT}:write_samples"),
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
@@ -55,7 +89,7 @@ POINTS = [
     # A replica: the Ray actor.
     Point("generating", "replica", f"{ROLLOUT}:RolloutReplica._generate"),
     Point("idle", "replica", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
-    Point("before the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync"),
+    Point("before the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", version=_stamped),
     Point("after the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", "after"),
     Point("in the canary", "replica", f"{ROLLOUT}:RolloutReplica.score"),
     Point("starting", "replica", f"{ROLLOUT}:RolloutReplica.start"),
@@ -64,16 +98,19 @@ POINTS = [
     Point("generating", "engine", f"{ROLLOUT}:RolloutReplica._generate", "after"),
     Point("idle", "engine", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
     Point("in the canary", "engine", f"{ROLLOUT}:RolloutReplica.score"),
-    Point("before the first bucket", "engine", f"{SYNC}:Receiver._headers", "after"),
+    Point("in the header", "engine", f"{SYNC}:Receiver._headers", version=_second, corrupt=_other_plan),
+    Point("before the first bucket", "engine", f"{SYNC}:Receiver._headers", "after", version=_second),
     Point("between buckets", "engine", "one_step_off.bucket_plan:Bucket.join", "after"),
-    Point("after the last bucket", "engine", f"{SYNC}:Receiver._check_sums"),
+    Point("loading", "engine", f"{RECEIVER}:OneStepOffTransferEngine._load"),
+    Point("after the last bucket", "engine", f"{SYNC}:Receiver._check_sums", corrupt=_other_sum),
     Point("packing layers", "engine", f"{RECEIVER}:OneStepOffTransferEngine.finish_weight_update"),
     Point("joining the sync", "engine", f"{RECEIVER}:SyncWorkerExtension.connect_sync"),
     # A rank of the actor.
     Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
     Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
     Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
-    Point("before the first bucket", "trainer", f"{SENDING}:SendingEnd.send_weights"),
+    Point("joining the sync", "trainer", f"{SENDING}:SendingEnd.connect_sync"),
+    Point("before the first bucket", "trainer", f"{SENDING}:SendingEnd.send_weights", version=_second),
     Point("between buckets", "trainer", f"{SYNC}:Sender._pack", only=_later_bucket),
     Point("after the last bucket", "trainer", f"{SENDING}:SendingEnd.send_weights", "after"),
     Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
@@ -90,5 +127,7 @@ POINTS = [
     Point("scoring", "scorer", "one_step_off.rewards:Scorer.score_batch"),
     Point("idle", "scorer", "one_step_off.rewards:Scorer.score_batch", "idle"),
 ]
+# Nothing happens there; the process notes its weight version.
+NOTES = [Point("", "engine", f"{RECEIVER}:SyncWorkerExtension.sync_weights", version=_second)]
 KINDS = tuple(dict.fromkeys(p.kind for p in POINTS))
 RARE = ("starting", "resuming", "joining the sync")  # only while something else comes back

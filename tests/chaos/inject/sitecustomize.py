@@ -2,7 +2,7 @@
 
 It wraps the functions of `points.py` as their modules are imported. A wrapped function looks for the file that the
 runner has armed; the process that it means renames it (so only one can), says so, and kills or stops itself or, where
-the point says so, its child, the engine.
+the point says so, its child, the engine; or it raises, hangs, or changes what is about to be compared.
 """
 
 import functools
@@ -19,6 +19,7 @@ from pathlib import Path
 
 FOLDER = os.environ.get("CHAOS_FOLDER", "")
 SEEN = {}  # calls so far, of each wish
+AT = {"version": None}  # the weight version that this process is busy with
 
 
 def _points():
@@ -26,7 +27,7 @@ def _points():
     module = importlib.util.module_from_spec(spec)
     sys.modules["chaos_points"] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    return module.POINTS
+    return [*module.NOTES, *module.POINTS]
 
 
 class Finder(importlib.abc.MetaPathFinder):
@@ -58,7 +59,9 @@ def _wrap(module, point):
     real = holder.__dict__[names[-1]]
 
     def looks(args, kwargs, when):
-        if when == {"idle": "after"}.get(point.when, point.when) and os.path.exists(ARMED):
+        if when == "before" and point.version:
+            AT["version"] = point.version(args)
+        if point.name and when == {"idle": "after"}.get(point.when, point.when) and os.path.exists(ARMED):
             _maybe(point, args, kwargs)
 
     if inspect.iscoroutinefunction(real):
@@ -91,6 +94,8 @@ def _maybe(point, args, kwargs):
         return
     if point.only and not point.only(args, kwargs):
         return
+    if wish.get("version") not in (None, AT["version"]):
+        return
     SEEN[wish["id"]] = SEEN.get(wish["id"], -1) + 1
     if SEEN[wish["id"]] < wish["skip"]:  # a later call
         return
@@ -103,6 +108,13 @@ def _maybe(point, args, kwargs):
     except OSError:
         return
     _replace(os.path.join(FOLDER, f"hit_{wish['id']}"), wish | {"pid": victim, "time": time.time()})
+    if wish["signal"] == "raise":
+        raise RuntimeError(f"broken on purpose: {point.kind}, {point.name}")
+    if wish["signal"] == "hang":
+        time.sleep(1e6)
+    if wish["signal"] == "corrupt":
+        point.corrupt(args)
+        return
     number = getattr(signal, wish["signal"])
     if point.when == "idle":
         threading.Timer(0.03, os.kill, (victim, number)).start()
