@@ -114,7 +114,6 @@ class Pipeline:
         self.synced = -1
         self.trained = self.collected = self.start  # the trainer's version; the step whose samples come next
         self.lost: NoReplica | None = None  # nothing can be generated any more
-        self.failure: Exception | None = None  # of a sync; trainers that waited for it fail with it
         self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
         self.evaluation: asyncio.Task | None = None
@@ -143,7 +142,9 @@ class Pipeline:
                     raise
                 watch.cancel()
         except BaseExceptionGroup as group:
-            raise self.failure or first_cause(group) from group
+            error = first_cause(group)
+            await self.roles.sync.fail(error)  # trainers may be waiting for the end of a sync
+            raise error from group
         if self.lost:
             raise self.lost
 
@@ -195,11 +196,6 @@ class Pipeline:
             self.landed.set()
             await self.roles.sync.release(step)
             return {}
-        except Exception as e:
-            self.failure = e
-            # Or the ranks that wait for the end of this sync would hold the end of the attempt up.
-            await self.roles.sync.fail(e)
-            raise
         if step and (freq := self.cfg.trainer.test_freq) > 0 and step % freq == 0:
             self._start_evaluation(step)
         if step + self.ahead < total:

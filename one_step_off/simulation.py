@@ -155,6 +155,9 @@ class Trainer:
         """The trainer's half of the canary, before anything that it is asked for later."""
         return asyncio.ensure_future(self._busy(self.work.canary_s))
 
+    async def fail(self, error: BaseException) -> None:
+        """No process waits here."""
+
     async def __call__(self, stamp: Stamp, expected: asyncio.Task | None = None) -> dict[str, float]:
         """A sync."""
         begin = now()

@@ -327,6 +327,6 @@ def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples
     async def release(version):
         pass
 
-    gone.expect, gone.release, gone.on_trace = sync.expect, release, None
+    gone.expect, gone.release, gone.fail, gone.on_trace = sync.expect, release, sync.fail, None
     with pytest.raises(NoReplica):
         asyncio.run(asyncio.wait_for(pipeline.fit(), 10))

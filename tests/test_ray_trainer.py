@@ -33,6 +33,8 @@ class World:
         self.trained: list[tuple] = []
         self.fail_at: tuple | None = None
         self.alive = 0
+        self.blocked = 0  # trainers that wait for the end of a sync
+        self.sync_failure: BaseException | None = None
 
     async def phase(self, *event) -> None:
         self.alive += 1
@@ -78,11 +80,22 @@ class FakeActor:
     async def update(self, batch, learn=True):
         w = self.world
         await w.phase("train", batch.step)
-        while w.engine_version != w.version:  # as a worker before its optimiser step
-            await asyncio.sleep(0)
+        # A process of its own: the driver may stop waiting for it, and it waits on all the same.
+        await asyncio.shield(asyncio.ensure_future(self._before_step()))
         w.version += 1
         w.trained.append((batch.step, batch.prompt_order(), {int(v) for s in batch.samples for v in s.versions}))
         return {"ratio/mean": 1.0}
+
+    async def _before_step(self):
+        w = self.world
+        w.blocked += 1
+        try:
+            while w.engine_version != w.version:
+                if w.sync_failure:
+                    raise ValueError(f"the sync failed: {w.sync_failure}")
+                await asyncio.sleep(0)
+        finally:
+            w.blocked -= 1
 
     async def log_prob(self, batch):
         await self.world.phase("log_prob", batch.step)
@@ -105,6 +118,9 @@ class FakeSync:
 
     def expect(self):
         return self.world.version
+
+    async def fail(self, error):
+        self.world.sync_failure = error
 
     async def __call__(self, stamp, expected=None):
         w = self.world
@@ -344,11 +360,39 @@ def test_an_exception_anywhere_ends_the_run_with_it(tmp_path, staleness, fail_at
     pipeline.cfg.algorithm.old_log_probs = "recompute"
 
     async def bounded():
-        await asyncio.wait_for(pipeline.fit(), 5)
+        with pytest.raises(ValueError, match="^broken on purpose"):
+            await asyncio.wait_for(pipeline.fit(), 5)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert world.blocked == 0, "a trainer still waits for a sync that will never end"
 
-    with pytest.raises(ValueError, match="broken on purpose"):
-        asyncio.run(bounded())
+    asyncio.run(bounded())
     assert world.alive == 0, "something was left running"
+
+
+def test_a_sync_that_fails_beside_a_long_update_releases_the_trainer(tmp_path):
+    """Overlapped: the trainer's update is under way, and waits for the end of the sync before its optimiser step."""
+    world = World(random.Random(0))
+    pipeline = build(tmp_path, world, 4, 1)
+
+    class Sync(FakeSync):
+        async def __call__(self, stamp, expected=None):
+            if stamp[1] == 2:
+                while not world.blocked:
+                    await asyncio.sleep(0)
+                raise ValueError("the canary differs")
+            return await super().__call__(stamp, expected)
+
+    pipeline.roles.sync = Sync(world)
+
+    async def bounded():
+        with pytest.raises(ValueError, match="^the canary differs"):
+            await asyncio.wait_for(pipeline.fit(), 5)
+        for _ in range(1000):
+            await asyncio.sleep(0)
+        assert world.blocked == 0 and len(world.trained) == 2
+
+    asyncio.run(bounded())
 
 
 def test_a_failing_rollout_does_not_wait_for_a_long_training_step(tmp_path):
