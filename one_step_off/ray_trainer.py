@@ -20,7 +20,7 @@ from one_step_off.carry import Pool
 from one_step_off.checkpoint import TRAINED, Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
-from one_step_off.groups import NoReplica, RoleError, now
+from one_step_off.groups import NoReplica, RoleError, now, within
 from one_step_off.reward_models import mix
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
@@ -240,7 +240,8 @@ class Pipeline:
         self.writing = [self.background.create_task(self._write(step, begin, stall, written))]
 
     async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
-        path, size = await written
+        limit = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
+        path, size = await within(limit, f"checkpoint of step {step}, writing", written)
         took = now() - begin
         self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
         start = begin + self.tracker.epoch

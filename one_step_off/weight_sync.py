@@ -94,20 +94,21 @@ class WeightSync:
         info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
         what = f"weight sync, groups of epoch {self.epoch}"
         calls = [
-            Call(f"{what}, trainer rank {i}", sender.connect_sync.remote(self.epoch, receivers, own))
+            Call(f"trainer rank {i}", sender.connect_sync.remote(self.epoch, receivers, own))
             for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
         ]
         for number, i in place.items():
             answer = self.rollout.all[number].connect_sync.remote(info, i * width)
-            calls.append(Call(f"{what}, rollout {number}", answer, number))
+            calls.append(Call(f"rollout {number}", answer, number))
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
-        await self._together(calls, SETTLE_S + connect_limit(self.cfg.timeout_s, len(self.senders), receivers))
+        limit = SETTLE_S + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
+        await self._together(what, calls, limit)
         self.grouped = [self.rollout.all[number] for number in numbers]
 
-    async def _together(self, calls: list[Call], limit_s: float) -> list[Any]:
-        """What all calls return. As soon as one fails, or `limit_s` seconds are over, the epoch is aborted, which ends the
+    async def _together(self, what: str, calls: list[Call], limit_s: float) -> list[Any]:
+        """What all calls return, which are for `what`. As soon as one fails, or `limit_s` seconds are over, the epoch is aborted, which ends the
         others. Raises BrokenSync then."""
-        tasks = {asyncio.ensure_future(named(call.who, call.answer)): call for call in calls}
+        tasks = {asyncio.ensure_future(named(f"{what}, {call.who}", call.answer)): call for call in calls}
         try:
             done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
             errors = [error for task in tasks if task in done and (error := task.exception())]
@@ -115,7 +116,7 @@ class WeightSync:
                 return [task.result() for task in tasks]
             if not errors:
                 late = ", ".join(call.who for task, call in tasks.items() if task in pending)
-                errors = [PhaseTimeout(f"{late}: no answer in {limit_s:g} s")]
+                errors = [PhaseTimeout(f"{what}, {late}: no answer in {limit_s:g} s")]
             await self._abort(errors[0])
             hanging: set[asyncio.Future] = set()
             if pending:
@@ -233,13 +234,12 @@ class WeightSync:
         """What senders and replicas report. Raises BrokenSync."""
         what = f"weight sync of version {stamp[1]}"
         calls = [
-            Call(f"{what}, trainer rank {i}", rank.send_weights.remote(stamp[1]))
-            for i, rank in enumerate(self.taking_part)
+            Call(f"trainer rank {i}", rank.send_weights.remote(stamp[1])) for i, rank in enumerate(self.taking_part)
         ]
-        calls += [Call(f"{what}, rollout {i}", self.rollout.all[i].sync.remote(stamp), i) for i in replicas]
+        calls += [Call(f"rollout {i}", self.rollout.all[i].sync.remote(stamp), i) for i in replicas]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        reports = await self._together(calls, limit)
+        reports = await self._together(what, calls, limit)
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
@@ -271,8 +271,8 @@ class WeightSync:
 
     async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
         what = f"canary after the sync of version {stamp[1]}"
-        calls = [Call(f"{what}, rollout {i}", self.rollout.all[i].score.remote(self.canary), i) for i in numbers]
-        replicas = await self._together(calls, self.cfg.timeout_s)
+        calls = [Call(f"rollout {i}", self.rollout.all[i].score.remote(self.canary), i) for i in numbers]
+        replicas = await self._together(what, calls, self.cfg.timeout_s)
         diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
         # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
         found = {"max": diffs.max(1), "mean": diffs.mean(1)}

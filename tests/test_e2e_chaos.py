@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.__main__ import disturb, exact, main, parsed
+from tests.chaos.command import Command, left_behind, settings
+from tests.chaos.points import KINDS
+from tests.chaos.syncs import break_syncs
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -39,8 +44,69 @@ def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
 
 
 @pytest.mark.slow
+@pytest.mark.ci
+def test_one_of_each_kind_of_process_dies_and_the_run_goes_on(tmp_path: Path):
+    """By its number, at any moment: driver, replica, engine, trainer, critic, reward worker."""
+    args = ["--kills", "6", "--each", "--critic", "--points", "anywhere", "--seed", "3", "--out", f"{tmp_path}/c"]
+    found = disturb(parsed(args))
+    assert found["wrong"] == [], json.dumps(found, indent=1)
+    assert sorted(kill["kind"] for kill in found["kills"]) == sorted(KINDS)
+
+
+@pytest.mark.slow
 def test_everything_dies(tmp_path: Path):
     assert main(["--kills", "10", "--critic", "--seed", "1", "--out", f"{tmp_path}/c"]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("kind", "point", "action", "words"),
+    [
+        (
+            "driver",
+            "in the canary",
+            "corrupt",
+            r"SyncError: canary after the sync of version 2: rollout replica \d and",
+        ),
+        ("engine", "loading", "raise", "SyncError: weight sync of version 2.*broken on purpose: engine, loading"),
+    ],
+)
+def test_a_failed_sync_in_mid_run_ends_the_command_by_name(tmp_path: Path, kind, point, action, words):
+    """The sync is beside the update of step 2, whose ranks wait for it before their optimiser step."""
+    command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2))
+    wish = {"id": 0, "kind": kind, "point": point, "skip": 0, "signal": action, "version": 2}
+    (tmp_path / "armed").write_text(json.dumps(wish))
+    try:
+        command.start()
+        deadline = time.monotonic() + 240
+        while not (tmp_path / "hit_0").exists() and time.monotonic() < deadline and command.process.poll() is None:
+            time.sleep(0.1)
+        assert (tmp_path / "hit_0").exists(), command.log.read_text()
+        code = command.process.wait(30)  # from the fault on
+        said = command.log.read_text()
+        assert code == 1 and re.search(words, said), said
+        assert command.steps() == 1, "nothing is trained with weights of which the sync failed"
+        assert left_behind(command) == []
+    finally:
+        command.clear()
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
+    """Some of `python -m tests.chaos --syncs`: an exception, a wrong sum, a hang and a death, of each process in it."""
+    faults = [
+        "engine: joining the sync: SIGKILL",
+        "engine: after the last bucket: corrupt",
+        "replica: in the canary: hang",
+        "trainer: between buckets: raise",
+        "trainer: between buckets: hang",
+    ]
+    chosen = [word for fault in faults for word in ("--faults", fault)]
+    which = ["--syncs", "--all", "--layouts", "2x2", "--versions", "middle"]
+    found = break_syncs(parsed([*which, *chosen, "--out", f"{tmp_path}/s"]))
+    assert found["wrong"] == [] and found["hit"] == 2 * len(faults), json.dumps(found, indent=1)
 
 
 @pytest.mark.slow

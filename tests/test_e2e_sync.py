@@ -21,13 +21,20 @@ from tests.conftest import tiny_config
 pytestmark = pytest.mark.e2e
 
 # (tied, tensor_parallel_size, replicas, trainer ranks): a covering array of strength 2.
-LAYOUTS = [(True, 2, 1, 1), (False, 1, 1, 2), (True, 1, 2, 2), (False, 2, 2, 2), (False, 1, 2, 1)]
+LAYOUTS = [
+    (True, 2, 1, 1),
+    (False, 1, 1, 2),
+    (True, 1, 2, 2),
+    pytest.param(False, 2, 2, 2, marks=pytest.mark.ci),
+    (False, 1, 2, 1),
+]
 
 
 def test_layouts_cover_all_pairs():
     for i in range(4):
         for j in range(i):
-            pairs = {(row[i], row[j]) for row in LAYOUTS}
+            rows = [getattr(row, "values", row) for row in LAYOUTS]
+            pairs = {(row[i], row[j]) for row in rows}
             assert len(pairs) == 4
 
 

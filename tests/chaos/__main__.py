@@ -42,6 +42,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no kill after so many")
     parser.add_argument("--out", type=Path, default=Path("outputs/chaos"))
     parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: all that the run has")
+    parser.add_argument("--each", action="store_true", help="the kinds one after the other, not by chance")
     parser.add_argument("--points", default="", help="names, separated by commas; default: all")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--critic", action="store_true", help="train one too, in a pool of its own")
@@ -56,6 +57,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="with --syncs: the whole matrix, for hours")
     parser.add_argument("--faults", action="append", default=[], help='with --syncs: only these, "KIND: POINT: ACTION"')
     parser.add_argument("--layouts", action="append", default=[], help="with --syncs: only these, RANKSxREPLICAS")
+    parser.add_argument(
+        "--versions", action="append", default=[], help="with --syncs: only first, second, middle, last"
+    )
     parser.add_argument("keys", nargs="*", help="section.key=value, for the run")
     args = parser.parse_args(argv)
     args.kinds = [kind for kind in args.kinds.split(",") if kind] or [k for k in KINDS if args.critic or k != "critic"]
@@ -81,7 +85,10 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
         begin = time.monotonic()
         while len(chaos.done) < args.kills and time.monotonic() - begin < 60 * args.minutes:
             time.sleep(chaos.random.uniform(0, 2))
-            chaos.once(chaos.choose(args.kinds, args.points, args.stop))
+            kinds = args.kinds
+            if args.each:
+                kinds = [args.kinds[len(chaos.done) % len(args.kinds)]]
+            chaos.once(chaos.choose(kinds, args.points, args.stop))
         last = command.steps()
         code = command.end(signal.SIGTERM)
         if code != 130:

@@ -235,7 +235,8 @@ async def run_all(out: Path, cases: list[Case]) -> None:
         print(describe(case), flush=True)
         with open(out / "cases.jsonl", "a") as file:
             file.write(json.dumps(asdict(case)) + "\n")
-        if case.wrong and layout.team is not None:  # the next case gets new processes
+        changed = case.point == "in the header"  # the engine's plan is another one from then on
+        if (case.wrong or changed) and layout.team is not None:  # the next case gets new processes
             await layout.team.end()
             layout.team = None
     if layout.team is not None:
@@ -276,6 +277,8 @@ def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
     cases = all_cases() if args.all else covering(all_cases(), args.seed)
     if args.faults:
         cases = [case for case in cases if f"{case.kind}: {case.point}: {case.action}" in args.faults]
+    if args.versions:
+        cases = [case for case in cases if case.version in args.versions or case.point == "joining the sync"]
     if args.layouts:
         cases = [case for case in cases if f"{case.ranks}x{case.replicas}" in args.layouts]
     begin, ended, wrong = time.monotonic(), [], []
