@@ -301,7 +301,7 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
     sync.senders = sync.taking_part = sync.actor.ranks = ranks
-    with pytest.raises(ProcessDied, match="version 3, trainer rank 0: it hangs"):
+    with pytest.raises(ProcessDied, match="version 3: trainer rank 0: it hangs"):
         asyncio.run(sync((0, 3)))
 
 
