@@ -104,9 +104,11 @@ def gspo(x: LossInputs) -> Loss:
     With one advantage per sequence its gradient is that of the sequence form. Clip ranges are far smaller than PPO's:
     the paper has 3e-4 and 4e-4. Use loss_agg=sequence-mean.
     """
-    log_ratio = (x.log_probs - x.old_log_probs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = sequence_means(log_ratio, x.sequence).exp() * (x.log_probs - x.log_probs.detach()).exp()
-    return _clipped_surrogate(ratio, x)
+    # The token's own factor goes through the clamp too, so that beyond the limit it has no gradient.
+    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    sequence_ratio = sequence_means(log_ratio.detach(), x.sequence).exp()
+    own_factor = (log_ratio - log_ratio.detach()).exp()
+    return _clipped_surrogate(sequence_ratio * own_factor, x)
 
 
 @register("gmpo")

@@ -209,17 +209,94 @@ def test_kl_cov_on_policy_is_the_policy_gradient():
     torch.testing.assert_close(run("kl_cov", x)[2], -x.advantage)
 
 
+def zero(up, advantage):
+    return 0.0
+
+
+def dppo(up, advantage):
+    """Cut where the update pushes outward; else -A min(r, 20): 20 for a bad token above, nearly 0 for a good one below."""
+    return 20.0 if up and advantage < 0 else 0.0
+
+
+BEYOND_THE_LIMIT = {
+    # The ratio is held there, so these have no slope.
+    "vanilla": zero,
+    "gspo": zero,
+    "gmpo": zero,
+    "sapo": zero,
+    "clip_cov": zero,
+    # Their weights are bounded, and every token keeps its gradient.
+    "cispo": lambda up, advantage: -advantage * (1.2 if up else 0.8),
+    "gpg": lambda up, advantage: -advantage,
+    "dppo_tv": dppo,
+    "dppo_kl": dppo,
+    # The pull of |log r| towards the old policy, which is what this loss is for.
+    "kl_cov": lambda up, advantage: 1.0 if up else -1.0,
+}
+"""The gradient of a token whose ratio is far above (`up`) or far below the limit; 20 % of clip on both sides."""
+
+EXTREME_LOG_RATIOS = [21.0, -21.0, 30.0, -30.0, 100.0, -100.0, 1e30, -1e30, float("inf"), float("-inf")]
+
+
+def far_out(log_ratio):
+    """Log-prob of theta and of the old policy: the likelier one is -1, and the other that much below."""
+    return min(log_ratio, 0.0) - 1.0, -1.0 - max(log_ratio, 0.0)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("gap", [100.0, -100.0, 1e30, float("inf")])
-def test_any_log_ratio_is_survived(name, gap):
-    for sign in (1.0, -1.0):
-        # A log-prob above 0 is none, but an old one may be of any depth.
-        log_probs = torch.tensor([min(gap, 0.0) - 1.0, -1.0], requires_grad=True)
-        old = torch.tensor([-1.0 - max(gap, 0.0), -1.0])
-        x = LossInputs(log_probs, old, torch.tensor([sign, 0.0]), torch.tensor([0, 0]), torch.ones(2))
-        loss, _, gradient = run(name, x)
-        assert torch.isfinite(gradient).all(), (name, gap)
-        assert torch.isfinite(loss).all() or name == "kl_cov"  # its |log r| is as large as the gap
+@pytest.mark.parametrize("log_ratio", EXTREME_LOG_RATIOS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
+    """One token, alone in its sequence: its gradient is bounded, and zero where the loss follows the ratio."""
+    theta, mu = far_out(log_ratio)
+    log_probs, old = torch.tensor([theta], requires_grad=True), torch.tensor([mu])
+    x = LossInputs(log_probs, old, torch.tensor([advantage]), torch.tensor([0]), torch.ones(1))
+    loss, _, gradient = run(name, x)
+    close(gradient, [BEYOND_THE_LIMIT[name](log_ratio > 0, advantage)])
+    unbounded = abs(log_ratio) == math.inf and name in ("kl_cov", "gpg", "cispo", "dppo_tv", "dppo_kl")
+    assert torch.isfinite(loss).all() or unbounded  # losses of log theta, or of |log r|, are as large as that
+
+
+def gradient_beside(name, up, advantage):
+    """The gradient of a token on the old policy whose sequence has one token beyond the limit, and no other."""
+    held = (advantage > 0) == up
+    if name == "gspo":  # the mean of the two log-ratios is half the limit; its clip holds all of the sequence back
+        return 0.0 if held else -advantage * math.exp(10.0 if up else -10.0)
+    if name == "gmpo":  # the other's log-ratio is clipped before the mean is taken, or counts as the limit
+        other = 0.2 if held else 20.0
+        return -advantage * math.exp((other if up else -other) / 2)
+    return -advantage
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", EXTREME_LOG_RATIOS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_beside_an_extreme_log_ratio(name, log_ratio, advantage):
+    """Two tokens of one sequence, the second on the old policy."""
+    theta, mu = far_out(log_ratio)
+    log_probs, old = torch.tensor([theta, -1.0], requires_grad=True), torch.tensor([mu, -1.0])
+    x = LossInputs(log_probs, old, torch.full((2,), advantage), torch.tensor([0, 0]), torch.ones(2))
+    extreme, beside = run(name, x)[2].tolist()
+    up = log_ratio > 0
+    assert beside == pytest.approx(gradient_beside(name, up, advantage), rel=1e-4, abs=1e-6)
+    not_drawn = name == "kl_cov" and extreme == 0.0  # it draws one of the two back
+    assert not_drawn or extreme == pytest.approx(BEYOND_THE_LIMIT[name](up, advantage), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1e30])
+@pytest.mark.parametrize("mode", AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"])
+def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode):
+    """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and no gradient of the
+    weight itself."""
+    theta, mu = far_out(log_ratio)
+    log_probs, proximal = torch.tensor([theta], requires_grad=True), torch.tensor([theta])
+    sequence = torch.tensor([0])
+    weight = pl.correction_weights(log_probs, torch.tensor([mu]), sequence, mode, 2.0)
+    want = {"none": 1.0, "tis": 2.0, "seq-tis": 2.0}.get(mode, 0.0) if log_ratio > 0 else float(mode == "none")
+    loss, _ = POLICY_LOSSES[name].function(LossInputs(log_probs, proximal, torch.ones(1), sequence, torch.ones(1)))
+    (gradient,) = torch.autograd.grad((loss * weight).sum(), log_probs)
+    close(gradient, [-want])
 
 
 @pytest.mark.parametrize("name", NAMES)
