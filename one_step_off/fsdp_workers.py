@@ -298,7 +298,24 @@ class TrainedWorker(ModelWorker):
         own["grad_norm"] = float(np.mean(norms)) if norms else float("nan")
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
+    def _create_moments(self) -> None:
+        """Give an optimiser that has made no step the state that its first step would begin with.
+
+        torch's `get_state_dict` would make it by a step of rate 0, which AdamW counts: the bias correction of the first
+        real step would then be that of a second one, and the step about 0.74 of its size.
+        """
+        if self.optimizer.state:
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
     def _state(self) -> dict[str, Any]:
+        self._create_moments()
         model, optimizer = state_dict.get_state_dict(self.model, self.optimizer)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -306,6 +323,8 @@ class TrainedWorker(ModelWorker):
 
     def _write_state(self, folder: str) -> Any:
         """Copy the state to host memory and write it meanwhile; None: it is written already."""
+        self._create_moments()
+        self._move_optimizer("cpu")  # where new moments belong too, until the first step
         return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._writers)
 
     def _read_state(self, folder: str) -> None:
