@@ -159,6 +159,10 @@ class TrainedWorker(ModelWorker):
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
 
+    def _loss_agg(self) -> str:
+        """How the losses of the tokens are added up, see `core_algos.token_weights`."""
+        return self.cfg.algorithm.loss_agg
+
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
 
@@ -215,8 +219,10 @@ class TrainedWorker(ModelWorker):
         samples = [batch.samples[i] for i in mini]
         trained = [int(s.loss_mask.sum()) for s in samples]
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
-        how, longest = self.cfg.algorithm.loss_agg, self.cfg.data.max_response_length
-        weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
+        longest = self.cfg.data.max_response_length
+        weights = core_algos.token_weights(
+            trained, self._loss_agg(), sum(trained), sum(n > 0 for n in trained), longest
+        )
         micros = self._plan([s.length for s in samples], self.shares)[self.share]
 
         def work() -> Iterator[tuple]:
@@ -511,6 +517,9 @@ class CriticWorker(TrainedWorker):
     def values(self, batch: Batch) -> dict[int, np.ndarray]:
         """V(state before each response token), of this rank's share: position in batch -> float32 [R] (collective)."""
         return self._of_responses(batch)
+
+    def _loss_agg(self) -> str:
+        return self.own.loss_agg
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         return {"value": batch.values, "return": batch.returns}
