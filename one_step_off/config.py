@@ -22,7 +22,7 @@ def key(default: Any, help: str, *, choices: str = "", **facts: Any) -> Any:
     return field(default=default, metadata=meta)
 
 
-LOSS_AGGREGATIONS = "token-mean sequence-mean seq-sum-norm"
+LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
 
 paths = partial(key, path=True)
 shared = partial(key, shared=True)
@@ -199,10 +199,13 @@ class AlgorithmConfig:
     kl_in_reward: bool = key(False, "put -kl_coef * log(old/reference) into each token's reward, not into the loss")
     kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
-    kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices="k1 k2 k3")
+    kl_estimator: str = key(
+        "k3", "of the KL in the loss; k1 only adds noise: refused", choices="k1 k2 k3 abs k1+ k3+ abs+"
+    )
     old_log_probs: str = key("rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute")
     rollout_correction: str = key("none", "weight by proximal/mu", choices="none tis mis seq-tis seq-mis geo-mask")
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
+    rollout_correction_low: Optional[float] = key(None, "its lower bound; null: none, geo-mask 1 / cap", above=0.0)
 
 
 @dataclass

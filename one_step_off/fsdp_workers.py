@@ -428,7 +428,7 @@ class PolicyWorker(TrainedWorker):
         inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
         per_token, clipped = policy_losses.POLICY_LOSSES.find(a.policy_loss).function(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
-            how = a.rollout_correction, a.rollout_correction_cap
+            how = a.rollout_correction, a.rollout_correction_cap, a.rollout_correction_low
             per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()

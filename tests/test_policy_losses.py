@@ -122,6 +122,26 @@ def test_gpg_by_hand():
     assert not any(clipped)
 
 
+def test_dro_by_hand():
+    x = of([math.exp(0.5), math.exp(-1.0), 1.0], [1.0, -2.0, 3.0], old=[-3.0, -1.0, -2.0])
+    loss, clipped, gradient = run("dro", x, beta=0.4)
+    # -(A log theta - beta / 2 (log r)^2), and its slope by log theta: -A + beta log r
+    close(loss, [2.5 + 0.2 * 0.25, -4.0 + 0.2 * 1.0, 6.0])
+    close(gradient, [-1.0 + 0.4 * 0.5, 2.0 - 0.4 * 1.0, -3.0])
+    assert not any(clipped)
+    assert run("dro", x)[2][0].item() == pytest.approx(-1.0 + 0.1 * 0.5), "beta is 0.1 unless set"
+
+
+def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
+    """The minimum of its quadratic: the policy tilted by exp(A / beta), as the paper's closed form has it."""
+    log_probs, old = torch.full((1,), -3.0, requires_grad=True), torch.full((1,), -3.0)
+    for _ in range(200):
+        x = LossInputs(log_probs, old, torch.tensor([0.8]), torch.tensor([0]), torch.ones(1))
+        (slope,) = torch.autograd.grad(POLICY_LOSSES["dro"].function(x, beta=0.5)[0].sum(), log_probs)
+        log_probs = (log_probs - 0.1 * slope).detach().requires_grad_()
+    assert (log_probs - old).item() == pytest.approx(0.8 / 0.5, abs=1e-3)
+
+
 def test_dppo_tv_by_hand():
     # probabilities old -> theta: .5 -> .8 and .5 -> .6 for a good token; .5 -> .2 and .01 -> .001 for a bad one
     p, q = [0.8, 0.6, 0.2, 0.001, 0.2], [0.5, 0.5, 0.5, 0.01, 0.5]
@@ -228,6 +248,8 @@ BEYOND_THE_LIMIT = {
     # Their weights are bounded, and every token keeps its gradient.
     "cispo": lambda up, advantage: -advantage * (1.2 if up else 0.8),
     "gpg": lambda up, advantage: -advantage,
+    # Only its penalty follows the ratio.
+    "dro": lambda up, advantage: -advantage,
     "dppo_tv": dppo,
     "dppo_kl": dppo,
     # The pull of |log r| towards the old policy, which is what this loss is for.
@@ -253,7 +275,7 @@ def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
     x = LossInputs(log_probs, old, torch.tensor([advantage]), torch.tensor([0]), torch.ones(1))
     loss, _, gradient = run(name, x)
     close(gradient, [BEYOND_THE_LIMIT[name](log_ratio > 0, advantage)])
-    unbounded = abs(log_ratio) == math.inf and name in ("kl_cov", "gpg", "cispo", "dppo_tv", "dppo_kl")
+    unbounded = abs(log_ratio) == math.inf and name in ("kl_cov", "gpg", "dro", "cispo", "dppo_tv", "dppo_kl")
     assert torch.isfinite(loss).all() or unbounded  # losses of log theta, or of |log r|, are as large as that
 
 
@@ -326,7 +348,7 @@ def test_cutting_the_micro_batch_changes_nothing(name, seed):
     torch.testing.assert_close(torch.cat([p[2] for p in parts]), whole[2])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("_cov")])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("_cov") and n != "dro"])
 def test_the_loss_scales_with_the_advantage(name):
     x = of([1.5, 0.6, 1.1, 0.9], [1.0, -1.0, 1.0, -2.0], [0, 0, 1, 2])
     y = LossInputs(**vars(x) | {"advantage": x.advantage * 3})
@@ -354,6 +376,19 @@ def test_correction_weights_by_hand():
         got = pl.correction_weights(proximal, mu, sequence, mode, cap)
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32))
         assert not got.requires_grad
+    # a lower bound: masked below it, or raised to it; for geo-mask in place of 1 / cap
+    for mode, low, cap, expected in (
+        ("tis", 0.7, 2.0, [0.7, 1, 2, 1, 2]),
+        ("mis", 0.7, 3.5, [0, 1, 3, 1, 2.1]),
+        ("mis", 0.5, 3.5, [0.5, 1, 3, 1, 2.1]),
+        ("seq-tis", 1.2, 2.0, [1.5, 1.5, 1.5, 1.2, 2]),
+        ("seq-mis", 1.2, 3.5, [1.5, 1.5, 1.5, 0, 2.1]),
+        ("geo-mask", 1.1, 2.0, [1, 1, 1, 0, 0]),
+        ("geo-mask", 0.9, 1.1, [0, 0, 0, 1, 0]),
+        ("none", 0.9, 1.1, [1, 1, 1, 1, 1]),
+    ):
+        got = pl.correction_weights(proximal, mu, sequence, mode, cap, low)
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}")
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
     with pytest.raises(KeyError):
