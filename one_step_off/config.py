@@ -196,7 +196,7 @@ class AlgorithmConfig:
     filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_in_reward: bool = key(False, "put -kl_coef * log(old/reference) into each token's reward, not into the loss")
+    kl_in_reward: bool = key(False, "put -kl_coef * log(policy/reference) into each token's reward, not into the loss")
     kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
     kl_estimator: str = key(
