@@ -22,6 +22,8 @@ def key(default: Any, help: str, *, choices: str = "", **facts: Any) -> Any:
     return field(default=default, metadata=meta)
 
 
+LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
+
 paths = partial(key, path=True)
 shared = partial(key, shared=True)
 
@@ -149,6 +151,7 @@ class CriticConfig(following(TrainedConfig)):
 
     path: str = paths("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
     lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
+    loss_agg: str = key("token-mean", "as algorithm.loss_agg, of the value loss", choices=LOSS_AGGREGATIONS)
     clip_range_value: float = key(0.5, "a value that moves further from the old one has its loss clipped", above=0.0)
 
 
@@ -188,18 +191,21 @@ class AlgorithmConfig:
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
     clip_ratio_c: Optional[float] = key(None, "dual clip: bound of bad tokens' ratio, as 3; null: none", above=1.0)
-    loss_agg: str = key("token-mean", "seq-sum-norm is Dr. GRPO's", choices="token-mean sequence-mean seq-sum-norm")
+    loss_agg: str = key("token-mean", "sum of the policy's token losses; docs/algorithms.md", choices=LOSS_AGGREGATIONS)
     max_gen_batches: int = key(1, "dynamic sampling (DAPO): generations at most, to replace dull groups", low=1)
     filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
     kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_in_reward: bool = key(False, "put -kl_coef * log(mu/reference) into each token's reward, not into the loss")
+    kl_in_reward: bool = key(False, "put -kl_coef * log(policy/reference) into each token's reward, not into the loss")
     kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
-    kl_estimator: str = key("k3", "of that KL; as a loss k1 only adds noise: refused", choices="k1 k2 k3")
+    kl_estimator: str = key(
+        "k3", "of the KL in the loss; k1 only adds noise: refused", choices="k1 k2 k3 abs k1+ k3+ abs+"
+    )
     old_log_probs: str = key("rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute")
     rollout_correction: str = key("none", "weight by proximal/mu", choices="none tis mis seq-tis seq-mis geo-mask")
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
+    rollout_correction_low: Optional[float] = key(None, "its lower bound; null: none, geo-mask 1 / cap", above=0.0)
 
 
 @dataclass

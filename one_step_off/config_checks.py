@@ -254,6 +254,14 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
     yield noise, "algorithm.kl_estimator", "as a loss its gradient has mean zero and only adds noise; use k2 or k3"
     twice = a.rollout_correction != "none" and a.old_log_probs == "rollout"
     yield twice, "algorithm.rollout_correction", "would weight twice; set old_log_probs=recompute"
+    low, cap, bound = a.rollout_correction_low, a.rollout_correction_cap, "algorithm.rollout_correction_low"
+    where = f"{bound} algorithm.rollout_correction"
+    yield (
+        low and a.rollout_correction == "none",
+        where,
+        "there is no weight to bound; set a correction, or this to null",
+    )
+    yield low and low > cap, bound, f"above algorithm.rollout_correction_cap={show(cap)}; lower it"
     one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
     lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
     chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
@@ -274,6 +282,7 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
             mend = nearest(str(name), known, f"use {', '.join(known)}" if known else "remove it")
             yield name not in known, where, f"no such setting of {spec}; {mend}"
             yield isinstance(known[name], float) and not number, where, "must be a number"
+            yield name == "beta" and not value > 0, where, "must be above 0"
             yield name == "share" and not 0 < value <= 1, where, "must be above 0 and at most 1"
             numbers = value.items() if isinstance(value, dict) else [(None, None)]
             by_name = all(isinstance(k, str) and type(v) in (int, float) for k, v in numbers)

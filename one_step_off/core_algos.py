@@ -32,9 +32,11 @@ def token_weights(
 ) -> np.ndarray:
     """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
 
-        token-mean     w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
-        sequence-mean  w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
-        seq-sum-norm   w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
+        token-mean          w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
+        token-sum           w_i = 1
+        sequence-mean       w_i = 1 / (len_i * global_sequences)        (GRPO, arXiv:2402.03300, eq. 3)
+        seq-mean-token-sum  w_i = 1 / global_sequences
+        seq-sum-norm        w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
 
     The denominators count the whole mini-batch over all ranks, so parts simply add up.
 
@@ -49,7 +51,8 @@ def token_weights(
     """
     n = np.asarray(lengths, dtype=np.float64)
     sequences = max(global_sequences, 1)
-    counts = {"token-mean": max(global_tokens, 1), "sequence-mean": np.maximum(n, 1) * sequences}
+    counts = {"token-mean": max(global_tokens, 1), "token-sum": 1}
+    counts |= {"sequence-mean": np.maximum(n, 1) * sequences, "seq-mean-token-sum": sequences}
     counts["seq-sum-norm"] = longest * sequences
     return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
@@ -95,17 +98,22 @@ class KLController:
 def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
     """Estimate KL(p || q) from tokens that p made, one value per token (http://joschu.net/blog/kl-approx.html).
 
-    With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r
+    With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r        abs = |log r|
 
-    k1 is unbiased but can be negative, k2 is biased and never negative, k3 is unbiased and never negative.
-    This is about values; as a loss differentiated through log_p, k1's gradient has mean zero and only adds noise.
+    k1 is unbiased but can be negative, k2 is biased and never negative, k3 is unbiased and never negative; abs is no
+    estimate of the KL but a distance. This is about values. As a loss differentiated through log_p, k1's gradient has mean
+    zero and only adds noise, and that of k2 alone has the KL's gradient as its mean. So k1+, k3+ and abs+ have the value
+    of k1, k3 and abs, and the gradient of k2.
 
     Args:
         log_p, log_q: log-probs of the same tokens, equal shapes, nats.
     """
     log_r = log_q - log_p
+    k2 = 0.5 * log_r.square()
+    if estimator.endswith("+"):
+        return kl(log_p, log_q, estimator[:-1]).detach() + (k2 - k2.detach())
     near = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return {"k1": -log_r, "k2": 0.5 * log_r.square(), "k3": torch.expm1(near) - near}[estimator]
+    return {"k1": -log_r, "k2": k2, "k3": torch.expm1(near) - near, "abs": log_r.abs()}[estimator]
 
 
 def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none") -> Answer:

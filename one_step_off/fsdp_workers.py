@@ -164,6 +164,10 @@ class TrainedWorker(ModelWorker):
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
 
+    def _loss_agg(self) -> str:
+        """How the losses of the tokens are added up, see `core_algos.token_weights`."""
+        return self.cfg.algorithm.loss_agg
+
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
 
@@ -220,8 +224,10 @@ class TrainedWorker(ModelWorker):
         samples = [batch.samples[i] for i in mini]
         trained = [int(s.loss_mask.sum()) for s in samples]
         # Every rank knows the whole mini-batch, so the denominators are global without a collective.
-        how, longest = self.cfg.algorithm.loss_agg, self.cfg.data.max_response_length
-        weights = core_algos.token_weights(trained, how, sum(trained), sum(n > 0 for n in trained), longest)
+        longest = self.cfg.data.max_response_length
+        weights = core_algos.token_weights(
+            trained, self._loss_agg(), sum(trained), sum(n > 0 for n in trained), longest
+        )
         micros = self._plan([s.length for s in samples], self.shares)[self.share]
 
         def work() -> Iterator[tuple]:
@@ -303,7 +309,24 @@ class TrainedWorker(ModelWorker):
         own["grad_norm"] = float(np.mean(norms)) if norms else float("nan")
         return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
 
+    def _create_moments(self) -> None:
+        """Give an optimiser that has made no step the state that its first step would begin with.
+
+        torch's `get_state_dict` would make it by a step of rate 0, which AdamW counts: the bias correction of the first
+        real step would then be that of a second one, and the step about 0.74 of its size.
+        """
+        if self.optimizer.state:
+            return
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                self.optimizer.state[parameter] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
     def _state(self) -> dict[str, Any]:
+        self._create_moments()
         model, optimizer = state_dict.get_state_dict(self.model, self.optimizer)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
         frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -311,6 +334,8 @@ class TrainedWorker(ModelWorker):
 
     def _write_state(self, folder: str) -> Any:
         """Copy the state to host memory and write it meanwhile; None: it is written already."""
+        self._create_moments()
+        self._move_optimizer("cpu")  # where new moments belong too, until the first step
         return dcp.async_save(self._state(), checkpoint_id=folder, process_group=self._writers)
 
     def _read_state(self, folder: str) -> None:
@@ -408,7 +433,7 @@ class PolicyWorker(TrainedWorker):
         inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
         per_token, clipped = policy_losses.POLICY_LOSSES.find(a.policy_loss).function(inputs, **a.policy_loss_kwargs)
         if "proximal" in of:  # decoupled PPO
-            how = a.rollout_correction, a.rollout_correction_cap
+            how = a.rollout_correction, a.rollout_correction_cap, a.rollout_correction_low
             per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
@@ -497,6 +522,9 @@ class CriticWorker(TrainedWorker):
     def values(self, batch: Batch) -> dict[int, np.ndarray]:
         """V(state before each response token), of this rank's share: position in batch -> float32 [R] (collective)."""
         return self._of_responses(batch)
+
+    def _loss_agg(self) -> str:
+        return self.own.loss_agg
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         return {"value": batch.values, "return": batch.returns}

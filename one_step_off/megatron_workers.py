@@ -118,7 +118,9 @@ class MegatronWorker(ModelWorker):
             # Moments come with the first step, and Megatron wants them to be there: one of rate 0 and no gradient.
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
+            skipped_in_a_row = self.skipped_in_a_row
             self._clip_and_step(0.0)
+            self.skipped_in_a_row = skipped_in_a_row  # that step was no training
             for inner in (chained.optimizer for chained in self.optimizer.chained_optimizers):
                 # It was none: torch's AdamW counts steps beside the moments, Transformer Engine's in its groups.
                 for counter in (x for x in (*inner.state.values(), *inner.param_groups) if "step" in x):

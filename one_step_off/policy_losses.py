@@ -104,9 +104,11 @@ def gspo(x: LossInputs) -> Loss:
     With one advantage per sequence its gradient is that of the sequence form. Clip ranges are far smaller than PPO's:
     the paper has 3e-4 and 4e-4. Use loss_agg=sequence-mean.
     """
-    log_ratio = (x.log_probs - x.old_log_probs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    ratio = sequence_means(log_ratio, x.sequence).exp() * (x.log_probs - x.log_probs.detach()).exp()
-    return _clipped_surrogate(ratio, x)
+    # The token's own factor goes through the clamp too, so that beyond the limit it has no gradient.
+    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    sequence_ratio = sequence_means(log_ratio.detach(), x.sequence).exp()
+    own_factor = (log_ratio - log_ratio.detach()).exp()
+    return _clipped_surrogate(sequence_ratio * own_factor, x)
 
 
 @register("gmpo")
@@ -156,6 +158,20 @@ def gpg(x: LossInputs) -> Loss:
     It knows no older policy, so the step between mu and theta goes uncorrected unless rollout_correction does it.
     """
     return -x.advantage * x.log_probs, x.sequence < 0
+
+
+@register("dro")
+def dro(x: LossInputs, *, beta: float = 0.1) -> Loss:
+    """DRO, Direct Reward Optimisation (arXiv:2405.19107), token by token: no ratio, but a quadratic pull to the old policy.
+
+        l = -(A log theta - beta / 2 (log r)^2)      r = theta / old
+
+    The paper's policy gradient has the reward less the value in A's place and tau in beta's, whole responses for tokens,
+    and a reference for `old`. It knows no clip range; no token counts as clipped. Beyond the limit of log-ratios the
+    pull is constant, so its gradient is zero there.
+    """
+    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return 0.5 * beta * log_ratio.square() - x.advantage * x.log_probs, x.sequence < 0
 
 
 def _masked(x: LossInputs, near: Tensor, cap: float) -> Loss:
@@ -232,26 +248,33 @@ def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
     return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn
 
 
-def correction_weights(proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float) -> Tensor:
+def correction_weights(
+    proximal: Tensor, mu: Tensor, sequence: Tensor, mode: str, cap: float, low: float | None = None
+) -> Tensor:
     """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
 
-        none, tis, mis      1;  min(w, cap), truncated;  w where w <= cap, else 0, masked
+        none, tis, mis      1;  w held within [low, cap], truncated;  w where it lies in [low, cap], else 0, masked
         seq-tis, seq-mis    the same with the product of the sequence's w, for all its tokens
-        geo-mask            1 where the geometric mean of the sequence's w lies in [1 / cap, cap], else 0
+        geo-mask            1 where the geometric mean of the sequence's w lies in [low, cap], else 0
 
-    Masked tokens still count in the loss's denominator: masking is part of the estimator.
+    `mis` with both bounds is IcePop (arXiv:2510.18855). Masked tokens still count in the loss's denominator: masking is
+    part of the estimator.
 
     Args:
         proximal, mu: log-probs, [n], nats.
         sequence: int64 [n], as in `LossInputs`.
+        low: None: 0, and 1 / cap for geo-mask.
 
     Returns:
         [n], detached: the weight says how much a token counts and is nothing to optimise.
     """
     log_w = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if mode == "geo-mask":
-        return (sequence_means(log_w, sequence).abs() <= abs(math.log(cap))).to(log_w.dtype)
+        log_mean, top = sequence_means(log_w, sequence), math.log(cap)
+        inside = log_mean.abs() <= abs(top) if low is None else (log_mean >= math.log(low)) & (log_mean <= top)
+        return inside.to(log_w.dtype)
     if mode.startswith("seq-"):
         log_w = sequence_sums(log_w, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     w = log_w.exp()
-    return {"none": w.new_ones(len(w)), "tis": w.clamp(max=cap), "mis": w * (w <= cap)}[mode.removeprefix("seq-")]
+    inside = (w >= (low or 0.0)) & (w <= cap)
+    return {"none": w.new_ones(len(w)), "tis": w.clamp(low, cap), "mis": w * inside}[mode.removeprefix("seq-")]

@@ -431,15 +431,17 @@ class Pipeline:
             cut = [s.finish_reason == "length" for s in samples]
             masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
             samples = batch.samples = [replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)]
+        # The policy about to be trained, where it was asked; else mu.
+        log_probs = batch.old_log_probs or [s.log_probs for s in samples]
         if a.kl_in_reward:
-            log_ratios = [s.log_probs - ref for s, ref in zip(samples, batch.ref_log_probs, strict=True)]
+            log_ratios = [own - ref for own, ref in zip(log_probs, batch.ref_log_probs, strict=True)]
             token_rewards = [-self.kl.value * x for x in log_ratios]
             sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
             metrics |= {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
             self.kl.update(metrics["kl/response"], len(samples))
         groups, masks = [s.prompt_id for s in samples], [s.loss_mask for s in samples]
         known = {"parts": parts, "values": batch.values, "prob_squares": batch.prob_squares}
-        known["log_probs"] = batch.old_log_probs or [s.log_probs for s in samples]
+        known["log_probs"] = log_probs
         if all("baseline" in s.extra for s in samples):
             known["baselines"] = np.array([s.extra["baseline"] for s in samples])
         trajectories = advantages.Trajectories(_shaped(samples, self.cfg), groups, masks, token_rewards, **known)

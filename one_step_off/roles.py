@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+from collections import Counter
 from typing import Any
 
 import ray
@@ -20,7 +21,7 @@ from one_step_off.placement import create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.rewards import Scorer
-from one_step_off.vllm_rollout import RolloutReplica
+from one_step_off.vllm_rollout import RolloutReplica, engine_seed
 from one_step_off.weight_sync import WeightSync
 
 # On CPUs: huge pages, or page faults cost as much as copying large tensors does.
@@ -55,8 +56,12 @@ class Spawned:
         scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
+        starts: Counter[int] = Counter()  # of each replica
+
         def replica(i: int) -> Any:
-            args, pool = (cfg, i, device, scorers, LISTED, prepared.loops), where["rollout"]
+            seed = engine_seed(cfg.trainer.seed, prepared.incarnation, i, starts[i])
+            starts[i] += 1
+            args, pool = (cfg, i, device, scorers, LISTED, prepared.loops, seed), where["rollout"]
             env = self.env | ENGINE_ENV[device]
             return spawn(RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env)
 

@@ -57,6 +57,17 @@ def sample_seed(seed: int, prompt_id: tuple[int, int], index: int, turn: int = 0
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+def engine_seed(seed: int, incarnation: int, replica: int, start: int) -> int:
+    """The seed of one engine, for samples without a seed of their own: 31 bits (numpy takes 32) of a hash of the run's
+    seed, the trainer's incarnation, the replica's index and which start of that replica this is.
+
+    With one seed for all, the k-th request of every replica, and of every restarted one, would get the same noise: vLLM
+    draws it from generators that each engine seeds at its start. All workers of an engine must have the same seed.
+    """
+    text = f"engine/{seed}/{incarnation}/{replica}/{start}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big") >> 1
+
+
 def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
     """vLLM's spans of weight versions, labelled "incarnation.version", as (incarnation, int32 [length]). Raises
     RuntimeError: some tokens carry no stamp, or the stamps are of two incarnations."""
@@ -208,10 +219,19 @@ class RolloutReplica(UsageProbe):
     threads = {"control": 1}  # an event loop of its own for `alive`
 
     def __init__(
-        self, cfg: Config, index: int, device: str, scorers: list[Any], listed: Any = (), loops: Sequence[str] = ("",)
+        self,
+        cfg: Config,
+        index: int,
+        device: str,
+        scorers: list[Any],
+        listed: Any = (),
+        loops: Sequence[str] = ("",),
+        seed: int = 0,
     ) -> None:
-        """`listed`: the driver's `agent_loop.tools.LISTED`. `loops`: the names of those that the data uses."""
+        """`listed`: the driver's `agent_loop.tools.LISTED`. `loops`: the names of those that the data uses. `seed`: of the
+        engine, see `engine_seed`."""
         self.cfg, self.index, self.device, self.used = cfg, index, device, loops
+        self.seed = seed
         LISTED.update(listed)
         self.rewards = RewardQueue(scorers, index)
         self.room = Room(cfg.agent.max_concurrency)
@@ -235,7 +255,7 @@ class RolloutReplica(UsageProbe):
         self.tokenizer = tokenizer_of(self.cfg, "model")
         for name in self.used:  # now, because all trajectories would wait for them later
             self.loops.get(name)
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device)))
+        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device, self.seed)))
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
         children = psutil.Process().children(recursive=True)
@@ -447,11 +467,11 @@ def longest_sequence(cfg: Config) -> int:
     return cfg.data.max_prompt_length + max(cfg.data.max_response_length, cfg.rollout.val_max_response_length or 0)
 
 
-def engine_args(cfg: Config, device: str) -> dict[str, Any]:
-    """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top."""
+def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
+    """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top. `seed`: see `engine_seed`."""
     own, width, longest = cfg.model, cfg.rollout.tensor_parallel_size, longest_sequence(cfg)
     args = dict(model=own.path, dtype=own.dtype, trust_remote_code=own.trust_remote_code, max_model_len=longest)
-    args |= dict(tensor_parallel_size=width, seed=cfg.trainer.seed, disable_log_stats=True)
+    args |= dict(tensor_parallel_size=width, seed=seed, disable_log_stats=True)
     # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
     # Log-probs after temperature: those of the distribution that was sampled from.

@@ -430,6 +430,26 @@ def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
     assert batch.returns is None and not batch.samples[0].loss_mask.any()
 
 
+def test_the_kl_in_the_reward_is_that_of_the_recomputed_log_probs():
+    """Of mu only where nothing was recomputed: the optimal token baseline has them without old_log_probs=recompute."""
+    from one_step_off.config import Config
+    from one_step_off.core_algos import KLController
+    from one_step_off.ray_trainer import Pipeline
+    from one_step_off.samples import Batch, Sample
+
+    cfg = Config()
+    cfg.algorithm.adv_estimator = "reinforce_plus_plus"
+    cfg.algorithm.whiten_adv, cfg.algorithm.kl_in_reward, cfg.algorithm.kl_coef = False, True, 0.1
+    for recomputed, kl in ((None, [1.0, 0.5]), ([np.array([-1.5, -1.75], np.float32)], [0.5, 0.25])):
+        arrays = np.zeros(2, np.int32), np.array([-1.0, -1.5], np.float32), np.ones(2, bool), np.zeros(2, np.int32)
+        batch = Batch(0, [Sample((0, 0), 0, np.zeros(2, np.int32), *arrays, reward=1.0)], (0, 0))
+        batch.ref_log_probs, batch.old_log_probs = [np.full(2, -2.0, np.float32)], recomputed
+        metrics = Pipeline._advantages(SimpleNamespace(cfg=cfg, kl=KLController(0.1)), batch)
+        assert metrics == {"kl/response": pytest.approx(sum(kl)), "kl/coef": 0.1}
+        # reward-to-go: the KL of this token and of those after it, and the reward
+        np.testing.assert_allclose(batch.advantages[0], [1 - 0.1 * sum(kl), 1 - 0.1 * kl[1]], rtol=1e-6)
+
+
 def test_a_checkpoint_brings_the_adapted_kl_coefficient_back():
     from one_step_off.config import Config
     from one_step_off.ray_trainer import Pipeline, Resumed, Roles

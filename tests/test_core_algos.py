@@ -16,6 +16,9 @@ def test_token_weights_by_hand():
     # Dr. GRPO divides by a constant, here 10 tokens, and by the sequences that count
     assert ca.token_weights([2, 0, 6], "seq-sum-norm", 8, 2, 10).tolist() == [1 / 20, 0, 1 / 20]
     assert ca.token_weights([0, 0], "token-mean", 0, 0).tolist() == [0, 0]
+    # sums over tokens: of the whole mini-batch, or of each sequence, of which two count
+    assert ca.token_weights([2, 0, 6], "token-sum", 8, 2).tolist() == [1, 0, 1]
+    assert ca.token_weights([2, 0, 6], "seq-mean-token-sum", 8, 2).tolist() == [1 / 2, 0, 1 / 2]
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.sampled_from(["token-mean", "sequence-mean"]))
@@ -40,6 +43,30 @@ def test_k1_and_k3_are_unbiased(seed):
     for estimator in ("k1", "k3"):
         assert (p.exp() * ca.kl(p, q, estimator)).sum().item() == pytest.approx(exact.item(), abs=1e-9)
     assert (ca.kl(p, q, "k3") >= 0).all() and (ca.kl(p, q, "k2") >= 0).all()
+
+
+STRAIGHT_THROUGH = ("k1+", "k3+", "abs+")
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=25, deadline=None)
+def test_the_expected_gradient_of_k2_and_of_the_straight_through_estimators_is_that_of_the_kl(seed):
+    """Over all tokens, each as likely as p has it: k1's is zero, k3's is that of the other KL."""
+    g = torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(6, generator=g, dtype=torch.float64), torch.randn(6, generator=g, dtype=torch.float64)
+    logits.requires_grad_()
+    p, q = logits.log_softmax(-1), q.log_softmax(-1)
+    (want,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
+    for estimator in ("k2", *STRAIGHT_THROUGH):
+        (got,) = torch.autograd.grad((p.exp().detach() * ca.kl(p, q, estimator)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(got, want)
+
+
+def test_the_value_of_a_straight_through_estimator_is_the_plain_ones():
+    log_p, log_q = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
+    for estimator in STRAIGHT_THROUGH:
+        torch.testing.assert_close(ca.kl(log_p, log_q, estimator), ca.kl(log_p, log_q, estimator[:-1]))
+    assert ca.kl(log_p, log_q, "abs").tolist() == [0.5, 1.5]
 
 
 def test_log_probs_and_entropy():

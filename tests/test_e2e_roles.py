@@ -166,3 +166,22 @@ def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
     assert learnt(whole) == learnt(parts)
     for name, tensor in weights(whole).items():
         assert torch.equal(tensor, weights(parts)[name]), name
+
+
+@pytest.mark.slow  # test_save_before_first_step.py has the workers alone
+def test_a_checkpoint_in_the_critics_warm_up_changes_nothing(models, judge, tmp_path):
+    """The weights after the actor's first step are those of a run without the checkpoint, and of one resumed from it."""
+    from one_step_off import launch
+
+    whole, saving, resumed = tmp_path / "whole", tmp_path / "saving", tmp_path / "resumed"
+    changes = {**TOGETHER, "trainer.critic_warmup": 2, "trainer.total_steps": 3}
+    assert launch.run(ppo(models(), judge, whole, **changes)) == 0
+    assert launch.run(ppo(models(), judge, saving, **changes, **{"trainer.save_freq": 1})) == 0
+    shutil.copytree(saving, resumed)
+    for later in ("step_000002", "step_000003"):
+        shutil.rmtree(resumed / "checkpoints" / later)
+    assert launch.run(ppo(models(), judge, resumed, **changes, **{"trainer.save_freq": 1})) == 0
+    for folder in (saving, resumed):
+        for name, tensor in weights(whole).items():
+            assert torch.equal(tensor, weights(folder)[name]), (folder.name, name)
+        assert learnt(whole) == learnt(folder)

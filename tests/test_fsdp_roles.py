@@ -79,18 +79,24 @@ def test_values_are_the_heads_before_each_token(checkpoints, judge, single, budg
             np.testing.assert_allclose(got[i], own_values(model, s).numpy(), atol=1e-5, rtol=0)
 
 
-def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single):  # noqa: F811
-    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, mean over the trained tokens."""
+@pytest.mark.parametrize("agg", [None, "sequence-mean"])
+def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, agg):  # noqa: F811
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained tokens, whatever the
+    actor's aggregation is; or the mean over sequences of their means."""
     batch, model, c = with_returns(checkpoints["tied"]), classifier(judge), 0.4
     tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
+    alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
     for i, s in enumerate(batch.samples):
-        v = own_values(model, s)
+        v, count = own_values(model, s), tokens if agg is None else alive * int(s.loss_mask.sum())
         for t in np.flatnonzero(s.loss_mask):
             old, target = float(batch.values[i][t]), float(batch.returns[i][t])
             free, held = (v[t] - target) ** 2, (v[t].clamp(old - c, old + c) - target) ** 2
-            loss, bound = loss + torch.maximum(free, held) / 2 / tokens, bound + int(held > free)
+            loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
     loss.backward()
     cfg = config(checkpoints["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9)
+    cfg.algorithm.loss_agg = "seq-sum-norm"
+    if agg:
+        cfg.critic.loss_agg = agg
     worker = single(cfg, role="critic", cls=RecordingCritic)
     metrics = worker.update(batch)
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)

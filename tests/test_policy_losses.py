@@ -122,6 +122,26 @@ def test_gpg_by_hand():
     assert not any(clipped)
 
 
+def test_dro_by_hand():
+    x = of([math.exp(0.5), math.exp(-1.0), 1.0], [1.0, -2.0, 3.0], old=[-3.0, -1.0, -2.0])
+    loss, clipped, gradient = run("dro", x, beta=0.4)
+    # -(A log theta - beta / 2 (log r)^2), and its slope by log theta: -A + beta log r
+    close(loss, [2.5 + 0.2 * 0.25, -4.0 + 0.2 * 1.0, 6.0])
+    close(gradient, [-1.0 + 0.4 * 0.5, 2.0 - 0.4 * 1.0, -3.0])
+    assert not any(clipped)
+    assert run("dro", x)[2][0].item() == pytest.approx(-1.0 + 0.1 * 0.5), "beta is 0.1 unless set"
+
+
+def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
+    """The minimum of its quadratic: the policy tilted by exp(A / beta), as the paper's closed form has it."""
+    log_probs, old = torch.full((1,), -3.0, requires_grad=True), torch.full((1,), -3.0)
+    for _ in range(200):
+        x = LossInputs(log_probs, old, torch.tensor([0.8]), torch.tensor([0]), torch.ones(1))
+        (slope,) = torch.autograd.grad(POLICY_LOSSES["dro"].function(x, beta=0.5)[0].sum(), log_probs)
+        log_probs = (log_probs - 0.1 * slope).detach().requires_grad_()
+    assert (log_probs - old).item() == pytest.approx(0.8 / 0.5, abs=1e-3)
+
+
 def test_dppo_tv_by_hand():
     # probabilities old -> theta: .5 -> .8 and .5 -> .6 for a good token; .5 -> .2 and .01 -> .001 for a bad one
     p, q = [0.8, 0.6, 0.2, 0.001, 0.2], [0.5, 0.5, 0.5, 0.01, 0.5]
@@ -209,17 +229,96 @@ def test_kl_cov_on_policy_is_the_policy_gradient():
     torch.testing.assert_close(run("kl_cov", x)[2], -x.advantage)
 
 
+def zero(up, advantage):
+    return 0.0
+
+
+def dppo(up, advantage):
+    """Cut where the update pushes outward; else -A min(r, 20): 20 for a bad token above, nearly 0 for a good one below."""
+    return 20.0 if up and advantage < 0 else 0.0
+
+
+BEYOND_THE_LIMIT = {
+    # The ratio is held there, so these have no slope.
+    "vanilla": zero,
+    "gspo": zero,
+    "gmpo": zero,
+    "sapo": zero,
+    "clip_cov": zero,
+    # Their weights are bounded, and every token keeps its gradient.
+    "cispo": lambda up, advantage: -advantage * (1.2 if up else 0.8),
+    "gpg": lambda up, advantage: -advantage,
+    # Only its penalty follows the ratio.
+    "dro": lambda up, advantage: -advantage,
+    "dppo_tv": dppo,
+    "dppo_kl": dppo,
+    # The pull of |log r| towards the old policy, which is what this loss is for.
+    "kl_cov": lambda up, advantage: 1.0 if up else -1.0,
+}
+"""The gradient of a token whose ratio is far above (`up`) or far below the limit; 20 % of clip on both sides."""
+
+EXTREME_LOG_RATIOS = [21.0, -21.0, 30.0, -30.0, 100.0, -100.0, 1e30, -1e30, float("inf"), float("-inf")]
+
+
+def far_out(log_ratio):
+    """Log-prob of theta and of the old policy: the likelier one is -1, and the other that much below."""
+    return min(log_ratio, 0.0) - 1.0, -1.0 - max(log_ratio, 0.0)
+
+
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("gap", [100.0, -100.0, 1e30, float("inf")])
-def test_any_log_ratio_is_survived(name, gap):
-    for sign in (1.0, -1.0):
-        # A log-prob above 0 is none, but an old one may be of any depth.
-        log_probs = torch.tensor([min(gap, 0.0) - 1.0, -1.0], requires_grad=True)
-        old = torch.tensor([-1.0 - max(gap, 0.0), -1.0])
-        x = LossInputs(log_probs, old, torch.tensor([sign, 0.0]), torch.tensor([0, 0]), torch.ones(2))
-        loss, _, gradient = run(name, x)
-        assert torch.isfinite(gradient).all(), (name, gap)
-        assert torch.isfinite(loss).all() or name == "kl_cov"  # its |log r| is as large as the gap
+@pytest.mark.parametrize("log_ratio", EXTREME_LOG_RATIOS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
+    """One token, alone in its sequence: its gradient is bounded, and zero where the loss follows the ratio."""
+    theta, mu = far_out(log_ratio)
+    log_probs, old = torch.tensor([theta], requires_grad=True), torch.tensor([mu])
+    x = LossInputs(log_probs, old, torch.tensor([advantage]), torch.tensor([0]), torch.ones(1))
+    loss, _, gradient = run(name, x)
+    close(gradient, [BEYOND_THE_LIMIT[name](log_ratio > 0, advantage)])
+    unbounded = abs(log_ratio) == math.inf and name in ("kl_cov", "gpg", "dro", "cispo", "dppo_tv", "dppo_kl")
+    assert torch.isfinite(loss).all() or unbounded  # losses of log theta, or of |log r|, are as large as that
+
+
+def gradient_beside(name, up, advantage):
+    """The gradient of a token on the old policy whose sequence has one token beyond the limit, and no other."""
+    held = (advantage > 0) == up
+    if name == "gspo":  # the mean of the two log-ratios is half the limit; its clip holds all of the sequence back
+        return 0.0 if held else -advantage * math.exp(10.0 if up else -10.0)
+    if name == "gmpo":  # the other's log-ratio is clipped before the mean is taken, or counts as the limit
+        other = 0.2 if held else 20.0
+        return -advantage * math.exp((other if up else -other) / 2)
+    return -advantage
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", EXTREME_LOG_RATIOS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_the_gradient_beside_an_extreme_log_ratio(name, log_ratio, advantage):
+    """Two tokens of one sequence, the second on the old policy."""
+    theta, mu = far_out(log_ratio)
+    log_probs, old = torch.tensor([theta, -1.0], requires_grad=True), torch.tensor([mu, -1.0])
+    x = LossInputs(log_probs, old, torch.full((2,), advantage), torch.tensor([0, 0]), torch.ones(2))
+    extreme, beside = run(name, x)[2].tolist()
+    up = log_ratio > 0
+    assert beside == pytest.approx(gradient_beside(name, up, advantage), rel=1e-4, abs=1e-6)
+    not_drawn = name == "kl_cov" and extreme == 0.0  # it draws one of the two back
+    assert not_drawn or extreme == pytest.approx(BEYOND_THE_LIMIT[name](up, advantage), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1e30])
+@pytest.mark.parametrize("mode", AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"])
+def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode):
+    """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and no gradient of the
+    weight itself."""
+    theta, mu = far_out(log_ratio)
+    log_probs, proximal = torch.tensor([theta], requires_grad=True), torch.tensor([theta])
+    sequence = torch.tensor([0])
+    weight = pl.correction_weights(log_probs, torch.tensor([mu]), sequence, mode, 2.0)
+    want = {"none": 1.0, "tis": 2.0, "seq-tis": 2.0}.get(mode, 0.0) if log_ratio > 0 else float(mode == "none")
+    loss, _ = POLICY_LOSSES[name].function(LossInputs(log_probs, proximal, torch.ones(1), sequence, torch.ones(1)))
+    (gradient,) = torch.autograd.grad((loss * weight).sum(), log_probs)
+    close(gradient, [-want])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -249,7 +348,7 @@ def test_cutting_the_micro_batch_changes_nothing(name, seed):
     torch.testing.assert_close(torch.cat([p[2] for p in parts]), whole[2])
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("_cov")])
+@pytest.mark.parametrize("name", [n for n in NAMES if not n.endswith("_cov") and n != "dro"])
 def test_the_loss_scales_with_the_advantage(name):
     x = of([1.5, 0.6, 1.1, 0.9], [1.0, -1.0, 1.0, -2.0], [0, 0, 1, 2])
     y = LossInputs(**vars(x) | {"advantage": x.advantage * 3})
@@ -277,6 +376,19 @@ def test_correction_weights_by_hand():
         got = pl.correction_weights(proximal, mu, sequence, mode, cap)
         torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32))
         assert not got.requires_grad
+    # a lower bound: masked below it, or raised to it; for geo-mask in place of 1 / cap
+    for mode, low, cap, expected in (
+        ("tis", 0.7, 2.0, [0.7, 1, 2, 1, 2]),
+        ("mis", 0.7, 3.5, [0, 1, 3, 1, 2.1]),
+        ("mis", 0.5, 3.5, [0.5, 1, 3, 1, 2.1]),
+        ("seq-tis", 1.2, 2.0, [1.5, 1.5, 1.5, 1.2, 2]),
+        ("seq-mis", 1.2, 3.5, [1.5, 1.5, 1.5, 0, 2.1]),
+        ("geo-mask", 1.1, 2.0, [1, 1, 1, 0, 0]),
+        ("geo-mask", 0.9, 1.1, [0, 0, 0, 1, 0]),
+        ("none", 0.9, 1.1, [1, 1, 1, 1, 1]),
+    ):
+        got = pl.correction_weights(proximal, mu, sequence, mode, cap, low)
+        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}")
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
     with pytest.raises(KeyError):
