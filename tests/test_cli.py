@@ -85,6 +85,19 @@ def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_pat
     assert "# rollout [1] on cpu: rollout x 1" in out and "# actor [1] on cpu: actor x 1" in out
 
 
+def test_a_config_is_understood_without_its_name(tmp_path: Path) -> None:
+    assert load([TINY.removeprefix("config="), "actor.lr=1"]) == load([TINY, "actor.lr=1"])
+    (tmp_path / "mine.yml").write_text("actor: {lr: 1}\n")
+    assert load([f"{tmp_path}/mine.yml"]).actor.lr == 1
+    for argv, part in (
+        ([TINY, f"{tmp_path}/mine.yml"], "mine.yml: config is given 2 times"),
+        (["nowhere.yaml"], "config=nowhere.yaml: No such file"),
+        (["nowhere.txt"], "argument nowhere.txt: must be config=FILE"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            load(argv)
+
+
 def test_later_faults_and_interrupts(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     def install(run) -> None:
         fake = types.SimpleNamespace(run=run, report_failure=lambda cfg, error: f"error: {error}")
