@@ -11,6 +11,7 @@ from collections.abc import Callable
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import masked, validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
+from one_step_off.run_folder import replaced_by
 
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
@@ -55,6 +56,8 @@ def _main(argv: list[str]) -> int:
     if "--dry-run" in argv:
         print(resolved_yaml(cfg) + "\n# placement")
         print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
+        if line := replaced_by(cfg):
+            print(f"warning: a run would be refused: {line}", file=sys.stderr)
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.launch import report_failure, run
