@@ -25,7 +25,7 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint, leftovers, report, run_folder
+from one_step_off import checkpoint, leftovers, report, run_folder, schedule
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError, as_config_error, first_line, path_of, settings_of, tokenizer_of
@@ -461,6 +461,8 @@ def run(cfg: Config) -> int:
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
+        if state:
+            schedule.announce(cfg, prepared.resume_from, total, screen.say)
         started = started_first(cfg, state is not None)
         tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
