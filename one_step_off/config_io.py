@@ -261,8 +261,11 @@ def help_text() -> str:
 
       config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes); FILE.yaml alone will do
       section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-      --dry-run            check everything, print the resolved config and the placement, start nothing
+      --dry-run            check everything, print the resolved config and the placement, start nothing; what this machine
+                           lacks for it, as GPUs, is a warning
       --profile STEP       torch's profile of the updates of that step, counted from 0, into OUTPUT_DIR/profile
+      --replay FOLDER      the update of the batch in FOLDER, as OUTPUT_DIR/skipped/step_000012, once more and on the trainers
+                           alone: why it was skipped. Nothing of the run is changed
       --help               this text
 
     Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.

@@ -15,7 +15,7 @@ import pytest
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import KEYS, load
-from one_step_off.main_ppo import main
+from one_step_off.main_ppo import FLAGS, main
 
 ROOT = Path(__file__).parent.parent
 TINY = f"config={ROOT}/config/gsm8k_tiny_cpu.yaml"
@@ -74,6 +74,27 @@ def test_help_lists_every_key(argv: list[str], capsys: pytest.CaptureFixture) ->
     out = capsys.readouterr().out
     for key in KEYS:
         assert f"  {key}  (" in out
+    for flag in FLAGS:
+        assert flag == "-h" or f"\n  {flag} " in out, flag
+
+
+def test_a_gpu_config_is_looked_at_on_a_machine_without_gpus(tmp_path: Path) -> None:
+    """As users write it on their laptops; a run is refused there."""
+    config = f"config={ROOT}/config/qwen_gsm8k_fsdp.yaml"
+    argv = [sys.executable, "-m", "one_step_off.main_ppo", config, f"trainer.output_dir={tmp_path}/run"]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    for more, part in (
+        ([], "GPUs, but this machine has 0"),
+        (["placement.pools={rollout: [8], actor: [8, 8]}"], "2 nodes, but this machine is one"),
+    ):
+        dry, real = (subprocess.run([*argv, *more, *last], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+                     for last in (["--dry-run"], []))  # fmt: skip
+        assert dry.returncode == 0 and "# rollout [" in dry.stdout and "on cuda" in dry.stdout, dry.stderr
+        assert dry.stderr.startswith("warning: here a run would be refused: placement.pools") and part in dry.stderr
+        assert real.returncode == 2 and real.stderr.startswith("error: placement.pools") and part in real.stderr
 
 
 def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

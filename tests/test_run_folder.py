@@ -118,7 +118,7 @@ def test_a_dry_run_only_warns(tmp_path, capsys):
     argv = [*KEYS, f"trainer.output_dir={tmp_path}/run"]
     assert main([*argv, "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert "output_dir: " in out and err.startswith("warning: a run would be refused: trainer.output_dir=")
+    assert "output_dir: " in out and err.startswith("warning: here a run would be refused: trainer.output_dir=")
     assert main([*argv, "trainer.overwrite=true", "--dry-run"]) == 0 and not capsys.readouterr().err
 
 
