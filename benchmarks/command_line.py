@@ -56,7 +56,7 @@ def run_arm(
     """One run in `folder`; returns its metrics, a row per step. `cores`: those that it may use, else all that this
     process may. Raises RunFailed with the run's last words."""
     command = [sys.executable, "-P", "-m", module, f"config={config}", *overrides, *keys]
-    command += ["trainer.resume=never", f"trainer.output_dir={folder}"]
+    command += ["trainer.resume=never", "trainer.overwrite=true", f"trainer.output_dir={folder}"]
     run_process(command, cores)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 

@@ -1,14 +1,19 @@
-"""Writes docs/config.md from the schema: python docs/make_reference.py"""
+"""Writes docs/config.md from the schema, and the tables of docs/from_verl.md and docs/from_trl.md from
+one_step_off/other_keys.yaml: python docs/make_reference.py"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import get_type_hints
 
 from one_step_off.config import Config
 from one_step_off.config_io import KEYS, Key
+from one_step_off.unknown_keys import PAGES, table_text
 
 PAGE = Path(__file__).parent / "config.md"
+TABLED = [PAGE.parent.parent / page for page in PAGES.values()]  # pages with tables of other trainers' keys
+TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
 <!-- Made by docs/make_reference.py from one_step_off/config.py: change it there, then run the script again. -->
@@ -68,6 +73,14 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+def with_tables(text: str) -> str:
+    """A page with its tables of other trainers' keys as they are to be."""
+    return TABLE.sub(lambda m: m[1] + table_text(m[2], m[3]) + m[4], text)
+
+
 if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
+    for path in TABLED:
+        path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
+        print(f"wrote the tables of {path}")

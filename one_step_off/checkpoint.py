@@ -96,7 +96,10 @@ def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | 
     """The checkpoint that `trainer.resume` means, or None to start anew; every file of it has been verified. With "auto"
     the newest good one: `say` is told of those passed over. Raises ConfigError: it is no good, or none is, or it was
     made with other settings."""
-    wish, anew = cfg.trainer.resume, "start anew with trainer.resume=never or another trainer.output_dir"
+    wish, anew = (
+        cfg.trainer.resume,
+        "start anew with trainer.resume=never trainer.overwrite=true or another trainer.output_dir",
+    )
     found = {"auto": finished(folder_of(cfg))[::-1], "never": []}.get(wish, [Path(wish)])
     model = shapes(cfg) if found else {}
     for path in found:

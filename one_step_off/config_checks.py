@@ -96,20 +96,37 @@ Check = tuple[Any, str, str]
 """Whether something is wrong; where: a key, two with a blank between, or a text with =; why, and the mend."""
 
 
-def validate(cfg: Config, num_gpus: int | None = None) -> None:
+def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
     """Check what belongs together, what the config names on disk, and what the machine must have. `num_gpus`: of this
-    machine; None: counted here, where it matters. Raises ConfigError: the first fault found."""
-    if num_gpus is None:
-        num_gpus = 0 if cfg.placement.device == "cpu" else count_gpus()
+    machine; None: counted here, where it matters. Without `machine` it may have too few. Raises ConfigError: the first
+    fault found."""
+    num_gpus = _gpus(cfg) if num_gpus is None else num_gpus
     device = resolved_device(cfg, num_gpus)
     groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
     groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
-    groups += [_carry(cfg), _sync(cfg, device), _machine(cfg, device, num_gpus)]
-    for wrong, where, why in itertools.chain(*groups):
+    groups += [_carry(cfg), _sync(cfg, device)]
+    if fault := _first_fault(cfg, itertools.chain(*groups)) or (machine and lacks(cfg, num_gpus)):
+        raise ConfigError(fault)
+
+
+def lacks(cfg: Config, num_gpus: int | None = None) -> str | None:
+    """What this machine lacks to run a config that is valid otherwise, and how to fix it; None if nothing."""
+    num_gpus = _gpus(cfg) if num_gpus is None else num_gpus
+    return _first_fault(cfg, _machine(cfg, resolved_device(cfg, num_gpus), num_gpus))
+
+
+def _gpus(cfg: Config) -> int:
+    return 0 if cfg.placement.device == "cpu" else count_gpus()
+
+
+def _first_fault(cfg: Config, checks: Iterable[Check]) -> str | None:
+    """The first check that finds something, in a line."""
+    for wrong, where, why in checks:
         if wrong:
             keys = () if "=" in where else where.split()
             shown = " and ".join(f"{key}={show(operator.attrgetter(key)(cfg))}" for key in keys)
-            raise ConfigError(f"{shown or where}: {why}")
+            return f"{shown or where}: {why}"
+    return None
 
 
 def _owner(cfg: Config, field: str) -> str | None:

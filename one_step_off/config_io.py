@@ -22,8 +22,9 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config import Config, ConfigError, placed, settings_of
-from one_step_off.config_checks import MODEL_PARALLEL, masked, nearest, resolved_device, show
+from one_step_off.config_checks import MODEL_PARALLEL, masked, resolved_device, show
 from one_step_off.cores import plan_cores
+from one_step_off.unknown_keys import hint
 
 # The types of the schema in words, as they complete "must be ...".
 _KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -63,17 +64,16 @@ KEYS: dict[str, Key] = {key.dotted: key for key in _keys()}
 SECTIONS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
 
 
-def find_key(dotted: str) -> Key:
-    """The key of that name. Raises ConfigError: there is none; names the nearest one."""
+def find_key(dotted: str, value: Any = None) -> Key:
+    """The key of that name. Raises ConfigError: there is none; says what to write where that is known, for a key of another
+    trainer perhaps by its `value`."""
     if dotted in KEYS:
         return KEYS[dotted]
     section, _, name = dotted.partition(".")
     if section in SECTIONS and not name:
         raise ConfigError(f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)")
-    # The right name in the wrong section is worth more than a name that looks alike.
-    same = [key.dotted for key in KEYS.values() if key.name == (name or section)]
-    hint = nearest(dotted.lower(), same or [*SECTIONS, *KEYS], f"use {', '.join(SECTIONS)}", 0.0 if same else 0.5)
-    raise ConfigError(f"{show(dotted)}: unknown key; {hint} (all keys: --help)")
+    shown, words = hint(dotted, value, KEYS, SECTIONS)
+    raise ConfigError(f"{show(shown)}: unknown key; {words} (all keys: --help)")
 
 
 _Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
@@ -95,9 +95,10 @@ def _yaml_fault(error: Exception) -> str:
 def _assign(tree: dict, dotted: str, value: Any) -> str:
     """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns `section.key`."""
     *path, last = dotted.split(".")
-    key = find_key(".".join([*path, last][:2]))
+    of_ours = ".".join([*path, last][:2])
+    key = find_key(of_ours if of_ours in KEYS else dotted, value)
     if len(path) > 1 and get_origin(key.type) is not dict:
-        find_key(dotted)  # only a mapping has parts
+        find_key(dotted, value)  # only a mapping has parts
     for part in path:
         tree[part] = tree[part] if isinstance(tree.get(part), dict) else {}
         tree = tree[part]
@@ -124,7 +125,7 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
     for section, keys in content.items():
         with placed(f"{path}:{lines.get(str(section), 1)}: "):
             if section not in SECTIONS:
-                find_key(str(section))
+                find_key(str(section), keys)
             if not isinstance(keys, dict | None):
                 raise ConfigError(f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}")
         for name, value in (keys or {}).items():
@@ -194,12 +195,14 @@ def _checked(key: Key, value: Any) -> Any:
 
 
 def load(argv: list[str]) -> Config:
-    """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file.
+    """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file. `config=`
+    may be left out in front of a name that ends in .yaml or .yml.
 
     A mapping in the file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
     Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
     What must fit together is checked by `config_checks.validate`.
     """
+    argv = [f"config={argument}" if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument) else argument for argument in argv]
     for argument in argv:
         if not argument.partition("=")[1] or argument[0] == "=" or any("\ud7ff" < c < "\ue000" for c in argument):
             forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
@@ -256,10 +259,13 @@ def help_text() -> str:
 
     Trains a language model with one-step-off-policy PPO.
 
-      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes)
+      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes); FILE.yaml alone will do
       section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-      --dry-run            check everything, print the resolved config and the placement, start nothing
+      --dry-run            check everything, print the resolved config and the placement, start nothing; what this machine
+                           lacks for it, as GPUs, is a warning
       --profile STEP       torch's profile of the updates of that step, counted from 0, into OUTPUT_DIR/profile
+      --replay FOLDER      the update of the batch in FOLDER, as OUTPUT_DIR/skipped/step_000012, once more and on the trainers
+                           alone: why it was skipped. Nothing of the run is changed
       --help               this text
 
     Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.

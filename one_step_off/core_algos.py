@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from one_step_off.policy_losses import LOG_RATIO_LIMIT, ratio_of
+from one_step_off.schedule import Decay
 
 Answer = tuple[Tensor, Tensor | None]
 """What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
@@ -157,15 +158,23 @@ def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tup
 
 
 def learning_rate(
-    step: int, total: int | None, peak: float, schedule: str = "constant", warmup: int = 0, min_ratio: float = 0.0
+    step: int,
+    total: int | None,
+    peak: float,
+    schedule: str = "constant",
+    warmup: int = 0,
+    min_ratio: float = 0.0,
+    begin: int | None = None,
+    done: float = 0.0,
 ) -> float:
     """Learning rate of optimiser step `step` (from 0) of `total`: linear warm-up, then constant, cosine or linear.
     Warm-up step s uses peak * (s + 1) / warmup, so that the first step is not wasted on a rate of zero. cosine (SGDR,
-    arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step."""
+    arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step. `begin`, `done`: as in `schedule.Decay`;
+    None: the decay begins after the warm-up."""
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    progress = min((step - warmup) / max(total - 1 - warmup, 1), 1.0)
+    progress = Decay(total, warmup if begin is None else begin, done).progress(step)
     share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[schedule]
     return peak * (min_ratio + (1.0 - min_ratio) * share)

@@ -13,6 +13,7 @@ the same arguments; each call runs the same collectives in the same order on eve
 
 import contextlib
 import datetime
+import functools
 import os
 import shutil
 import socket
@@ -30,7 +31,7 @@ from torch.distributed.checkpoint import state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, safe_reading
+from one_step_off import batching, core_algos, fsdp_model, lora, policy_losses, safe_reading, schedule
 from one_step_off.advantages import Arrays
 from one_step_off.bucket_plan import Pieces, owners
 from one_step_off.config import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
@@ -161,6 +162,11 @@ class TrainedWorker(ModelWorker):
     skipped_in_a_row = 0
     optimizer: torch.optim.Optimizer | None = None
 
+    @functools.cached_property
+    def decay(self) -> schedule.Decay:
+        """Of the learning rate; `load_state` changes it where the checkpoint is of a run of another length."""
+        return schedule.of_run(self.cfg, self.role, self._total_steps or 0)
+
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
 
@@ -253,12 +259,9 @@ class TrainedWorker(ModelWorker):
 
     def _optimizer_step(self, stats: Stats) -> float:
         """Clip by the true global norm and step, or skip the step: all ranks alike, see `_may_step`. Returns the rate."""
-        own = self.own
-        per_step = own.ppo_epochs * -(-self.cfg.data.train_batch_size // own.ppo_mini_batch_size)
-        waits = self.cfg.trainer.critic_warmup if self.role == "actor" else 0
-        steps = self._total_steps and (self._total_steps - waits) * per_step
+        own, decay = self.own, self.decay
         how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
-        rate = core_algos.learning_rate(self.optimizer_steps, steps, *how)
+        rate = core_algos.learning_rate(self.optimizer_steps, decay.total, *how, decay.begin, decay.done)
         dist.all_reduce(stats.broken)  # a loss exists on some ranks only, and all must do the same
         stats.norms.append(self._clip_and_step(rate, bool(stats.broken)))
         stats.broken.zero_()
@@ -350,6 +353,7 @@ class TrainedWorker(ModelWorker):
         may go on while they are. `saved` waits for them, and must be called before the next one."""
         self._writing = self._write_state(os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
+        own["decay"] = schedule.packed(self.decay)
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
         np.savez(os.path.join(folder, f"{self.role}_rank_{self.rank}.npz"), **own)
@@ -382,6 +386,8 @@ class TrainedWorker(ModelWorker):
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
+        if "decay" in own:
+            self.decay = schedule.resumed(self.decay, schedule.unpacked(own["decay"]), self.optimizer_steps)
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:

@@ -25,7 +25,7 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint, leftovers, report
+from one_step_off import checkpoint, leftovers, report, run_folder, schedule
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError, as_config_error, first_line, path_of, settings_of, tokenizer_of
@@ -443,6 +443,7 @@ def run(cfg: Config) -> int:
     KeyboardInterrupt: by Ctrl-C or SIGTERM; all processes are gone by then."""
     quiet_libraries()
     begin = time.perf_counter()
+    run_folder.require(cfg)
     with Screen() as screen:
         with screen.working("reading model and data"):
             prepared = prepare(cfg, screen.say, screen.progress)
@@ -450,7 +451,7 @@ def run(cfg: Config) -> int:
         # The summary is the last that a run writes: without it, this one was killed before its model was there.
         over = (Path(cfg.trainer.output_dir) / "summary.json").exists() or not cfg.trainer.save_hf_model
         if state and state["step"] >= total and over and not cfg.trainer.val_only:
-            mend = "raise trainer.total_steps, or start anew with trainer.resume=never"
+            mend = "raise trainer.total_steps, or start anew with trainer.resume=never trainer.overwrite=true"
             screen.say(f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}")
             return 0
         if cfg.trainer.val_only:
@@ -460,6 +461,8 @@ def run(cfg: Config) -> int:
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
+        if state:
+            schedule.announce(cfg, prepared.resume_from, total, screen.say)
         started = started_first(cfg, state is not None)
         tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
@@ -524,10 +527,15 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
-    """Write the whole traceback to `error.log` in the run folder; returns what to tell the user."""
+    """Write the whole traceback to `error.log` in the run folder; returns what to tell the user, with the traceback itself
+    where that file cannot be written."""
     path = Path(cfg.trainer.output_dir) / "error.log"
-    with contextlib.suppress(OSError):  # perhaps what ended the run: there is no more room
+    said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
+    whole = masked("".join(traceback.format_exception(error)))
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
-        path.write_text(masked("".join(traceback.format_exception(error))))
-    said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}", f"traceback: {path}"]
+        path.write_text(whole)
+        said.append(f"traceback: {path}")
+    except OSError as e:  # perhaps what ended the run: there is no more room
+        said.append(f"no file could be written ({e.strerror}), so the traceback stands here:\n{whole}")
     return masked("\n  ".join(said + getattr(error, "__notes__", [])))

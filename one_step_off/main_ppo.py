@@ -9,8 +9,9 @@ import sys
 from collections.abc import Callable
 
 from one_step_off.config import ConfigError
-from one_step_off.config_checks import masked, validate
+from one_step_off.config_checks import lacks, masked, validate
 from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
+from one_step_off.run_folder import replaced_by
 
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
@@ -51,10 +52,14 @@ def _main(argv: list[str]) -> int:
         argv = [*argv[:at], f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}", *argv[at + 2 :]]
     folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
     cfg = load([a for a in argv if a not in (*FLAGS, folder)])
-    validate(cfg)
-    if "--dry-run" in argv:
+    dry = "--dry-run" in argv
+    validate(cfg, machine=not dry)
+    if dry:
         print(resolved_yaml(cfg) + "\n# placement")
         print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
+        # What another machine or another folder would mend is no fault of the config.
+        for line in filter(None, (lacks(cfg), replaced_by(cfg))):
+            print(masked(f"warning: here a run would be refused: {line}"), file=sys.stderr)
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.launch import report_failure, run

@@ -208,7 +208,8 @@ def speed(rows: list[Row]) -> dict[str, float | None]:
     """Medians, idle shares and rates over these steps; a rate is None where no step has it."""
     medians: dict[str, float | None] = {}
     for name in rows[-1]:
-        if name.startswith(("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")):
+        timestamp = name.endswith(("_begin_s", "_end_s"))  # when a phase was, of which a median says nothing
+        if name.startswith(("time/", "tokens_per_s/", "flops_per_s/", "mfu/", "gpu_utilisation/")) and not timestamp:
             known = [r[name] for r in rows if r.get(name) is not None]
             medians[name] = np.median(known) if known else None
     found = {f"median/{n}" if n.startswith("time/") else n: value for n, value in medians.items()}

@@ -10,7 +10,8 @@
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
-# All paths are meant from where you stand, and so is the run folder, outputs/...
+# All paths are meant from where you stand, and so is the run folder, outputs/... A second run does not replace the
+# first unasked: its one line names the ways on, as trainer.overwrite=true.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

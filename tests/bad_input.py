@@ -32,7 +32,8 @@ def base(folder: Path, model: str) -> list[str]:
         (folder / "run" / name).write_text(text)
     keys = f"""model.path={model} model.dtype=float32 data.train_files=generator:word_problems data.generator_size=16
         data.max_prompt_length=128 data.max_response_length=16 data.train_batch_size=4 actor.ppo_mini_batch_size=4
-        rollout.n=2 placement.device=cpu trainer.total_steps=2 trainer.output_dir={folder}/run"""
+        rollout.n=2 placement.device=cpu trainer.total_steps=2 trainer.output_dir={folder}/run
+        trainer.overwrite=true"""
     return keys.split()
 
 

@@ -105,6 +105,8 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     monkeypatch.setattr(Path, "write_text", full)
     said = launch.report_failure(launch.Config(), RuntimeError("what happened"))
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
+    assert "error.log" not in said and "No space left on device" in said, "a file that is not there is not named"
+    assert said.endswith("RuntimeError: what happened\n"), "the traceback itself is there instead"
 
 
 OURS = [

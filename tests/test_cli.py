@@ -15,7 +15,7 @@ import pytest
 
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import KEYS, load
-from one_step_off.main_ppo import main
+from one_step_off.main_ppo import FLAGS, main
 
 ROOT = Path(__file__).parent.parent
 TINY = f"config={ROOT}/config/gsm8k_tiny_cpu.yaml"
@@ -74,6 +74,27 @@ def test_help_lists_every_key(argv: list[str], capsys: pytest.CaptureFixture) ->
     out = capsys.readouterr().out
     for key in KEYS:
         assert f"  {key}  (" in out
+    for flag in FLAGS:
+        assert flag == "-h" or f"\n  {flag} " in out, flag
+
+
+def test_a_gpu_config_is_looked_at_on_a_machine_without_gpus(tmp_path: Path) -> None:
+    """As users write it on their laptops; a run is refused there."""
+    config = f"config={ROOT}/config/qwen_gsm8k_fsdp.yaml"
+    argv = [sys.executable, "-m", "one_step_off.main_ppo", config, f"trainer.output_dir={tmp_path}/run"]
+    env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": str(ROOT),
+    }
+    for more, part in (
+        ([], "GPUs, but this machine has 0"),
+        (["placement.pools={rollout: [8], actor: [8, 8]}"], "2 nodes, but this machine is one"),
+    ):
+        dry, real = (subprocess.run([*argv, *more, *last], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+                     for last in (["--dry-run"], []))  # fmt: skip
+        assert dry.returncode == 0 and "# rollout [" in dry.stdout and "on cuda" in dry.stdout, dry.stderr
+        assert dry.stderr.startswith("warning: here a run would be refused: placement.pools") and part in dry.stderr
+        assert real.returncode == 2 and real.stderr.startswith("error: placement.pools") and part in real.stderr
 
 
 def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
@@ -83,6 +104,19 @@ def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_pat
     (tmp_path / "again.yaml").write_text(out)
     assert load([f"config={tmp_path}/again.yaml"]) == load(argv)
     assert "# rollout [1] on cpu: rollout x 1" in out and "# actor [1] on cpu: actor x 1" in out
+
+
+def test_a_config_is_understood_without_its_name(tmp_path: Path) -> None:
+    assert load([TINY.removeprefix("config="), "actor.lr=1"]) == load([TINY, "actor.lr=1"])
+    (tmp_path / "mine.yml").write_text("actor: {lr: 1}\n")
+    assert load([f"{tmp_path}/mine.yml"]).actor.lr == 1
+    for argv, part in (
+        ([TINY, f"{tmp_path}/mine.yml"], "mine.yml: config is given 2 times"),
+        (["nowhere.yaml"], "config=nowhere.yaml: No such file"),
+        (["nowhere.txt"], "argument nowhere.txt: must be config=FILE"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            load(argv)
 
 
 def test_later_faults_and_interrupts(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

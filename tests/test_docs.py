@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from one_step_off import config_checks
+from one_step_off import config_checks, unknown_keys
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import validate
 from one_step_off.config_io import KEYS, SECTIONS, find_key, load
@@ -238,6 +238,24 @@ def test_the_reference_is_current() -> None:
     assert module.PAGE.read_text() == module.page(), "run: python docs/make_reference.py"
     for key in KEYS:
         assert f"| `{key}` |" in module.page()
+
+
+def test_the_tables_of_other_trainers_keys_are_current() -> None:
+    """What an unknown key is answered with is what the page says."""
+    module = make_reference()
+    for path in module.TABLED:
+        text = path.read_text()
+        assert text == module.with_tables(text), "run: python docs/make_reference.py"
+        shown = {(m[2], m[3]) for m in module.TABLE.finditer(text)}
+        trainer = next(name for name, page in unknown_keys.PAGES.items() if page.endswith(path.name))
+        assert shown == {(row.trainer, row.table) for row in unknown_keys.rows() if row.trainer == trainer}
+
+
+def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None:
+    for row in unknown_keys.rows():
+        for key, _ in row.keys:
+            ours_too = key in KEYS
+            assert ours_too == row.here.startswith("the same"), key
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -180,7 +180,7 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
         path.write_text(text)
     monkeypatch.setattr(loggers, "Wandb", refuse)
     with pytest.raises(ConfigError, match="not logged in"):
-        launch.run(tiny_config(models(), str(tmp_path), **{"logging.wandb": True}))
+        launch.run(tiny_config(models(), str(tmp_path), **{"logging.wandb": True, "trainer.overwrite": True}))
     assert {path: path.read_text() for path in kept} == kept
 
 

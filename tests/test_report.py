@@ -210,6 +210,49 @@ def test_any_folder_of_a_run_gives_a_page(tmp_path, kind):
         assert int(width[2]) - int(width[1]) in (4, 5)
 
 
+def steps_named(dom: str) -> list[tuple[float, float]]:
+    """Where the names of the steps begin and, at 5.5 a letter (11 px), end."""
+    found = re.findall(r'<text x="([\d.]+)" y="12" class="step">([^<]+)', dom)
+    return [(float(x), float(x) + 5.5 * len(name)) for x, name in found]
+
+
+@needs_browser
+@pytest.mark.parametrize(("first", "steps"), [(3, 6), (1, 2), (1, 5)])
+def test_a_run_in_short_attempts_opens_within_one_of_them(tmp_path, first, steps):
+    """Of three steps and three, every five have the pause between the two among them."""
+    make_run(tmp_path, steps=first)
+    make_run(tmp_path, steps=steps, first=first).summary()
+    page = report.write(tmp_path)
+    dom, said = opened(tmp_path)
+    shown = re.search(r"steps (\d+) to (\d+), ([\d.]+) s", dom)
+    assert said == [] and float(shown[3]) <= 2.1 * max(first, steps - first), shown[0]
+    assert int(shown[2]) < first or int(shown[1]) >= first, "of one attempt"
+    press = """<script>[...document.querySelectorAll("button")].find(b => b.textContent === "whole run").click()</script></body>"""
+    page.write_text(page.read_text().replace("</body>", press))
+    for drawn in (dom, opened(tmp_path)[0]):
+        named = steps_named(drawn)
+        assert named and all(a[1] <= b[0] for a, b in zip(named, named[1:], strict=False)), "one lies on another"
+
+
+@needs_browser
+def test_the_numbers_on_an_axis_differ(tmp_path):
+    """Of a ratio that hardly leaves 1, and of a canary within a tenth of a decade."""
+    make_run(tmp_path, steps=6)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    for i, row in enumerate(rows):
+        row |= {"ratio/mean": 1.00001 + 3e-6 * i, "canary/logprob_diff_max": 4.1e-6 + 1e-7 * i}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.write(tmp_path)
+    dom, said = opened(tmp_path)
+    assert said == []
+    axes = {
+        title: re.findall(r'class="tick">([^<]+)', body)
+        for title, body in re.findall(r"<figcaption>([^<]+)(.*?)</figure>", dom, re.S)
+    }
+    assert len(axes) >= 8 and all(len(set(ticks)) == len(ticks) >= 2 for ticks in axes.values()), axes
+    assert axes["Ratio of trained to sampling policy"][0] == "1.00001"
+
+
 @needs_browser
 def test_of_a_long_run_the_middle_is_shown(tmp_path, monkeypatch):
     monkeypatch.setattr(report, "MOST_BYTES", 8000)

@@ -184,6 +184,9 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     assert summary["memory/trainer_peak_bytes"] == 7 and summary["memory/rollout_peak_bytes"] == 9
     assert summary["tokens_per_s/rollout"] == 4 and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
     assert summary["device"] == "NVIDIA H100 80GB HBM3"
+    assert row["time/actor_update_begin_s"] == pytest.approx(0, abs=1e-6), "a row says when"
+    assert summary["median/time/actor_update_s"] == pytest.approx(0.4), "and the summary how long"
+    assert not [name for name in summary if name.endswith(("_begin_s", "_end_s"))], "of timestamps there is no median"
 
 
 def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):

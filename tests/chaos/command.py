@@ -34,6 +34,7 @@ TINY = {
     "trainer.start_timeout_s": 180,
     "trainer.save_freq": 5,
     "trainer.keep_checkpoints": 2,
+    "trainer.overwrite": "true",  # a kill may come before the first checkpoint
     "reward.workers": 2,
     "rollout.heartbeat_s": 1,  # the limits of what hangs: short, for nothing here takes seconds
     "rollout.heartbeat_timeout_s": 15,
