@@ -91,7 +91,8 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
     place = place_in(answer.output, function.file, deepest_first=True)  # of faulthandler's dump
     where = f" at {place}" if place else ""
     if not answer.ready:
-        return f"{who}: its module could not be imported in a process of its own within {cfg.trainer.start_timeout_s:g} s; mend it"
+        said = (answer.output.strip().splitlines() or ["it says nothing"])[-1][:300]
+        return f"{who}: its module cannot be imported in a process of its own: {said}; mend it"
     if answer.code is None or "Timeout (" in answer.output:
         limit = f"did not end within reward.timeout_s={cfg.reward.timeout_s:g} s{where}, nor by its alarm"
         return f"{who}: {limit}, {before}; raise reward.timeout_s, or mend the function"

@@ -1,5 +1,6 @@
 """Functions and classes of the user's own, named in a config: which of their lines failed, and where their output goes."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -32,7 +33,11 @@ def _is_users(path: str) -> bool:
     """Whether a source file is the user's: not this program's, not a library's, not made at run time."""
     installed = "site-packages" in path or "dist-packages" in path
     made = path.startswith("<")
-    return not (installed or made or os.path.realpath(path).startswith(_other_folders()))
+    if installed or made:
+        return False
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        path = os.path.realpath(path)
+    return not path.startswith(_other_folders())
 
 
 def place_in(text: str, own_file: str = "", deepest_first: bool = False) -> str:
@@ -44,8 +49,11 @@ def place_in(text: str, own_file: str = "", deepest_first: bool = False) -> str:
     if not frames:
         return ""
     path, line = frames[0 if deepest_first else -1]
-    near = os.path.relpath(path)
-    return f"{path if near.startswith('..') else near}:{line}"
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        near = os.path.relpath(path)
+        if not near.startswith(".."):
+            path = near
+    return f"{path}:{line}"
 
 
 def traceback_of(error: BaseException) -> str:

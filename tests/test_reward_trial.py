@@ -155,6 +155,17 @@ def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refuse
     refused(argv, parts, own, capsys)
 
 
+def test_a_module_that_cannot_be_imported_twice(models, own, capsys):
+    """As one that takes a port, or a lock, at its import."""
+    text = "import os\nif os.path.exists('lock'):\n    raise OSError('it is taken')\nopen('lock', 'w')\ndef f(**_): return 1.0\n"
+    (own / "own_locked.py").write_text(text)
+    argv = [*base(own, models()), f"data.train_files={own}/rows.jsonl", "reward.function=own_locked:f"]
+    try:
+        refused(argv, [WHO, "cannot be imported in a process of its own: ", "OSError: it is taken"], own, capsys)
+    finally:
+        sys.modules.pop("own_locked", None)
+
+
 def test_rows_of_an_environment_need_no_function(models, own):
     (own / "rows.jsonl").write_text(json.dumps(ROWS[0] | {"agent_loop": "environment", "answer": "#### 7"}) + "\n")
     changes = {"reward.function": "own_trial:crashes", "agent.loop_kwargs": {"environment": {"env": "tests.environments:Moody"}}}  # fmt: skip

@@ -102,6 +102,16 @@ def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
     assert f"raised JSONDecodeError at site-packages/installed_code.py:{line_of('return json.loads')}: " in str(error)
 
 
+def test_the_line_is_named_from_a_working_directory_that_is_gone(own, monkeypatch):
+    scorer = Scorer(RewardConfig(function="own_code:raises"))
+    gone = own / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    (error,) = scorer.score_batch([RewardItem((0, 0), 0, "q", "x", "7")])
+    assert f"raised JSONDecodeError at {own}/own_code.py:{line_of('return json.loads')}: " in str(error)
+
+
 class Fails(AgentLoop):
     """Speaks, and then fails."""
 
