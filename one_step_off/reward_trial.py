@@ -80,9 +80,9 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
     mend = "mend the function, or set reward.on_error=drop to go on without such samples"
     for error in answer.found:
         if error is not None and error.kind == "reward/timeouts":
-            return f"{error}, {before}; raise reward.timeout_s, or mend the function"
+            return f"{error} ({before}); raise reward.timeout_s, or mend the function"
         if error is not None:
-            return f"{error}, {before}; {mend}"
+            return f"{error} ({before}); {mend}"
     if len(answer.found) == len(items):
         return ""
     item = items[len(answer.found)]
@@ -95,11 +95,11 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
         return f"{who}: its module cannot be imported in a process of its own: {said}; mend it"
     if answer.code is None or "Timeout (" in answer.output:
         limit = f"did not end within reward.timeout_s={cfg.reward.timeout_s:g} s{where}, nor by its alarm"
-        return f"{who}: {limit}, {before}; raise reward.timeout_s, or mend the function"
+        return f"{who}: {limit} ({before}); raise reward.timeout_s, or mend the function"
     ended = (
         f"killed its process (signal {-answer.code})" if answer.code < 0 else f"ended its process (code {answer.code})"
     )
-    return f"{who}: {ended}{where}, {before}; {mend}"
+    return f"{who}: {ended}{where} ({before}); {mend}"
 
 
 def tried(cfg: RewardConfig, items: list[RewardItem], start_s: float) -> Answer:
