@@ -21,7 +21,7 @@ import numpy as np
 
 from one_step_off.config import Config, ConfigError, as_config_error
 from one_step_off.registry import Registry
-from one_step_off.rewards import Score
+from one_step_off.rewards import Reward
 from one_step_off.samples import OTHERS, Prompt, Sample
 
 LOOPS = Registry("agent.loop", "module:Class")
@@ -46,8 +46,9 @@ class Generated:
 Generate = Callable[[np.ndarray, int], Awaitable[Generated]]
 """(token ids so far, most new tokens) to new tokens; sampling settings and seed are bound by the caller."""
 
-ScoreFunction = Callable[[str], Awaitable[Score]]
-"""What the run's reward function says of a response, asked in a process of its own."""
+ScoreFunction = Callable[[str], Awaitable[Reward | None]]
+"""What the run's reward function says of a response, asked in a process of its own: a float with `total` and `parts`.
+None: it was not judged, in time or at all."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ class Trajectory:
         segments: what came after the prompt; "assistant" is the policy.
         finish_reason: the last turn's, as vLLM says it ("length": it was cut at the most tokens after the prompt), or the
             limit that ended it: "turn_length" (that turn was cut by it), "turns", "time", "room" (no more would fit).
-        reward: set by a loop that knows it; None: the run's reward function is asked about the policy's last turn.
+        reward: set by a loop that knows it: a number, parts by name, or what `score` gave; None: the run's reward function
+            is asked about the policy's last turn.
         late: set by a loop whose reward counts as 0 because the reward function took too long; it is reported as such.
         facts: numbers to report, as {"tool_calls": 2}.
     """
@@ -81,7 +83,7 @@ class Trajectory:
     limits: Limits
     segments: list[Generated] = field(default_factory=list)
     finish_reason: str = ""
-    reward: Score = None
+    reward: Reward | float | dict[str, float] | None = None
     late: bool = False
     facts: dict[str, float] = field(default_factory=dict)
     incarnation: int = 0
@@ -275,11 +277,11 @@ class RetryWithFeedback(AgentLoop):
         """See `AgentLoop.run`."""
         talk = Trajectory(prompt.ids, limits)
         while said := await talk.say(generate):
-            found, factor = await score(self.text(said.ids)), self.discount ** (talk.turns - 1)
-            parts, talk.late = found if isinstance(found, dict) else {"": found or 0.0}, found is None
-            scaled = {name: value * factor for name, value in parts.items()}
-            talk.reward = scaled if isinstance(found, dict) else scaled[""]
-            done = sum(parts.values()) >= self.passes_at or talk.turns >= limits.turns
+            found = Reward.of(await score(self.text(said.ids)))
+            talk.late = found is None
+            reward = Reward(0.0) if found is None else found
+            talk.reward = reward.scaled(self.discount ** (talk.turns - 1))
+            done = reward.total >= self.passes_at or talk.turns >= limits.turns
             if done or not talk.hear("user", self.turn(self.message, said.ids)):
                 break
         talk.count("tries", talk.turns)

@@ -18,10 +18,21 @@ from one_step_off import registry
 from one_step_off.config import Config, as_config_error
 from one_step_off.rewards import LARGEST
 from one_step_off.samples import Prompt
+from one_step_off.user_code import place_in
 
 
 class NoAnswer(Exception):
     """A call of an environment came to nothing: too late, its process died, or what it said is no answer."""
+
+
+def _failed(what: str, why: str, traceback: str) -> RuntimeError:
+    """The exception of an environment's own code, with the user's line and, as a note, its traceback."""
+    place = place_in(traceback)
+    where = f" ({place})" if place else ""
+    error = RuntimeError(f"{what}: {why}{where}")
+    if traceback:
+        error.add_note(traceback)
+    return error
 
 
 class Puzzle:
@@ -114,7 +125,7 @@ class EnvironmentLoop(AgentLoop):
             answer = None
         match answer:
             case {"error": why} if method == "reset" or not self.confined:
-                raise RuntimeError(f"{what}: {why}")
+                raise _failed(what, why, str(answer.get("traceback", "")))
             case str() if method == "reset":
                 return answer
             case [str(text), int() | float() as reward, done] if method == "step" and abs(reward) <= LARGEST:

@@ -4,7 +4,7 @@
 
 Without arguments a process runs the Python code that comes through its socket as {"code": ..., "folder": ...}, and
 writes there what it printed. With SPEC (`module:Class`, looked for in FOLDERs too) it makes an object of that class and
-calls what comes, a line of JSON each: ["method", argument] in, the answer or {"error": ...} out.
+calls what comes, a line of JSON each: ["method", argument] in, the answer or {"error": ..., "traceback": ...} out.
 
 What is confined (SPEC: if CONFINED is 1) cannot open sockets, start processes, or reach other processes (a seccomp
 filter answers "not permitted"), has no capabilities, opens of the files only the interpreter, the system's libraries
@@ -25,6 +25,7 @@ import signal
 import socket
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -190,7 +191,8 @@ def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.Sock
             if len(answer) >= LONGEST_LINE:
                 raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
         except Exception as e:
-            answer = json.dumps({"error": f"{type(e).__name__}: {e}"[:1000]})
+            failed = {"error": f"{type(e).__name__}: {e}"[:1000], "traceback": traceback.format_exc()[-10_000:]}
+            answer = json.dumps(failed)
         lines.write(answer + "\n")
         lines.flush()
 

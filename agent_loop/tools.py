@@ -30,6 +30,7 @@ from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
 from one_step_off.config import AgentConfig, ConfigError, as_config_error
 from one_step_off.registry import load
+from one_step_off.user_code import log_traceback, place_in, traceback_of
 
 # By the names that ast has for them.
 _BINARY = {"Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Pow": operator.pow}
@@ -195,6 +196,9 @@ class Toolbox:
             if isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise
             answer, good = f"error: {traceback.format_exception_only(e)[-1].strip()}", False
+            whole = traceback_of(e)
+            if place_in(whole):  # a user's tool: to its author it is a fault, or may be one
+                log_traceback(f"tool {name}, called with {arguments!r:.200}", whole)
             if isinstance(e, TimeoutError) and limit.expired():
                 answer = f"error: {name} took longer than {round(seconds, 2):g} s"
         most = self.cfg.tool_output_chars

@@ -98,6 +98,7 @@ class RolloutConfig:
     progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
+    val_passes_at: float = key(1.0, "pass@k: a held-out sample passes whose reward is at least this")
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
     val_max_response_length: Optional[int] = key(None, "longest response of evaluation, if another", low=1)
 
@@ -214,7 +215,8 @@ class RewardConfig:
 
     function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
-    kwargs: dict[str, Any] = key({}, "extra arguments of your function")
+    kwargs: dict[str, Any] = key({}, "extra arguments of your function, or of all of them")
+    functions: dict[str, str] = key({}, "instead of function: data_source: function, as {openai/gsm8k: gsm8k}")
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
     weight: float = key(1.0, "of its score in the reward; reward_model.weight is the model's", low=-1e6, high=1e6)
     on_error: str = key("stop", "scoring or a loop fails: end the run, score 0, drop prompt", choices="stop zero drop")

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS, NEEDS
-from one_step_off.config import Config, ConfigError, settings_of, shares_of
+from one_step_off.config import Config, ConfigError, RewardConfig, settings_of, shares_of
 from one_step_off.cores import count_gpus
 from one_step_off.policy_losses import POLICY_LOSSES
 
@@ -279,7 +279,9 @@ def _algorithm(cfg: Config) -> Iterator[Check]:
         "there is no weight to bound; set a correction, or this to null",
     )
     yield low and low > cap, bound, f"above algorithm.rollout_correction_cap={show(cap)}; lower it"
-    one_reward = cfg.reward.function in BUILT_IN_REWARDS and not cfg.reward_model.path and not cfg.reward_model.url
+    rewards = list(cfg.reward.functions.values()) or [cfg.reward.function]
+    built_in = all(name in BUILT_IN_REWARDS for name in rewards)
+    one_reward = built_in and not cfg.reward_model.path and not cfg.reward_model.url
     lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
     chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
     for registry, spec, own in chosen:
@@ -402,8 +404,15 @@ def _data(cfg: Config) -> Iterator[Check]:
             missing = "" if there else "no such file or folder; "
             why = f"{missing}must be a {', '.join(FILE_ENDINGS)} file, generator:NAME or a hub id"
             yield there or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source), where, why
+    wanted = f"must be gsm8k, math, or your own as {YOURS}"
     known = cfg.reward.function in BUILT_IN_REWARDS or _is_yours(cfg.reward.function)
-    yield not known, "reward.function", f"must be gsm8k, math, or your own as {YOURS}"
+    yield not known, "reward.function", wanted
+    for source, name in cfg.reward.functions.items():
+        known = name in BUILT_IN_REWARDS or _is_yours(name)
+        yield not known, f"reward.functions.{show(source)}={show(name)}", wanted
+    twice = cfg.reward.functions and cfg.reward.function != RewardConfig.function
+    why = "reward.functions names the function of every data_source; put it there, or remove one of the two"
+    yield twice, "reward.function", why
 
 
 def _agent(cfg: Config) -> Iterator[Check]:

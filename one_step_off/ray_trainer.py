@@ -130,6 +130,7 @@ class Pipeline:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
         self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
         self.roles.rollout.say = self.tracker.say
+        failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
                 watch = self.background.create_task(self.roles.rollout.watch())
@@ -142,9 +143,10 @@ class Pipeline:
                     raise
                 watch.cancel()
         except BaseExceptionGroup as group:
-            error = first_cause(group)
-            await self.roles.sync.fail(error)  # trainers may be waiting for the end of a sync
-            raise error from group
+            failure = first_cause(group)
+        if failure is not None:
+            await self.roles.sync.fail(failure)  # trainers may be waiting for the end of a sync
+            raise failure  # not while the group is handled: it would hide the cause, another process's traceback
         if self.lost:
             raise self.lost
 

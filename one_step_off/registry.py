@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from one_step_off.config import ConfigError, as_config_error
+from one_step_off.config import ConfigError, first_line
+from one_step_off.user_code import place_in, traceback_of
 
 
 def load(key: str, spec: str) -> Any:
@@ -18,8 +19,13 @@ def load(key: str, spec: str) -> Any:
         # `python -m` finds modules beside the user's config, and so must a worker process.
         sys.path.append(os.getcwd())
     mend = "check the name, mend it, or start in its folder, or set PYTHONPATH"
-    with as_config_error(f"{key}={spec!r}: cannot be imported", mend, (Exception, SystemExit)):  # the module's too
+    try:
         return pkgutil.resolve_name(spec)
+    except (Exception, SystemExit) as e:  # the module's too
+        place = place_in(traceback_of(e))
+        where = f" ({place})" if place else ""
+        what = f"{key}={spec!r}: cannot be imported"
+        raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}{where}; {mend}") from e
 
 
 @dataclass(frozen=True)
@@ -61,15 +67,17 @@ class Registry(dict[str, Entry]):
 
         return add
 
-    def find(self, spec: str) -> Entry:
+    def find(self, spec: str, key: str = "") -> Entry:
         """The entry of a name, or of the user's own function; its attributes named as the fields of `Entry` are read.
-        Raises ConfigError: no such name, module or attribute, or not callable."""
+        `key`: the config key that holds it; empty: the registry's. Raises ConfigError: no such name, module or attribute,
+        or not callable."""
+        key = key or self.key
         if spec in self:
             return self[spec]
         if ":" not in spec:
-            raise ConfigError(f"{self.key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}")
-        function = load(self.key, spec)
+            raise ConfigError(f"{key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}")
+        function = load(key, spec)
         if not callable(function):
-            raise ConfigError(f"{self.key}={spec!r}: is a {type(function).__name__}, not callable; name a function")
+            raise ConfigError(f"{key}={spec!r}: is a {type(function).__name__}, not callable; name a function")
         facts = {f: getattr(function, f) for f in ("needs", "grouped", "whitens") if hasattr(function, f)}
         return Entry(function, **facts)

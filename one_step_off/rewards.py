@@ -1,5 +1,7 @@
 """Scores for finished responses: two built-in verifiers, your own `module:function`, and a time limit for each sample.
 
+The row's `data_source` may choose among several functions (`reward.functions`).
+
 The limit is SIGALRM of this process. It interrupts Python code that never returns, but signals reach only the main
 thread: a `Scorer` lives in the main thread of a process, as the methods of a synchronous Ray actor do.
 """
@@ -13,31 +15,69 @@ import math as _math
 import re
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from one_step_off.config import ConfigError, RewardConfig, as_config_error
-from one_step_off.config_checks import masked
+from one_step_off.config_checks import masked, show
 from one_step_off.registry import Registry
 from one_step_off.samples import PromptId
+from one_step_off.user_code import SHOWN_MESSAGE, beginning, described, log_traceback, place_in, traceback_of
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
+COLUMNS = "extra_info"  # to functions that take it, beside those
 Score = float | dict[str, float] | None
 """A finite reward, of LARGEST at most; or its parts by name, which sum to it; None: not judged in time."""
 LARGEST = 1e30  # reward, or part of one: beyond, sums over a batch, or weighted ones, might be infinite
 GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
 
 
+class Reward(float):
+    """A reward and its parts. It is a float, the total, so that it can be added, compared and weighed as any number.
+
+    Attributes:
+        parts: name -> float, which sum to the total; {} where the reward function gives a bare number.
+    """
+
+    parts: dict[str, float]
+
+    def __new__(cls, total: float, parts: Mapping[str, float] | None = None) -> "Reward":
+        """`parts` None: it has none."""
+        made = super().__new__(cls, total)
+        made.parts = dict(parts or {})
+        return made
+
+    @property
+    def total(self) -> float:
+        """The reward as a plain float."""
+        return float(self)
+
+    @classmethod
+    def of(cls, value: Any) -> "Reward | None":
+        """What `value` (a number, a dict of parts, a Reward) is as a reward; None where `to_score` takes it for none."""
+        given = value.parts or value.total if isinstance(value, Reward) else value
+        score = to_score(given)
+        if score is None:
+            return None
+        return cls(sum(score.values()), score) if isinstance(score, dict) else cls(score)
+
+    def scaled(self, factor: float) -> "Reward":
+        """The total and each part times `factor`."""
+        return Reward(self.total * factor, {name: part * factor for name, part in self.parts.items()})
+
+
 class RewardError(Exception):
     """A reward could not be had. One line without secrets, for samples keep it: the function, the prompt, the sample and
-    the cause. `kind`: of FAULTS."""
+    the cause. `kind`: of FAULTS. `details`, as a traceback, are its note: they travel with it and stand in error.log."""
 
-    def __init__(self, why: str, kind: str = "reward/errors") -> None:
+    def __init__(self, why: str, kind: str = "reward/errors", details: str = "") -> None:
         super().__init__(" ".join(masked(why[:2000])[:1000].split()))
         self.kind = kind
+        if details:
+            self.add_note(masked(details))
 
 
 class _TimeUp(BaseException):
@@ -46,7 +86,8 @@ class _TimeUp(BaseException):
 
 @dataclass(frozen=True)
 class RewardItem:
-    """One finished response to score. `index` is its position in the prompt's group."""
+    """One finished response to score. `index` is its position in the prompt's group; `extra_info` are the row's other
+    columns, {} where no function is the user's own; `where` is the row's place in the data, for people."""
 
     prompt_id: PromptId
     index: int
@@ -54,6 +95,13 @@ class RewardItem:
     response: str
     ground_truth: str
     data_source: str = ""
+    extra_info: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    def __str__(self) -> str:
+        """Which sample it is, in an error message."""
+        row = f", data row {self.where}" if self.where else ""
+        return f"prompt {self.prompt_id}, sample {self.index}{row}"
 
 
 BUILT_IN = Registry("reward.function")
@@ -143,19 +191,86 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
 # --- resolving --------------------------------------------------------------------------------------------------
 
 
-def resolve(cfg: RewardConfig) -> Callable[..., Any]:
-    """The function that `reward.function` names, checked to be callable as the trainer will call it. Raises
-    ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
-    spec, function = cfg.function, BUILT_IN.find(cfg.function).function
-    if spec in BUILT_IN and cfg.kwargs:
+@dataclass(frozen=True)
+class RewardFunction:
+    """One function that a config names.
+
+    Attributes:
+        name: the key and its value, for messages: `reward.function='my_rewards:score'`.
+        kwargs: `reward.kwargs`.
+        built_in: it is ours, and takes too long only where the model made it so.
+        takes_columns: it takes `extra_info`.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    kwargs: dict[str, Any]
+    built_in: bool
+    takes_columns: bool
+
+    @property
+    def file(self) -> str:
+        """Its source file; empty where it has none."""
+        with contextlib.suppress(TypeError, OSError):
+            return inspect.getsourcefile(inspect.unwrap(self.function)) or ""
+        return ""
+
+    def __call__(self, item: RewardItem) -> Any:
+        """What the function returns for this response, whatever that is."""
+        given = {name: getattr(item, name) for name in GIVEN}
+        if self.takes_columns:
+            given[COLUMNS] = item.extra_info
+        return self.function(**given, **self.kwargs)
+
+
+def named_functions(cfg: RewardConfig) -> list[str]:
+    """The names of all functions of a config: those of `reward.functions`, or `reward.function` alone."""
+    return list(cfg.functions.values()) or [cfg.function]
+
+
+class RewardFunctions:
+    """The functions of a config: one for each `data_source` of `reward.functions`, or `reward.function` for all."""
+
+    def __init__(self, cfg: RewardConfig) -> None:
+        """Raises ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
+        self.by_source = {
+            source: _resolved(f"reward.functions.{show(source)}", spec, cfg) for source, spec in cfg.functions.items()
+        }
+        self.for_all = None if cfg.functions else _resolved("reward.function", cfg.function, cfg)
+
+    def find(self, data_source: str) -> RewardFunction:
+        """The function of a row. Raises ConfigError: `reward.functions` has none for its data_source."""
+        found = self.for_all or self.by_source.get(data_source)
+        if found is None:
+            there = ", ".join(map(show, self.by_source))
+            raise ConfigError(
+                f"reward.functions: none for the data_source {show(data_source)!r}; add one (there are those of {there})"
+            )
+        return found
+
+
+def _resolved(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
+    """The function `spec`, checked to be callable as the trainer will call it. Raises ConfigError."""
+    name = f"{key}={spec!r}"
+    built_in = spec in BUILT_IN
+    function = BUILT_IN.find(spec, key).function
+    if built_in and cfg.kwargs and all(other in BUILT_IN for other in named_functions(cfg)):
         raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
     if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward.function={spec!r}: is asynchronous; name a plain function")
-    called = f"reward.function={spec!r}: cannot be called as f({'=, '.join(GIVEN)}=, **reward.kwargs)"
-    mend = "add **kwargs to take what you do not need, rename a key that is taken"
-    with contextlib.suppress(ValueError), as_config_error(called, mend, TypeError):  # some C functions do not tell
-        inspect.signature(function).bind(**dict.fromkeys(GIVEN), **cfg.kwargs)
-    return function
+        raise ConfigError(f"{name}: is asynchronous; name a plain function")
+    if built_in:
+        return RewardFunction(name, function, {}, True, False)
+    takes_columns = False
+    with contextlib.suppress(ValueError):  # some C functions do not tell
+        parameters = inspect.signature(function).parameters
+        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        takes_columns = COLUMNS in parameters or any_keyword
+        given = (*GIVEN, COLUMNS) if takes_columns else GIVEN
+        called = f"{name}: cannot be called as f({'=, '.join(given)}=, **reward.kwargs)"
+        mend = "add **kwargs to take what you do not need, rename a key that is taken"
+        with as_config_error(called, mend, TypeError):
+            inspect.signature(function).bind(**dict.fromkeys(given), **cfg.kwargs)
+    return RewardFunction(name, function, dict(cfg.kwargs), False, takes_columns)
 
 
 # --- scoring ----------------------------------------------------------------------------------------------------
@@ -187,10 +302,9 @@ class Scorer:
     restarts = -1  # any number
 
     def __init__(self, cfg: RewardConfig) -> None:
-        """Resolve the function. Raises ConfigError, see `resolve`."""
-        self.cfg, self.function = cfg, resolve(cfg)
-        self.built_in = cfg.function in BUILT_IN
-        if self.built_in:
+        """Resolve the functions. Raises ConfigError, see `RewardFunctions`."""
+        self.cfg, self.functions = cfg, RewardFunctions(cfg)
+        if any(name in BUILT_IN for name in named_functions(cfg)):
             # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
             # caller, must limit the time, which we do.
             importlib.import_module("math_verify")
@@ -209,32 +323,55 @@ class Scorer:
             signal.setitimer(signal.ITIMER_REAL, 0)
 
     def _score(self, item: RewardItem) -> Score | RewardError:
-        limit = self.cfg.timeout_s
-        who = f"reward.function={self.cfg.function!r}, prompt {item.prompt_id}, sample {item.index}"
-        start = time.monotonic()
+        function = self.functions.find(item.data_source)
+        begin = time.monotonic()
+        score: Any
         try:
-            score = self._call_within_limit(item)
-        except _TimeUp:
-            score = None
+            score = self._call_within_limit(function, item)
         except BaseException as e:  # exit() too: Ray would take it for the end of this actor
-            score = RewardError(f"{who}: {e if type(e) is RewardError else f'raised {type(e).__name__}: {e}'}")
+            score = e
         # A function that swallowed the alarm (a bare `except:`) was late all the same.
-        if score is None or time.monotonic() - start > limit:
-            late = RewardError(f"{who}: took longer than reward.timeout_s={limit:g} s", "reward/timeouts")
-            return None if self.built_in else late
+        late = isinstance(score, _TimeUp) or time.monotonic() - begin > self.cfg.timeout_s
+        if late and function.built_in:
+            return None
+        if late:
+            return self._late(function, item, score)
+        if isinstance(score, RewardError):
+            return RewardError(f"{function.name}, {item}: {score}")
+        if isinstance(score, BaseException):
+            return self._raised(function, item, score)
         return score
 
-    def _call_within_limit(self, item: RewardItem) -> Score:
+    def _late(self, function: RewardFunction, item: RewardItem, outcome: Any) -> RewardError:
+        """The error of a sample that was not judged in time. `outcome`: an exception that tells where the alarm met the
+        function, or what it returned too late."""
+        details = traceback_of(outcome) if isinstance(outcome, BaseException) else ""
+        place = place_in(details, function.file)
+        where = f" at {place}" if place else ""
+        limit = f"took longer than reward.timeout_s={self.cfg.timeout_s:g} s"
+        why = f"{function.name}, {item}: {limit}{where}; {beginning(item.response)}"
+        log_traceback(why, details)
+        return RewardError(why, "reward/timeouts", details)
+
+    def _raised(self, function: RewardFunction, item: RewardItem, error: BaseException) -> RewardError:
+        """The error of a sample on which the function raised."""
+        what = f"{function.name}, {item}: raised {described(error, function.file)}: {str(error):.{SHOWN_MESSAGE}}"
+        why = f"{what}; {beginning(item.response)}"
+        details = traceback_of(error)
+        log_traceback(why, details)
+        return RewardError(why, details=details)
+
+    def _call_within_limit(self, function: RewardFunction, item: RewardItem) -> Score:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
         signal.setitimer(signal.ITIMER_REAL, self.cfg.timeout_s, 0.25)
         faulthandler.dump_traceback_later(self.cfg.timeout_s + GRACE_S, exit=True, file=2)  # a thread without the GIL
         try:
-            result = self.function(**{name: getattr(item, name) for name in GIVEN}, **self.cfg.kwargs)
+            result = function(item)
             score = to_score(result)
             if score is None:
                 wanted = 'not a finite number (at most 1e+30), nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
                 others = ' (what others call "score" is "reward" here)' * (type(result) is dict and "score" in result)
-                raise RewardError(f"returned {result!r:.200}, {wanted}{others}")
+                raise RewardError(f"returned {result!r:.200}, {wanted}{others}; {beginning(item.response)}")
             return score
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -21,6 +21,7 @@ from one_step_off.placement import create_pools, spawn
 from one_step_off.ray_trainer import Roles
 from one_step_off.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.rewards import Scorer
+from one_step_off.user_code import LOGS
 from one_step_off.vllm_rollout import RolloutReplica, engine_seed
 from one_step_off.weight_sync import WeightSync
 
@@ -53,7 +54,9 @@ class Spawned:
         self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
-        scorers = [spawn(Scorer, (cfg.reward,), None, device) for _ in range(cfg.reward.workers * generates)]
+        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOGS))
+        workers = range(cfg.reward.workers * generates)
+        scorers = [spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log") for i in workers]
         seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
 
         starts: Counter[int] = Counter()  # of each replica
@@ -62,8 +65,8 @@ class Spawned:
             seed = engine_seed(cfg.trainer.seed, prepared.incarnation, i, starts[i])
             starts[i] += 1
             args, pool = (cfg, i, device, scorers, LISTED, prepared.loops, seed), where["rollout"]
-            env = self.env | ENGINE_ENV[device]
-            return spawn(RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env)
+            env, log = self.env | ENGINE_ENV[device], f"{logs}/rollout_{i}.log"
+            return spawn(RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env, log)
 
         def respawn(i: int) -> Any:
             ray.kill(rollout.all[i])

@@ -21,8 +21,9 @@ OTHERS = -1
 @dataclass(frozen=True)
 class Prompt:
     """One row of data, tokenised. `ids` are the token ids of the prompt, int32 [P]; `text` is what they came from,
-    `messages` the chat; `ground_truth` and `data_source` go to the reward function. `agent_loop` "": the one of the
-    config."""
+    `messages` the chat; `ground_truth` and `data_source` go to the reward function, and so does `extra`, the row's other
+    columns, where it takes `extra_info`. `agent_loop` "": the one of the config. `where` is "file:row" for people, from
+    1."""
 
     id: PromptId
     ids: np.ndarray
@@ -32,6 +33,7 @@ class Prompt:
     extra: dict[str, Any] = field(default_factory=dict)
     messages: list[dict[str, str]] = field(default_factory=list)
     agent_loop: str = ""
+    where: str = ""
 
 
 FAULTS = "reward/errors", "reward/timeouts", "agent/errors"

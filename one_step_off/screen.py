@@ -37,7 +37,7 @@ from one_step_off.loggers import VAL, numbered
 Facts = list[tuple[str, str]]
 
 _NAMES = 13
-_STEP = """step {number:>{width}}/{total}  v{weight_version:<{width}}  reward {reward/mean:.3f}  \
+_STEP = """step {number:>{width}}/{total}  v{weight_version:<{width}}  reward {reward/mean:.3f}{parts}  \
 length {response_length/mean:5.1f}  step {time/step_s:.2f}s (gen {time/generate_s:.2f}, train {time/train_s:.2f}, \
 sync {time/sync_s:.2f})  ratio {ratio/mean:.3f}  canary {canary/logprob_diff_max:.0e}"""
 
@@ -139,17 +139,33 @@ class Screen(progress.Progress):
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
         if self.disable or row["step"] + 1 == total:
             known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
+            known["parts"] = parts_text(reward_parts(row))
             self.say(_STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}))
         if not self.disable:
             self.figures, done = figures(row), row["step"] + 1
             self.update(self.steps.id, completed=done, description=f"step {done}/{total}")
 
 
+def reward_parts(row: dict[str, Any]) -> dict[str, float]:
+    """The means of the parts of a step's rewards: name -> mean, from a row of metrics.jsonl."""
+    found = {}
+    for key, mean in row.items():
+        name = key.removeprefix("reward/").removesuffix("/mean")
+        if mean is not None and key == f"reward/{name}/mean":
+            found[name] = mean
+    return found
+
+
+def parts_text(parts: dict[str, float], digits: str = ".3f") -> str:
+    """Parts of a reward, to stand behind it: " (right 0.750, form 0.500)"; empty where it has none."""
+    return " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")" if parts else ""
+
+
 def figures(row: dict[str, Any]) -> str:
     """The second line of the bar: reward, length, speed, who waited for whom."""
     tokens, waits = row.get("tokens_per_s/rollout"), row.get("time/wait_trainer_s", math.nan)
     speed = f"{tokens:,.0f} tok/s  " if tokens else ""
-    text = f"reward {row['reward/mean']:.3f}  length {row['response_length/mean']:.1f}  {speed}waits: rollout "
+    text = f"reward {row['reward/mean']:.3f}{parts_text(reward_parts(row))}  length {row['response_length/mean']:.1f}  {speed}waits: rollout "
     text += f"{waits + row.get('time/sync_s', 0.0):.2f} s, trainer {row.get('time/wait_rollout_s', math.nan):.2f} s"
     return text
 

@@ -15,7 +15,7 @@ from one_step_off.evaluation import MAIN, figures
 from one_step_off.loggers import Loggers
 from one_step_off.performance import Meter
 from one_step_off.samples import FAULTS, Batch, Sample, generated
-from one_step_off.screen import Screen
+from one_step_off.screen import Screen, parts_text
 
 Row = dict[str, Any]
 # What the pipeline as a whole does, in the timeline's order.
@@ -65,6 +65,7 @@ class Tracker:
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}
         self.val_names = [MAIN]
+        self.passes_at = 1.0  # the reward with which a held-out sample passes, for pass@k
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
         self.usage: dict[str, float] = {}
@@ -150,7 +151,9 @@ class Tracker:
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
         all; the row of the step that ends next, beside which it ran, repeats the newest."""
-        found = {"val/version": float(version), "val/seconds": seconds} | figures(samples, self.val_names)
+        found = {"val/version": float(version), "val/seconds": seconds} | figures(
+            samples, self.val_names, self.passes_at
+        )
         found |= {f"val/{name}": value for name, value in agent_stats(samples).items()}
         self.evaluations.append(found)
         self.unwritten = found
@@ -229,11 +232,15 @@ def speed(rows: list[Row]) -> dict[str, float | None]:
 
 
 def held_out_line(found: dict[str, float]) -> str:
-    """An evaluation in one line: each set's reward and its pass@k for the largest k."""
-    parts = []
+    """An evaluation in one line: each set's reward, with its parts, and its pass@k for the largest k."""
+    sets = []
     for name in (key.removesuffix("/reward") for key in found if key.endswith("/reward")):
+        if f"{name}/samples" not in found:
+            continue  # a part of a reward, with such a name
         passes = [key for key in found if key.startswith(f"{name}/pass@")]
         more = f", {passes[-1].rsplit('/', 1)[1]} {found[passes[-1]]:.3f}" if passes else ""
         title = "" if name == "val" else name.removeprefix("val/") + " "
-        parts.append(f"{title}{found[name + '/reward']:.3f} over {found[name + '/samples']:.0f} samples{more}")
-    return f"held-out reward of v{found['val/version']:.0f}: " + "; ".join(parts)
+        before = f"{name}/reward/"
+        parts = parts_text({key.removeprefix(before): x for key, x in found.items() if key.startswith(before)})
+        sets.append(f"{title}{found[name + '/reward']:.3f}{parts} over {found[name + '/samples']:.0f} samples{more}")
+    return f"held-out reward of v{found['val/version']:.0f}: " + "; ".join(sets)

@@ -13,6 +13,7 @@ from typing import Any
 from one_step_off.config import ConfigError
 from one_step_off.loggers import STEP, VAL, numbered
 from one_step_off.main_ppo import exit_code
+from one_step_off.screen import parts_text
 
 DEFAULT = {"best": 3, "worst": 3, "longest": 1}
 # Ties go to other prompts first, so that one easy prompt does not fill the list. What was not scored comes last.
@@ -45,18 +46,29 @@ def read(path: Path) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
             row = json.loads(line)
             row["response"], row["length"]
+            row["reward_parts"] = {name: float(part) for name, part in (row.get("reward_parts") or {}).items()}
             rows.append(row | {"reward": math.nan if row["reward"] is None else float(row["reward"])})
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         why = f"not a sample of this program ({type(e).__name__}: {e}); was the file changed?"
         raise ConfigError(f"{path}:{len(rows) + 1}: {why}") from None
     return rows
+
+
+def part_means(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """The mean of each part of the rewards, over the samples that have it."""
+    own = [row.get("reward_parts") or {} for row in rows]
+    values = {
+        name: [parts[name] for parts in own if name in parts] for name in dict.fromkeys(n for p in own for n in p)
+    }
+    return {name: sum(found) / len(found) for name, found in values.items()}
 
 
 def head(row: dict[str, Any]) -> str:
     """One line about a sample."""
     end, truth = _ENDS.get(row.get("finish_reason"), "end unknown"), row.get("ground_truth")
     made = "+".join(f"v{v}" for v in row.get("versions", ())) or "v?"
-    text = f"reward {row['reward']:.3g}  {row['length']} tokens  {end}  made by {made}  "
+    parts = parts_text(row.get("reward_parts") or {}, ".3g")
+    text = f"reward {row['reward']:.3g}{parts}  {row['length']} tokens  {end}  made by {made}  "
     text += f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
     text += "" if truth is None else f"  ground truth {truth}"
     return text + "  dropped" * ("dropped" in row) + (f"  error: {row['error']}" if "error" in row else "")
@@ -76,7 +88,10 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
 
     rewards, lengths = [r["reward"] for r in rows if not math.isnan(r["reward"])], [r["length"] for r in rows]
     mean = sum(rewards) / len(rewards) if rewards else math.nan
-    say(f"{path}: {len(rows)} samples, reward {mean:.3f}, length {sum(lengths) / len(rows):.1f} (max {max(lengths)})")
+    parts = parts_text(part_means(rows))
+    say(
+        f"{path}: {len(rows)} samples, reward {mean:.3f}{parts}, length {sum(lengths) / len(rows):.1f} (max {max(lengths)})"
+    )
     for name, count in wanted.items():
         chosen = sorted(rows, key=_ORDERS[name])[:count]
         for place, row in enumerate(chosen, 1):

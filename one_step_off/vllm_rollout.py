@@ -26,9 +26,10 @@ from agent_loop.tools import LISTED
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config, ConfigError, tokenizer_of
 from one_step_off.distributed_util import own_host
-from one_step_off.rewards import RewardError, RewardItem, Score, to_score
+from one_step_off.rewards import BUILT_IN, Reward, RewardError, RewardItem, Score, named_functions
 from one_step_off.samples import Prompt, Sample, Samples, Stamp
 from one_step_off.usage import UsageProbe
+from one_step_off.user_code import LOGS, SHOWN_MESSAGE, beginning, described, log_traceback, traceback_of
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,9 @@ class RewardQueue:
         while await self._answer(scorer, []) is None:  # or the next would be lost to the same death
             await asyncio.sleep(0.2)
         if deaths == 2 - len(items) == 1:
-            who = f"prompt {items[0].prompt_id}, sample {items[0].index}"
-            return [RewardError(f"{who}: killed the process of the reward function, or sat in C code too long, twice")]
+            killed = "killed the process of the reward function, or sat in C code too long, twice"
+            where = f"its last words are in {LOGS}/ of the run folder"
+            return [RewardError(f"{items[0]}: {killed}; {where}; {beginning(items[0].response)}")]
         return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
 
     async def _answer(self, scorer: Any, items: list[RewardItem]) -> list[Score | RewardError] | None:
@@ -347,6 +349,7 @@ class RolloutReplica(UsageProbe):
 
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         greedy, turns, wrong = index == sampling.n, itertools.count(), {}
+        said: list[Generated] = []
         how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
         place = Place(self.room, 2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
 
@@ -354,15 +357,15 @@ class RolloutReplica(UsageProbe):
             turn, own = next(turns), sampling.seed
             seed = None if own is None else sample_seed(own, prompt.id, index, turn)
             async with place.at_work(engine=True):
-                return await self._generate(ids, max_tokens, seed, how)
+                said.append(await self._generate(ids, max_tokens, seed, how))
+                return said[-1]
 
-        async def score(response: str) -> Score:
-            item = RewardItem(prompt.id, index, prompt.text, response, prompt.ground_truth, prompt.data_source)
+        async def score(response: str) -> Reward | None:
             async with place.at_work(engine=False):
-                found = await self.rewards.score(item)
+                found = await self.rewards.score(self._item(prompt, index, response))
                 wrong.clear()
                 wrong.update(self._fault(found))
-            return None if wrong else found
+            return None if wrong else Reward.of(found)
 
         async def whole() -> Sample:
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
@@ -370,21 +373,27 @@ class RolloutReplica(UsageProbe):
             sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
             text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
             sample.response = text(sample.response_ids)
-            reward = talk.reward
-            if reward is None:
+            if talk.reward is None:
                 reward = await score(text(last.ids) if len(talk.segments) > 1 else sample.response)
-            elif to_score(reward) is None:
-                raise ValueError(f"its reward is {reward!r:.200}")
-            if isinstance(reward, dict):
-                sample.extra["reward_parts"], reward = reward, sum(reward.values())
-            sample.reward = reward or 0.0
+            elif (reward := Reward.of(talk.reward)) is None:
+                raise ValueError(f"its reward is {talk.reward!r:.200}")
+            sample.reward = 0.0 if reward is None else reward.total
+            if reward is not None and reward.parts:
+                sample.extra["reward_parts"] = reward.parts
             sample.extra |= extra | (wrong or self._fault(None if talk.late else 0.0))
             return sample
 
         made = await place.watch(whole)
         if place.failed or isinstance(made, ConfigError):  # whatever the loop made of it
             raise [*place.failed, made][0]
-        return made if isinstance(made, Sample) else self._unmade(prompt, index, made, extra)
+        return made if isinstance(made, Sample) else self._unmade(prompt, index, made, extra, said)
+
+    def _item(self, prompt: Prompt, index: int, response: str) -> RewardItem:
+        """What the scorers receive. The row's other columns may be large, so built-in functions are not sent them."""
+        own = any(name not in BUILT_IN for name in named_functions(self.cfg.reward))
+        columns = prompt.extra if own else {}
+        given = prompt.text, response, prompt.ground_truth, prompt.data_source
+        return RewardItem(prompt.id, index, *given, extra_info=columns, where=prompt.where)
 
     def _fault(self, found: Score | RewardError) -> dict[str, str]:
         """For a sample's `extra`: what is wrong with its reward, if anything. Raises it, with `reward.on_error=stop`."""
@@ -394,10 +403,18 @@ class RolloutReplica(UsageProbe):
             return {"fault": found.kind, "error": str(found)}
         return {} if found is not None else {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
 
-    def _unmade(self, prompt: Prompt, index: int, error: BaseException, extra: dict[str, Any]) -> Sample:
-        """A sample without tokens, in place of what a loop did not end well. Raises RewardError, as `_fault`."""
-        what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, prompt {prompt.id}, sample {index}"
-        extra |= self._fault(RewardError(f"{what}: raised {type(error).__name__}: {error}", "agent/errors"))
+    def _unmade(
+        self, prompt: Prompt, index: int, error: BaseException, extra: dict[str, Any], said: Sequence[Generated] = ()
+    ) -> Sample:
+        """A sample without tokens, in place of what a loop did not end well. `said`: the policy's turns until then. Raises
+        RewardError, as `_fault`."""
+        what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, {self._item(prompt, index, '')}"
+        failed = f"{what}: raised {described(error)}: {str(error):.{SHOWN_MESSAGE}}"
+        if said:
+            failed += f"; {beginning(self.tokenizer.decode(said[0].ids, skip_special_tokens=True))}"
+        details = traceback_of(error)
+        log_traceback(failed, details)
+        extra |= self._fault(RewardError(failed, "agent/errors", details))
         given = prompt.id, index, prompt.ids, *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4"))
         return Sample(*given, incarnation=self.incarnation, reward=0.0, finish_reason="error", extra=extra)
 

@@ -21,6 +21,7 @@ from one_step_off.advantages import Options, Trajectories, estimate
 from one_step_off.config import Config, ConfigError
 from one_step_off.config_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.config_io import load
+from one_step_off.rewards import Reward
 from one_step_off.samples import OTHERS, Batch, Prompt, StalenessError, assert_versions
 from one_step_off.word_problems import make_products, make_puzzles
 
@@ -317,14 +318,18 @@ def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
 
 
 def test_tries_until_the_verifier_is_content(tokenizer):
-    async def score(response: str) -> dict[str, float]:
-        return {"right": float("156" in response), "form": 0.25}
+    async def score(response: str) -> Reward | None:
+        return Reward.of({"right": float("156" in response), "form": 0.25})
 
     cfg = config(loop="retry_with_feedback", loop_kwargs={"retry_with_feedback": {"discount": 0.5, "feedback": "No."}})
     talk = run(cfg, tokenizer, Script(tokenizer, " 155", " 157", " 156"), score)
-    assert talk.reward == {"right": 0.25, "form": 0.0625} and talk.turns == talk.facts["tries"] == 3
+    assert (
+        talk.reward.parts == {"right": 0.25, "form": 0.0625}
+        and talk.reward.total == 0.3125
+        and talk.turns == talk.facts["tries"] == 3
+    )
     assert heard(talk, tokenizer) == ["\nQuestion: No.\nAnswer:"] * 2
-    assert run(cfg, tokenizer, Script(tokenizer, " 1", " 2"), score, Limits(400, 2)).reward["right"] == 0.0
+    assert run(cfg, tokenizer, Script(tokenizer, " 1", " 2"), score, Limits(400, 2)).reward.parts["right"] == 0.0
 
 
 def test_a_puzzle_of_reasoning_gym(tokenizer):

@@ -144,6 +144,24 @@ def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> 
     assert report.bad[0][0] == f"{path}:2" and reason in report.bad[0][1]
 
 
+def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
+    """Entries of extra_info and all columns that have no argument of their own; extra_info wins; a text stays a column."""
+    rows: list[Any] = [
+        chat_row(level=3, index=9, tests=["a"]),
+        chat_row(level=4, extra_info='{"level": 5}'),
+        chat_row(extra_info=None),
+        {"question": "1 + 1?", "answer": "two\n#### 2", "level": 1, "data_source": "sums", "prompt": "x"},
+    ]
+    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data"))
+    assert [row.extra for row in found] == [
+        {"level": 3, "index": 7, "tests": ["a"]},
+        {"level": 4, "extra_info": '{"level": 5}'},
+        {},
+        {"question": "1 + 1?", "answer": "two\n#### 2", "level": 1, "prompt": "x"},
+    ]
+    assert [row.where.rpartition(":")[2] for row in found] == ["1", "2", "3", "4"]
+
+
 def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
     """Whatever else stands in extra_info; a name that is no loop's is told with its row."""
     rows = [chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}), chat_row(agent_loop=None)]

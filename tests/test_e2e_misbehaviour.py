@@ -11,7 +11,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -78,10 +77,13 @@ def test_reward_workers_die_and_come_back():
 
 
 def moody(response: str, ground_truth: str, flag: str, **_: object) -> float:
-    """For an answer that three divides it raises, hangs or is no number, by the response; once it kills its process."""
-    if not os.path.exists(flag):
-        Path(flag).write_text("")
-        os._exit(1)
+    """For an answer that three divides it raises, hangs or is no number, by the response; the first two calls, that before
+    the start and one in the run, kill their process."""
+    with open(flag, "a") as f:
+        if f.tell() < 2:
+            f.write("x")
+            f.flush()
+            os._exit(1)
     if int(ground_truth) % 3 == 0:
         how = len(response) % 3
         if how == 0:
@@ -128,7 +130,7 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
         [json.loads(x) for x in (out / f"{n}.jsonl").read_text().splitlines()] for n in ("metrics", "ledger")
     )
     assert [row["actor/skipped_updates"] for row in rows] == [0, 2, 0] or rows[1]["actor/skipped_updates"] == 1
-    assert sum(row["samples/dropped_groups"] for row in rows) > 0 and flag.exists()
+    assert sum(row["samples/dropped_groups"] for row in rows) > 0 and flag.read_text() == "xx"
     for row, consumed in zip(rows, ledger, strict=True):
         gone = consumed.get("dropped", [])
         assert len(consumed["prompts"]) == 8 and len(gone) == row["samples/dropped_groups"]

@@ -30,6 +30,28 @@ def samples(index: int, rewards: list[list[float]]) -> list[Sample]:
     ]
 
 
+def test_pass_at_k_by_a_threshold():
+    rewards = [[0.6, 0.4], [0.5, 0.9]]
+    passed = [figures(samples(0, rewards), ["val"], at)["val/pass@1"] for at in (0.3, 0.5, 0.6, 1.0)]
+    assert passed == [1.0, 0.75, 0.5, 0.0]
+
+
+def test_parts_of_rewards_stand_beside_them():
+    """A sample that was not scored counts 0, one whose reward has no such part does not count."""
+    found = samples(0, [[1.5, 0.5], [0.0, 0.25]]) + samples(1, [[1.0]])
+    for sample, parts in zip(
+        found, ({"right": 1.0, "form": 0.5}, {"form": 0.5}, None, {}, {"samples": 1.0}), strict=True
+    ):
+        sample.extra = {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
+    found = figures(found, ["val", "hard"])
+    assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
+    assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found
+    assert held_out_line({"val/version": 3.0} | found) == (
+        "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
+        "hard 1.000 (samples 1.000) over 1 samples"
+    )
+
+
 def test_figures_of_two_sets():
     found = figures(samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"])
     assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25

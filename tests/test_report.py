@@ -137,6 +137,25 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
 
 
 @needs_browser
+def test_parts_of_rewards_have_curves_and_stand_with_the_samples(tmp_path):
+    parts = {f"part{i}": 0.1 * i for i in range(8)}
+    make_run(tmp_path, **{f"reward/{name}/mean": mean for name, mean in parts.items()})
+    evaluations = [{"val/version": float(v), "val/reward": 0.5, "val/reward/part1": 0.1 * v} for v in range(3)]
+    (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
+    (path,) = tmp_path.glob("samples/step_000011.jsonl")
+    rows = [
+        json.loads(line) | {"reward_parts": {"right": 1.0, "form": 0.125}} for line in path.read_text().splitlines()
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report.write(tmp_path)
+    dom, said = opened(tmp_path)
+    assert said == [] and "undefined" not in dom.partition('<script type="application/json"')[0]
+    titles = [html.unescape(t) for t in re.findall(r"<figcaption>([^<]+)", dom)]
+    assert {"Parts of the reward, training", "Parts of the reward, held out"} <= set(titles)
+    assert set(parts) <= set(curves_of(dom)) and "reward 1 (right 1, form 0.125)" in dom
+
+
+@needs_browser
 def test_the_buttons_move_the_picture(tmp_path):
     """Each is pressed, and what it shows then is noted in the page."""
     make_run(tmp_path)

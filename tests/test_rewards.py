@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.config import ConfigError, RewardConfig
-from one_step_off.rewards import RewardError, RewardItem, Scorer, gsm8k, math, resolve
+from one_step_off.rewards import Reward, RewardError, RewardFunctions, RewardItem, Scorer, gsm8k, math
 
 
 def item(response: str = "#### 1", truth: str = "1", prompt: str = "p", n: int = 0) -> RewardItem:
@@ -134,6 +135,22 @@ def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
     items = [item("\\boxed{9^{9^{9^9}}}", "4"), item("\\boxed{4}", "4")]
     assert scorer.score_batch(items) == [None, 1.0]
     assert time.monotonic() - start < 3
+
+
+# --- rewards as loops see them ---
+
+
+def test_a_reward_is_a_number_with_its_parts():
+    reward = Reward.of({"right": 1.0, "form": 0.5})
+    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5}) and type(reward.total) is float
+    assert reward * 2 == 3.0 and 1 + reward == 2.5 and reward > 1 and sum([reward, reward]) == 3.0 and bool(reward)
+    half, again = reward.scaled(0.5), pickle.loads(pickle.dumps(reward))
+    assert (half.total, half.parts) == (0.75, {"right": 0.5, "form": 0.25})
+    assert (again.total, again.parts) == (reward.total, reward.parts) and json.dumps(reward) == "1.5"
+    assert (Reward.of(0.25).total, Reward.of(0.25).parts) == (0.25, {})
+    assert Reward.of(reward).parts == reward.parts and Reward.of(np.float32(0.5)).total == 0.5
+    for wrong in (None, "1", float("nan"), {"a": "b"}, Reward(float("nan")), Reward(1.0, {"a": float("inf")})):
+        assert Reward.of(wrong) is None
 
 
 # --- your own functions ---
@@ -261,6 +278,44 @@ def test_results_refused(own: str, result: str) -> None:
     assert "\n" not in refused(r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ", own, item(result, n=4))
 
 
+COLUMNS_MODULE = """
+def by_name(response, ground_truth, data_source, prompt, extra_info=None):
+    return extra_info["level"]
+
+def by_any(**kwargs):
+    return kwargs["extra_info"]["level"]
+
+def of_four(prompt, response, ground_truth, data_source):
+    return 7.0
+"""
+
+
+def test_functions_by_data_source_and_the_other_columns_of_the_row(own, tmp_path, monkeypatch):
+    """A function of the four texts alone goes on working; one that takes `extra_info`, by name or by **kwargs, gets it."""
+    (tmp_path / "columns_rewards.py").write_text(COLUMNS_MODULE)
+    functions = {
+        "a": "columns_rewards:by_name",
+        "b/c": "columns_rewards:by_any",
+        "d": "columns_rewards:of_four",
+        "e": "gsm8k",
+    }
+    scorer = Scorer(RewardConfig(functions=functions))
+    items = [
+        RewardItem((0, i), 0, "?", "#### 7", "7", source, {"level": float(i)})
+        for i, source in enumerate(("a", "b/c", "d", "e", "a"))
+    ]
+    assert scorer.score_batch(items) == [0.0, 1.0, 7.0, 1.0, 4.0]
+    with pytest.raises(ConfigError, match="reward.functions: none for the data_source 'f'; add one .*a, b/c, d, e"):
+        RewardFunctions(RewardConfig(functions=functions)).find("f")
+
+
+def test_arguments_go_to_all_functions_of_the_users_own(own):
+    functions = {"a": f"{own}:good", "b": "gsm8k"}
+    scorer = Scorer(RewardConfig(functions=functions, kwargs={"bonus": 0.5}))
+    items = [RewardItem((0, 0), 0, "?", "#### 7", "7", source) for source in ("a", "b")]
+    assert scorer.score_batch(items) == [6.5, 1.0]
+
+
 def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
     """Other trainers' functions return {"score": ..., "acc": ...}: their sum would be a silently wrong reward."""
     refused('what others call "score" is "reward" here', own, item("{'score': 1.0, 'acc': 1.0}"))
@@ -344,5 +399,5 @@ def test_no_alarm_is_left_behind(own: str) -> None:
 )
 def test_resolve_refusals(own: str, function: str, kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as e:
-        resolve(RewardConfig(function=function, kwargs=kwargs))
+        RewardFunctions(RewardConfig(function=function, kwargs=kwargs))
     assert "reward." in str(e.value) and "\n" not in str(e.value)

@@ -56,6 +56,15 @@ def test_plain_lines_are_one_per_step():
     assert "\x1b" not in out.getvalue()
 
 
+def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
+    out, parts = io.StringIO(), {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1}
+    with Screen(out) as screen, screen.training(3):
+        screen.step(row(0, 0.75) | parts, 3)
+    assert "reward 0.750 (right 0.250, form 0.500)  length  12.3" in out.getvalue()
+    assert figures(row(0, 0.75) | parts).startswith("reward 0.750 (right 0.250, form 0.500)  length")
+    assert figures(row(0, 0.75)).startswith("reward 0.750  length")
+
+
 class Clock:
     """Seconds that pass when a test says so."""
 

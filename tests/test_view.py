@@ -53,6 +53,17 @@ def test_the_last_step_best_worst_and_longest(run, capsys):
     assert "question 8" in out and out.count("--- worst") == 3 and out.count("--- longest") == 1
 
 
+def test_parts_of_rewards_are_shown(run, capsys):
+    path = run / "samples" / "step_000004.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0]["reward_parts"], rows[1]["reward_parts"] = {"right": 1, "form": 0.125}, {"right": 0}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main([str(run), "--best", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "5 samples, reward 0.750 (right 0.500, form 0.125), length 5.2" in out
+    assert "--- best 1 of 1: reward 1 (right 1, form 0.125)  5 tokens" in out
+
+
 def test_choices(run, capsys):
     assert main([str(run), "--step", "1", "--best", "2"]) == 0
     assert shown(capsys) == ["[s1p8i0]", "[s1p7i0]"], "of equal rewards other prompts first"
@@ -83,7 +94,9 @@ def test_one_line_for_bad_input(run, tmp_path, capsys, argv, words):
     assert words in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("text", ["{broken", "[]", '{"reward": 1}', ""])
+@pytest.mark.parametrize(
+    "text", ["{broken", "[]", '{"reward": 1}', '{"reward": 1, "response": "", "length": 1, "reward_parts": 3}', ""]
+)
 def test_a_damaged_file_is_named_with_its_line(run, capsys, text):
     (run / "samples" / "step_000004.jsonl").write_text(text)
     assert main([str(run)]) == 2

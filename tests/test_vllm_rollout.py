@@ -121,6 +121,70 @@ def test_what_the_scorer_says_of_a_sample(response, reward, extra):
     assert (sample.reward, sample.extra) == (reward, extra)
 
 
+class Numbers(AgentLoop):
+    """Takes what `score` gives for a number, or hands it on, or its parts, as its setting says."""
+
+    def __init__(self, cfg, tokenizer, *, how="number"):
+        super().__init__(cfg, tokenizer)
+        self.how = how
+
+    async def run(self, prompt, generate, score, limits):
+        talk = Trajectory(prompt.ids, limits)
+        await talk.say(generate)
+        found = await score("parts")
+        ways = {"number": lambda: 0.5 * found + 1, "as it is": lambda: found}
+        ways |= {"scaled": lambda: found.scaled(2.0), "parts": lambda: found.parts, "total": lambda: found.total}
+        talk.reward = ways[self.how]()
+        return talk
+
+
+@pytest.mark.parametrize(
+    ("how", "reward", "parts"),
+    [
+        ("number", 1.75, {}),
+        ("as it is", 1.5, {"right": 1.0, "form": 0.5}),
+        ("scaled", 3.0, {"right": 2.0, "form": 1.0}),
+        ("parts", 1.5, {"right": 1.0, "form": 0.5}),
+        ("total", 1.5, {}),
+    ],
+)
+def test_a_loop_may_take_what_score_gives_for_a_number_or_read_its_parts(how, reward, parts):
+    cfg, name = Config(), f"{__name__}:Numbers"
+    cfg.agent.loop, cfg.agent.loop_kwargs = name, {name: {"how": how}}
+    replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
+    replica.tokenizer, replica._generate = tiny_qwen.build_tokenizer(), generated
+    sample = asyncio.run(replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None)))
+    assert (sample.reward, sample.extra.get("reward_parts", {})) == (reward, parts) and type(sample.reward) is float
+
+
+class Noting(FakeScorer):
+    """Keeps what it is sent."""
+
+    async def remote(self, items):
+        self.items = items
+        return await super().remote(items)
+
+
+@pytest.mark.parametrize(
+    ("function", "functions", "sent"),
+    [
+        ("gsm8k", {}, {}),
+        ("my_rewards:f", {}, {"level": 3}),
+        ("gsm8k", {"a": "math"}, {}),
+        ("gsm8k", {"a": "m:f"}, {"level": 3}),
+    ],
+)
+def test_the_rows_other_columns_go_to_functions_of_the_users_own_and_into_no_sample(function, functions, sent):
+    cfg = Config()
+    cfg.reward.function, cfg.reward.functions, scorer = function, functions, Noting()
+    replica = RolloutReplica(cfg, 0, "cpu", [scorer])
+    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
+    prompt = Prompt((0, 0), np.arange(2), "q", "1", "a", extra={"level": 3}, where="rows.jsonl:1")
+    sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
+    assert [(i.extra_info, i.where, i.data_source) for i in scorer.items] == [(sent, "rows.jsonl:1", "a")]
+    assert sample.extra == {}
+
+
 @pytest.mark.parametrize(
     ("tries", "reward", "late"), [(["late"] * 2, 0.0, True), (["x", "late"], 0.0, True), (["late", "x"], 1.5, False)]
 )
