@@ -130,7 +130,8 @@ class TimedEngine(NCCLWeightTransferEngine):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's."""
-        begin, comm = time.perf_counter(), self.model_update_group
+        begin = time.perf_counter()
+        comm: Any = self.model_update_group
         comm.seconds = 0.0
         with stand_ins(self.device):
             super().update_weights(update_info)
