@@ -46,6 +46,7 @@ class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
+    _build_optimizer: Callable[[], None]  # of the roles that learn
 
     def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""

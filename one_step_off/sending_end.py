@@ -6,17 +6,27 @@ them. (That this rank has sent them is not enough: they are sent again when a re
 """
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 import torch
 
 from one_step_off.bucket_plan import BucketPlan, Pieces, SyncError, sent_by
+from one_step_off.config import Config
 from one_step_off.distributed_util import Sender, own_host, unpin
 
 
 class SendingEnd:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
+
+    # The worker's own.
+    cfg: Config
+    rank: int
+    device: str
+    version: int
+    weight_tensors: Callable[[], Iterator[torch.Tensor]]
+    gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
 
     threads = {"sync": 1, "saving": 1}
     released = -1  # the version that need not be read any more

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -326,7 +327,7 @@ GONE, HANGS, BUSY, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0
 def test_another_life_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer):
     """Whoever waited for that process may have failed first; one that is only busy answers in time."""
     how = {"delay": other} if isinstance(other, float) else {"delay": 0.0}
-    ready = [Actor(__ray_ready__=None), Actor(__ray_ready__=None)]
+    ready: list[Any] = [Actor(__ray_ready__=None), Actor(__ray_ready__=None)]
     ready[1].__ray_ready__ = Method(other if other is GONE else None, **how)
     cfg = Config()
     cfg.trainer.step_timeout_s = 0.2
@@ -383,7 +384,8 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_nothing_is_lost(tmp_pa
     rollout.generate, pipeline.roles.sync = lost, Sync(world)
     with pytest.raises(NoReplica, match="none is left"):
         asyncio.run(pipeline.fit())
-    ((step, samples, state),) = pipeline.checkpointer.saved
+    checkpointer: Any = pipeline.checkpointer
+    ((step, samples, state),) = checkpointer.saved
     assert samples is None and step == len(world.trained) == world.version == (
         4 if (staleness, where) == (1, "sync") else 3
     )
