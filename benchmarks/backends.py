@@ -92,7 +92,8 @@ async def no_canary(*_: Any) -> dict[str, float]:
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     """One arm; the first update and the first sync warm up, and the first sync's memory is what counts."""
-    roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+    spawned = Spawned(launch.prepare(cfg, lambda line: None))
+    roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()
     before = [memory(p.pid, "VmRSS") for p in processes]
@@ -113,7 +114,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
         await roles.actor.update(batch)
         updates.append(time.perf_counter() - begin)
         syncs.append((await roles.sync((0, k + 1)))["sync/transfer_s"])
-    await roles.rollout.stop()
+    await spawned.end()
     return {"bytes": int(first["sync/bytes"]), "peak": max(taken), "update_s": updates[1:], "sync_s": syncs[1:]}
 
 

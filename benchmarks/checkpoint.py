@@ -31,8 +31,12 @@ HALF_B = {
 def started(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
     """A worker whose optimiser has moments."""
     cfg = Config()
-    built = tiny_qwen.build("qwen2", str(out / "model"), **HALF_B) if model == "0.5b" else tiny_qwen.ensure(model)
-    cfg.model.path, cfg.model.dtype, cfg.trainer.output_dir = built, "float32", str(out / "run")
+    if model == "0.5b":
+        cfg.model.path = tiny_qwen.build("qwen2", str(out / "model"), num_hidden_layers=layers, **HALF_B)
+    else:
+        cfg.model.path = tiny_qwen.ensure(model)
+    cfg.model.dtype = "float32"
+    cfg.trainer.output_dir = str(out / "run")
     worker = PolicyWorker(cfg, "actor", 0, 1, "cpu", total_steps=10)
     worker.setup("127.0.0.1", worker.free_address("127.0.0.1")[1])
     worker._state()  # makes the moments

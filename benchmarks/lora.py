@@ -14,16 +14,18 @@ import dataclasses
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.backends import make_batch
-from benchmarks.weight_sync import make_config
+from benchmarks.weight_sync import Layout, make_config
 from one_step_off import launch, roles, vllm_rollout
 from one_step_off.config import Config
 from one_step_off.fsdp_workers import ActorWorker
+from one_step_off.ray_trainer import Roles
 from one_step_off.roles import Spawned
 from one_step_off.samples import Prompt
 from one_step_off.vllm_receiver import SyncWorkerExtension
@@ -67,7 +69,7 @@ class AdapterExtension(SyncWorkerExtension):
 class AdapterReplica(RolloutReplica):
     """An engine with vLLM's LoRA, whose requests all ask for the adapter."""
 
-    async def start(self) -> int:
+    async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
         """As `RolloutReplica.start`."""
         from vllm.lora.request import LoRARequest
 
@@ -75,7 +77,7 @@ class AdapterReplica(RolloutReplica):
         own = {"enable_lora": True, "max_lora_rank": RANK, "max_loras": 1}
         own["worker_extension_cls"] = "benchmarks.lora.AdapterExtension"
         vllm_rollout.engine_args = lambda *args: plain(*args) | own
-        return await super().start()
+        return await super().start(former)
 
     async def _run(self, ids: np.ndarray, params: Any) -> Any:
         self.requests += 1
@@ -92,9 +94,12 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
     """Per way the lists of FIGURES; the first sync and the first generation of each warm up."""
     prompts, n, length = WORK[model]
     ids = np.random.default_rng(1).integers(0, 300, (prompts, 64)).astype(np.int32)
-    teams, found = {}, {name: {figure: [] for figure in FIGURES} for name in WAYS}
+    teams: dict[str, Roles] = {}
+    runs: list[Spawned] = []
+    found: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in FIGURES} for name in WAYS}
     for name, (roles.WORKERS["actor"], roles.RolloutReplica) in WAYS.items():
-        teams[name] = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        runs.append(Spawned(launch.prepare(cfg, lambda line: None)))
+        teams[name] = runs[-1].roles
         await asyncio.gather(teams[name].actor.setup(), teams[name].rollout.setup())
         await teams[name].sync.connect()
         await teams[name].sync((0, 0))  # an update waits until the weights before it have been sent
@@ -106,7 +111,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
             sync[""] = sum(len(s.response_ids) for s in samples) / seconds
             for figure, key in FIGURES.items() if k else ():
                 found[name][figure].append(sync[key])
-    await asyncio.gather(*(team.rollout.stop() for team in teams.values()))
+    await asyncio.gather(*(run.end() for run in runs))
     return found
 
 
@@ -121,8 +126,7 @@ def main() -> None:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        shape = argparse.Namespace(model=args.model, ranks=1, replicas=1, bucket_mb=64)
-        cfg = make_config(shape, folder + "/model")
+        cfg = make_config(Layout(args.model), folder + "/model")
         cfg.trainer.output_dir, cfg.actor.lr, cfg.rollout.sampling_kwargs = folder, 1e-3, {"ignore_eos": True}
         cfg.model.lora_rank, cfg.actor.log_prob_chunk = RANK, 128
         seats = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}

@@ -92,7 +92,7 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
     """Way -> medians; the first repeat warms up."""
     import ray
 
-    other = ray.remote(Other).remote(count, tokens)
+    other: Any = ray.remote(Other).remote(count, tokens)
     rounds: list[dict[str, dict[str, float]]] = []
 
     async def apart() -> list[Sample]:

@@ -1,6 +1,6 @@
 """The planner against the clock, against published tables, and on paper.
 
-    python -m benchmarks.planner --out DIR [--config FILE] [--rounds 1] [section.key=value ...]
+    python -m benchmarks.planner --out DIR [--config FILE] [--rounds 1] [--arms "one step off" ...] [section.key=value ...]
     python -m benchmarks.planner --published      what the simulation makes of the phase times that others have published
     python -m benchmarks.planner --paper          1,024 and 16,384 GPUs by formulas, with this machine's cost of a sample
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.throughput import run_arm
+from benchmarks.command_line import ROOT, run_arm
 from one_step_off import plan
 from one_step_off.config import ConfigError
 from one_step_off.config_checks import resolved_device, validate
@@ -78,7 +78,8 @@ def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
 def validated(args: argparse.Namespace, overrides: list[str]) -> str:
     """Run the rounds; writes the result and returns it in Markdown."""
     out, rounds = Path(args.out), []
-    arms = {name: [*FIXED, *overrides, *keys] for name, keys in arms_of(args.batch).items()}
+    chosen = [WHOLE, QUARTER, *args.arms]
+    arms = {name: [*FIXED, *overrides, *keys] for name, keys in arms_of(args.batch).items() if name in chosen}
     for keys in arms.values():
         validate(load([f"config={args.config}", *keys]))
     out.mkdir(parents=True, exist_ok=True)
@@ -244,9 +245,12 @@ def main() -> None:
     which.add_argument("--out")
     which.add_argument("--published", action="store_true")
     which.add_argument("--paper", action="store_true")
-    parser.add_argument("--config", default="config/gsm8k_tiny_cpu.yaml")
+    parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--batch", type=int, default=16, help="prompts of a whole batch, at least 4")
     parser.add_argument("--rounds", type=int, default=1)
+    predicted = [name for name in arms_of(4) if name not in (WHOLE, QUARTER)]
+    told = "the runs to predict, beside the two that calibrate"
+    parser.add_argument("--arms", nargs="*", choices=predicted, default=predicted, help=told)
     args, overrides = parser.parse_known_args()
     if args.rounds < 1 or args.batch < 4:
         parser.error(f"--rounds {args.rounds} --batch {args.batch}: at least 1 round, and 4 prompts")

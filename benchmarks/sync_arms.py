@@ -14,11 +14,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from benchmarks import sync_trainer
 from benchmarks.sync_replica import slowest
 from one_step_off.bucket_plan import BucketPlan, SyncError
 from one_step_off.config import WeightSyncConfig
-from one_step_off.groups import every
+from one_step_off.groups import RolloutGroup, TrainGroup, every
+from one_step_off.ray_trainer import Roles
 from one_step_off.weight_sync import RECEIVING, SENDING, WeightSync
 
 LIMIT_S = 600.0
@@ -39,10 +42,23 @@ class Took:
 class Team:
     """The processes that all arms share."""
 
-    def __init__(self, roles: Any, canary: list[Any], host: str) -> None:
-        self.roles, self.canary, self.host = roles, canary, host
-        self.ranks, self.replicas = roles.actor.ranks, roles.rollout.replicas
-        self.cfg, self.sizes, self.total_bytes = roles.actor.cfg, [], 0
+    actor: TrainGroup
+    rollout: RolloutGroup
+    sync: WeightSync
+
+    def __init__(self, roles: Roles, device: str, canary: list[np.ndarray], host: str) -> None:
+        """`device`: cpu or cuda; `canary`: token sequences that engine and trainer score; `host`: where they meet."""
+        self.actor = roles.actor
+        self.rollout = roles.rollout
+        self.sync = roles.sync
+        self.device = device
+        self.canary = canary
+        self.host = host
+        self.ranks = self.actor.ranks
+        self.replicas = self.rollout.all
+        self.cfg = self.actor.cfg
+        self.sizes: list[int] = []
+        self.total_bytes = 0
         self.receivers = len(self.replicas) * self.cfg.rollout.tensor_parallel_size
 
     async def join(self) -> None:
@@ -83,10 +99,9 @@ class Team:
     async def canary_diff(self, version: int) -> float | None:
         """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
         try:
-            trainer = await self.roles.sync.expect()
-            return (await self.roles.sync._check_canary((0, version), trainer, self.roles.rollout.active))[
-                "canary/logprob_diff_max"
-            ]
+            trainer = await self.sync.expect()
+            figures = await self.sync._check_canary((0, version), trainer, self.rollout.active)
+            return figures["canary/logprob_diff_max"]
         except SyncError:
             return None
 
@@ -184,7 +199,7 @@ class VLLM(Arm):
 
     def __init__(self, team: Team) -> None:
         super().__init__(team)
-        if team.roles.device == "cpu":
+        if team.device == "cpu":
             self.said += "; gloo in the place of NCCL, CUDA's streams left out, the tied lm_head packed anew"
 
     async def prepare(self) -> None:
@@ -230,16 +245,16 @@ class Product(Arm):
     async def prepare(self) -> None:
         # The memory in which the trainer scores the canary is not the sync's.
         self.expected = asyncio.get_running_loop().create_future()
-        self.expected.set_result(await self.team.roles.sync.expect())
+        self.expected.set_result(await self.team.sync.expect())
 
     async def setup(self) -> None:
         team = self.team
         await team.use(self.name, self.keys)
-        actor = copy.copy(team.roles.actor)
+        actor = copy.copy(team.actor)
         actor.cfg = copy.deepcopy(team.cfg)
         sync_trainer.configure(actor.cfg, self.keys)
         near = list(range(len(team.replicas))) if self.near else []
-        self.sync = WeightSync(actor, team.roles.rollout, team.canary, team.host, [near for _ in team.ranks])
+        self.sync = WeightSync(actor, team.rollout, team.canary, team.host, [near for _ in team.ranks])
         await self.sync.connect()
 
     async def run(self, version: int) -> Took:

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import run_arm
+from benchmarks.command_line import ROOT, run_arm
 from benchmarks.sync_report import spread
 from benchmarks.throughput_cases import UNEVALUATED
 from one_step_off import tiny_qwen
@@ -28,10 +28,9 @@ SHAPE = {
     "vocab_size": 32768,
 }
 STEPS, WARMUP = 9, 2
-CONFIG = "config/gsm8k_tiny_cpu.yaml"
+CONFIG = str(ROOT / "config/gsm8k_tiny_cpu.yaml")
 COMMON = [
     *UNEVALUATED,
-    f"trainer.total_steps={STEPS}",
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
 ]
@@ -99,7 +98,10 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
         lines += [f"| {arm} | not run: {why} |" + " |" * 4 for arm, why in result["skipped"].items()]
         lines += ["", longer(setting, found)]
-    lines += ["", f"Medians over {result['repeats']} runs of each arm in turns (range of the runs' medians, of {STEPS}"]
+    lines += [
+        "",
+        f"Medians over {result['repeats']} runs of each arm in turns (range of the runs' medians, of {result['steps']}",
+    ]
     lines += [
         f"steps without the first {WARMUP} and the last, in which nothing is generated). Exposed: the step less that"
     ]
@@ -107,26 +109,27 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(out: Path, repeats: int) -> None:
-    """Run, summarise, write exposed.json and exposed.md into `out`."""
+def measure(out: Path, repeats: int, steps: int, settings: list[str]) -> None:
+    """Run `steps` steps of every arm in these settings, summarise, write exposed.json and exposed.md into `out`."""
     runnable, skipped = arms()
-    kept: dict[str, dict[str, list[Any]]] = {s: {arm: [] for arm in runnable} for s in SETTINGS}
+    kept: dict[str, dict[str, list[Any]]] = {s: {arm: [] for arm in runnable} for s in settings}
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_qwen.build("qwen2", f"{folder}/model", **SHAPE)
         for repeat in range(repeats):
             names = list(runnable)
-            for setting, keys in SETTINGS.items():
+            for setting in settings:
                 for arm in names[repeat % len(names) :] + names[: repeat % len(names)]:
                     module, own = runnable[arm]
                     where = Path(folder) / f"{setting} {arm} {repeat}".replace(" ", "_")
-                    all_keys = [*COMMON, f"model.path={model}", *keys, *own]
+                    all_keys = [*COMMON, f"trainer.total_steps={steps}", f"model.path={model}"]
+                    all_keys += [*SETTINGS[setting], *own]
                     rows = run_arm(CONFIG, all_keys, where, [], module)[WARMUP:-1]
                     kept[setting][arm].append(rows)
                     step = statistics.median(row["time/step_s"] for row in rows)
                     print(f"run {repeat + 1} of {repeats}, {setting}, {arm}: {step:.3f} s/step", flush=True)
-    settings = {setting: summarise(runs) for setting, runs in kept.items()}
+    found = {setting: summarise(runs) for setting, runs in kept.items()}
     what = "A random model of 47M parameters, fp32, FSDP2, one trainer rank and one replica on a CPU core each."
-    result = {"what": what, "repeats": repeats, "settings": settings, "skipped": skipped}
+    result = {"what": what, "repeats": repeats, "steps": steps, "settings": found, "skipped": skipped}
     (out / "exposed.json").write_text(json.dumps(result, indent=2) + "\n")
     (out / "exposed.md").write_text(table(result))
     print(table(result))

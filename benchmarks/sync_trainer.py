@@ -97,7 +97,7 @@ def forget(worker: Any, arm: str) -> None:
 def leave(end: Any) -> None:
     """Close one end of the product's stream, and end its thread."""
     end.close()
-    end.wire.shutdown()
+    end.wire.stop()
 
 
 def give_back() -> None:
@@ -121,7 +121,7 @@ def listen(worker: Any, host: str) -> int:
 
 def join(worker: Any, host: str, receivers: int, sizes: list[int], timeout_s: float) -> None:
     """Form the group {rank 0} u engines, and touch the buffer of the raw broadcast (rank 0)."""
-    link = NetworkLink(worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s)
+    link = NetworkLink(worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s, timeout_s)
     worker.bench_group = link.group
     worker.bench_sizes = sizes
     worker.bench_buffer = torch.ones(max(sizes), dtype=torch.uint8, device=worker.device)

@@ -37,7 +37,7 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = NetworkLink(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S).group
+        self.group = NetworkLink(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S).group
         self.seconds = 0.0
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
@@ -130,7 +130,8 @@ class TimedEngine(NCCLWeightTransferEngine):
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """As vLLM's."""
-        begin, comm = time.perf_counter(), self.model_update_group
+        begin = time.perf_counter()
+        comm: Any = self.model_update_group
         comm.seconds = 0.0
         with stand_ins(self.device):
             super().update_weights(update_info)

@@ -14,7 +14,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import run_arm
+from benchmarks.command_line import ROOT, run_arm
 from benchmarks.throughput_cases import UNEVALUATED
 
 TIMES = {
@@ -62,7 +62,7 @@ def main() -> None:
     """Parse, run the arms in turns, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", required=True)
-    parser.add_argument("--config", default="config/ppo_gae.yaml")
+    parser.add_argument("--config", default=str(ROOT / "config/ppo_gae.yaml"))
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
     args, overrides = parser.parse_known_args()

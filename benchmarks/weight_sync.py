@@ -2,7 +2,7 @@
 
     python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N] [--tp N]
                                      [--arms raw per-tensor gather sharded delta shared file vllm] [--repeats N]
-    python -m benchmarks.weight_sync --exposed --out DIR [--repeats N]
+    python -m benchmarks.weight_sync --exposed --out DIR [--repeats N] [--steps N] [--settings "training longer" ...]
 
 Real Ray, FSDP2 and vLLM; every arm uses the same processes (benchmarks/sync_arms.py says what each does). Each update is
 checked by the canary, and an arm's first one starts from weights that fail it. Writes result.json, result.md and
@@ -16,12 +16,13 @@ import asyncio
 import json
 import os
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import transformers
 
-from benchmarks import sync_arms, sync_trainer
+from benchmarks import sync_arms, sync_exposed, sync_trainer
 from benchmarks.processes import forget_peak, memory
 from benchmarks.sync_report import plot, summarise, table
 from one_step_off import launch, tiny_qwen
@@ -69,19 +70,31 @@ SHAPES: dict[str, tuple[dict[str, Any], str]] = {
 EXTENSION = {"worker_extension_cls": "benchmarks.sync_engine.BenchExtension"}
 
 
-def make_config(args: argparse.Namespace, folder: str) -> Config:
+@dataclass(frozen=True)
+class Layout:
+    """What is sent from how many trainer ranks to how many engines; the names are those of the flags."""
+
+    model: str = "tiny"
+    ranks: int = 1
+    replicas: int = 1
+    tp: int = 1
+    bucket_mb: int = 64
+    device: str = "cpu"
+
+
+def make_config(layout: Layout, folder: str) -> Config:
     """A config whose trainer and engine hold the model to be sent."""
     cfg = Config()
-    shape = SHAPES[args.model][0]
+    shape = SHAPES[layout.model][0]
     cfg.model.path = tiny_qwen.build("qwen2", folder, dtype="bfloat16", **shape)
     cfg.model.dtype = "bfloat16"
     cfg.data.train_files = "generator:word_problems"
     cfg.data.max_prompt_length, cfg.data.max_response_length = 128, 32
-    cfg.placement.device = args.device
-    cfg.placement.pools = {"rollout": [args.replicas * args.tp], "actor": [args.ranks]}
-    cfg.rollout.tensor_parallel_size = args.tp
+    cfg.placement.device = layout.device
+    cfg.placement.pools = {"rollout": [layout.replicas * layout.tp], "actor": [layout.ranks]}
+    cfg.rollout.tensor_parallel_size = layout.tp
     cfg.rollout.kv_cache_mb = 64
-    cfg.weight_sync.bucket_mb = args.bucket_mb
+    cfg.weight_sync.bucket_mb = layout.bucket_mb
     cfg.trainer.total_steps = 1
     return cfg
 
@@ -163,9 +176,8 @@ async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
     """All arms, the first update of each as a warm-up."""
     prepared, spawned = spawn(cfg)
     roles = spawned.roles
-    roles.device = prepared.device
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
-    team = sync_arms.Team(roles, prepared.canary, spawned.host)
+    team = sync_arms.Team(roles, prepared.device, prepared.canary, spawned.host)
     await team.join()
     every = [sync_arms.ARMS[name](team) for name in dict.fromkeys(["raw", *args.arms])]
     skipped = {arm.name: arm.why_not for arm in every if arm.why_not}
@@ -181,7 +193,7 @@ async def measure(cfg: Config, args: argparse.Namespace) -> dict[str, Any]:
             await arm.leave()
     found["raw"] |= summarise(every_raw, [run.seconds for run in every_raw])
     tensors = len((await team.first(sync_trainer.metadata))[0])
-    await roles.rollout.stop()
+    await spawned.end()
     return {
         "bytes": team.total_bytes,
         "tensors": tensors,
@@ -221,10 +233,20 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--exposed", action="store_true", help="what a sync adds to the steps of a run")
+    settings = list(sync_exposed.SETTINGS)
+    parser.add_argument("--settings", nargs="+", choices=settings, default=settings, help="of --exposed")
+    fewest = sync_exposed.WARMUP + 2
+    parser.add_argument(
+        "--steps", type=int, default=sync_exposed.STEPS, help=f"of a run of --exposed, {fewest} or more"
+    )
     args = parser.parse_args()
     args.apart = args.model != "tiny" if args.apart is None else args.apart
     if not 0 < args.changed <= 0.5 or args.repeats < 1:
         parser.error(f"--changed {args.changed} --repeats {args.repeats}: above 0 up to 0.5, and at least 1")
+    if args.steps < fewest:
+        parser.error(
+            f"--steps {args.steps}: at least {fewest}, since the first {sync_exposed.WARMUP} and the last drop out"
+        )
     return args
 
 
@@ -236,14 +258,13 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     if args.exposed:
-        from benchmarks import sync_exposed
-
-        return sync_exposed.measure(args.out, args.repeats)
+        return sync_exposed.measure(args.out, args.repeats, args.steps, args.settings)
     print(
         "making the model, starting trainer and engines, measuring: a minute or two for tiny, ten for 0.5b", flush=True
     )
     with tempfile.TemporaryDirectory() as folder:
-        cfg = make_config(args, folder + "/model")
+        layout = Layout(args.model, args.ranks, args.replicas, args.tp, args.bucket_mb, args.device)
+        cfg = make_config(layout, folder + "/model")
         cfg.trainer.output_dir = folder
         launch.start_ray(cfg)
         try:

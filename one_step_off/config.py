@@ -31,7 +31,11 @@ shared = partial(key, shared=True)
 def following(base: type) -> Any:
     """The keys of `base`, of which the shared ones are null unless set: as the actor has them."""
     told = {f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)}
-    keys = [(f.name, Optional[f.type], field(default=None, metadata=told[f])) for f in told if "shared" in f.metadata]
+    keys = []
+    for f in told:
+        if "shared" in f.metadata:
+            kind = Optional[f.type]  # ty: ignore[invalid-type-form]  (made at run time)
+            keys.append((f.name, kind, field(default=None, metadata=told[f])))
     return make_dataclass(f"Following{base.__name__}", keys, bases=(base,))
 
 

@@ -241,7 +241,8 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[Weigh
     pass runs on gathered copies. Tied tensors appear once. HSDP's replicas are dealt the tensors by size. Adapters
     are no tensors of their own (see lora.py)."""
     held, loads = [], None
-    for full_name, parameter in model.named_parameters():
+    parameters: Any = model.named_parameters()  # DTensors, as FSDP2 makes them
+    for full_name, parameter in parameters:
         mesh, name = parameter.device_mesh, lora.plain_name(full_name)
         if not name:
             continue

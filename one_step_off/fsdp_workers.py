@@ -48,6 +48,7 @@ class ModelWorker(UsageProbe):
 
     threads = {"control": 1}  # beside the worker's own: what must be answered however busy that one is
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
+    _build_optimizer: Callable[[], None]  # of the roles that learn
 
     def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""

@@ -236,7 +236,7 @@ def _require_causal(name: str, found: Any) -> None:
     if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
         raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
-    cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
+    cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
         from vllm import ModelRegistry, plugins  # only then: it takes ten seconds to import
@@ -307,7 +307,8 @@ def start_ray(cfg: Config) -> str:
     token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
     mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
     with as_config_error("Ray does not start", mend, (OSError, ValueError, RuntimeError, ray.exceptions.RayError)):
-        return ray.init(**({} if joins else options), **quiet).address_info["session_dir"]
+        context: Any = ray.init(**({} if joins else options), **quiet)
+        return context.address_info["session_dir"]
 
 
 @contextlib.contextmanager

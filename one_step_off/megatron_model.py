@@ -112,7 +112,7 @@ class _Norm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
         super().__init__(hidden_size, eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # ty: ignore[missing-attribute]  (Megatron's mark)
 
 
 class _Attention(nn.Module):

@@ -5,6 +5,7 @@ local parameter. So the same parts serve to load (written) and to stream and exp
 than its own shard and one HF tensor.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: s
         grouped = data.view(groups // ranks, per_group + 2, per_head, *data.shape[1:])
         views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
     for name, view in zip(names, views, strict=True):
-        shape = list(view.shape) if how != "qkv" else [view.shape[:3].numel(), *view.shape[3:]]
+        shape = list(view.shape) if how != "qkv" else [math.prod(view.shape[:3]), *view.shape[3:]]
         start, stop = rank * shape[dim], (rank + 1) * shape[dim]
         shape[dim] *= ranks
         if how == "vocabulary":  # padded at the end, so that it divides

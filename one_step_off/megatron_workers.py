@@ -33,6 +33,9 @@ SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_a
 class MegatronWorker(ModelWorker):
     """Put before a role's class: its model, passes, optimiser and checkpoints by Megatron."""
 
+    _chunk: torch.nn.Module  # at whose forward pass it is
+    _may_step: Callable[[float, bool], bool]  # of the role's class
+
     def _build(self) -> None:
         own, cfg = self.own, self.cfg
         self.hf_config = megatron_model.read_config(cfg, self.role)

@@ -20,10 +20,11 @@ from one_step_off.carry import Pool
 from one_step_off.checkpoint import TRAINED, Checkpointer, write_batch
 from one_step_off.config import Config
 from one_step_off.core_algos import KLController
-from one_step_off.groups import NoReplica, RoleError, now, within
+from one_step_off.groups import NoReplica, RoleError, RolloutGroup, TrainGroup, now, within
 from one_step_off.reward_models import mix
 from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.tracking import Tracker
+from one_step_off.weight_sync import WeightSync
 
 KEPT_BATCHES = 5
 
@@ -32,11 +33,11 @@ KEPT_BATCHES = 5
 class Roles:
     """Who takes part; see `groups.py` for what each must be able to do. None: the run has no such role."""
 
-    actor: Any
-    rollout: Any
-    sync: Any
-    ref: Any = None
-    critic: Any = None
+    actor: TrainGroup
+    rollout: RolloutGroup
+    sync: WeightSync
+    ref: TrainGroup | None = None
+    critic: TrainGroup | None = None
     reward_model: Any = None
 
 

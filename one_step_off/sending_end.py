@@ -8,17 +8,27 @@ What ends a wait has a second thread, "control": a send or a connect may hold th
 """
 
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ray
 import torch
 
 from one_step_off.bucket_plan import BucketPlan, Pieces, SyncError, sent_by
+from one_step_off.config import Config
 from one_step_off.distributed_util import Sender, own_host, unpin
 
 
 class SendingEnd:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
+
+    # The worker's own.
+    cfg: Config
+    rank: int
+    device: str
+    version: int
+    weight_tensors: Callable[[], Iterator[torch.Tensor]]
+    gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
     released = -1  # the version that need not be read any more

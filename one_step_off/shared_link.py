@@ -7,6 +7,7 @@ buffer. Shared memory has no name, so whatever dies leaves nothing behind.
 
 import os
 import pickle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]
     file = os.fdopen(os.memfd_create("weight_sync"))
     os.posix_fallocate(file.fileno(), 0, max(size, 1))  # or a lack of memory would show as a bus error, much later
     where = f"/proc/{os.getpid()}/fd/{file.fileno()}", size
-    buffer = _mapped(*where)
+    buffer: Any = _mapped(*where)
     buffer.file = file  # open as long as the buffer is there, for others to map
     return buffer, pickle.dumps((_mapped, where))
 

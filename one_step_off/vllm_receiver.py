@@ -10,6 +10,7 @@ they were loaded: all further ones are then written straight into them (live_wei
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
 class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
-    def init_transfer_engine(
+    def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
         self, pieces: list, bucket_bytes: int, first_receiver: int, host: str, timeout_s: float, **groups: Any
     ) -> None:
         """Build the plan and join the senders' groups; an earlier epoch's are given up. Plain data only, since it crosses
@@ -127,6 +128,16 @@ WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEn
 
 class SyncWorkerExtension:
     """Mixed into vLLM's worker; `collective_rpc` reaches its methods."""
+
+    # The worker's own. Declared only: vLLM refuses an extension that sets what its worker has.
+    device: torch.device
+    vllm_config: Any
+    model_runner: Any
+    weight_transfer_engine: Any
+    start_weight_update: Callable[[], None]
+    update_weights: Callable[[dict[str, Any]], None]
+    finish_weight_update: Callable[[], None]
+    reload_weights: Callable[..., None]
 
     def connect_sync(self, info: dict[str, Any]) -> None:
         """Join the groups of a new epoch; see `init_transfer_engine`."""

@@ -350,7 +350,7 @@ def double(t, options, *, times=2.0):
     return t.totals * times
 
 
-double.whitens = False
+double.whitens = False  # ty: ignore[missing-attribute]
 
 
 def ragged(t, options):

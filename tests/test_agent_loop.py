@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -234,7 +235,7 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
     own = tiny_qwen.build_tokenizer()
     own.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|start|>", "<|end|>"]})
     own.chat_template = template
-    loop = Loops(config(loop_kwargs={}), own).get()
+    loop: Any = Loops(config(loop_kwargs={}), own).get()
     assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
     plain = [{"role": "tool", "content": "X<"}]
     whole = own(tail, add_special_tokens=False)["input_ids"]
@@ -261,7 +262,7 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
     assert heard(talk, tokenizer)[0].count("error: more than 8 calls in one turn; the last 22 were not made") == 1
     assert heard(talk, tokenizer)[0].count("6\n") == 8
     assert talk.facts == {"tool_calls": 30, "tool_errors": 22, "used_tools": 1}
-    loop = Loops(config(), tokenizer).get()
+    loop: Any = Loops(config(), tokenizer).get()
     for count in range(1, 80):
         loop.turn([{"role": "tool", "content": "x"}] * count, np.array([]))
     assert loop._frame.cache_info().currsize <= 64
@@ -323,13 +324,15 @@ def test_tries_until_the_verifier_is_content(tokenizer):
 
     cfg = config(loop="retry_with_feedback", loop_kwargs={"retry_with_feedback": {"discount": 0.5, "feedback": "No."}})
     talk = run(cfg, tokenizer, Script(tokenizer, " 155", " 157", " 156"), score)
+    assert isinstance(talk.reward, Reward)
     assert (
         talk.reward.parts == {"right": 0.25, "form": 0.0625}
         and talk.reward.total == 0.3125
         and talk.turns == talk.facts["tries"] == 3
     )
     assert heard(talk, tokenizer) == ["\nQuestion: No.\nAnswer:"] * 2
-    assert run(cfg, tokenizer, Script(tokenizer, " 1", " 2"), score, Limits(400, 2)).reward.parts["right"] == 0.0
+    reward = run(cfg, tokenizer, Script(tokenizer, " 1", " 2"), score, Limits(400, 2)).reward
+    assert isinstance(reward, Reward) and reward.parts["right"] == 0.0
 
 
 def test_a_puzzle_of_reasoning_gym(tokenizer):

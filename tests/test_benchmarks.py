@@ -106,7 +106,7 @@ def test_tables_and_plots(arms, tmp_path):
 
 
 def test_a_failing_arm_says_why(tmp_path):
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 2:.*rollout.nn") as failed:
+    with pytest.raises(command_line.RunFailed, match=r"(?s)ended with 2:.*rollout.nn") as failed:
         command_line.run_arm("config/gsm8k_tiny_cpu.yaml", [], tmp_path, ["rollout.nn=1"])
     assert failed.value.code == 2
 

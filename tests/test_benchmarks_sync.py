@@ -173,7 +173,7 @@ def test_an_arm_leaves_nothing_in_a_worker():
         shutdown = close
 
     own, end = worker(), Thread()
-    end.wire = end
+    end.wire = end  # ty: ignore[missing-attribute]
     sync_trainer.forget(own, "raw")  # it never had anything
     sync_trainer.select(own, "a", {"bucket_mb": 1})
     own.sender, own.mirror, own.version = end, [1], 3
@@ -199,6 +199,7 @@ def test_what_a_sync_exposes():
     result = {
         "what": "A model.",
         "repeats": 2,
+        "steps": 9,
         "settings": {"training longer": found},
         "skipped": {"overlapped": "no key"},
     }

@@ -7,6 +7,7 @@ import asyncio
 import io
 import math
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -327,6 +328,8 @@ def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples
     async def release(version):
         pass
 
-    gone.expect, gone.release, gone.fail, gone.on_trace = sync.expect, release, sync.fail, None
+    stand_in: Any = gone
+    stand_in.expect, stand_in.release, stand_in.fail = sync.expect, release, sync.fail
+    stand_in.on_trace = None
     with pytest.raises(NoReplica):
         asyncio.run(asyncio.wait_for(pipeline.fit(), 10))

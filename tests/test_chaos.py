@@ -200,7 +200,7 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
         assert process.pid in watch.marked(f"{mark}3.")
         assert not watch.marked(f"{mark}2.")
         holds.look([process.pid])
-        path = f"/dev/shm{memory._name}"
+        path = f"/dev/shm/{memory.name}"
         assert f"port {port}" in holds.left() and path not in holds.left(), "somebody has it mapped"
         watch.end_all(mark)
         process.wait(10)

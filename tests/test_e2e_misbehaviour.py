@@ -129,7 +129,8 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
     rows, ledger = (
         [json.loads(x) for x in (out / f"{n}.jsonl").read_text().splitlines()] for n in ("metrics", "ledger")
     )
-    assert [row["actor/skipped_updates"] for row in rows] == [0, 2, 0] or rows[1]["actor/skipped_updates"] == 1
+    skipped = [row["actor/skipped_updates"] for row in rows]
+    assert skipped == [0, 1, 0], "of the two mini-batches of one step the one that has the advantage that is no number"
     assert sum(row["samples/dropped_groups"] for row in rows) > 0 and flag.read_text() == "xx"
     for row, consumed in zip(rows, ledger, strict=True):
         gone = consumed.get("dropped", [])
@@ -147,5 +148,5 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
     assert re.search(r"step 1 again, with the weights of \S+checkpoints/step_000001", said), said
     assert re.search(r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt", said), said
     assert re.search(r"ratio: 0 of \d+ trained tokens are not finite", said), said
-    assert re.search(r"actor: actor/loss nan, .*actor/skipped_updates [12]", said.replace("\n", " ")), said
+    assert re.search(r"actor: actor/loss nan, .*actor/skipped_updates 1", said.replace("\n", " ")), said
     assert {p: p.read_bytes() for p in before} == before, "a replay changes nothing of the run"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -25,7 +27,8 @@ class RecordingCritic(CriticWorker):
     """Keeps whole gradients as they are before each optimiser step."""
 
     def _optimizer_step(self, stats):
-        self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in self.model.named_parameters()}
+        named: Any = self.model.named_parameters()
+        self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in named}
         return super()._optimizer_step(stats)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,7 +269,7 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
     """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
     late, first = Method(SyncError("sender 0: late"), delay=0.05), Method(SyncError("sender 1: first"))
-    ranks = [Actor(send_weights=late, **CONTROL), Actor(send_weights=first, **CONTROL)]
+    ranks: list[Any] = [Actor(send_weights=late, **CONTROL), Actor(send_weights=first, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
     sync.senders = sync.taking_part = sync.actor.ranks = ranks
@@ -297,7 +298,7 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
     monkeypatch.setattr(weight_sync, "SETTLE_S", 0.1)
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
     hung, waited = Method(None, delay=30), Method(SyncError("sender 1, phase header: timed out"), delay=0.02)
-    ranks = [Actor(send_weights=hung, **CONTROL), Actor(send_weights=waited, **CONTROL)]
+    ranks: list[Any] = [Actor(send_weights=hung, **CONTROL), Actor(send_weights=waited, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
     sync.senders = sync.taking_part = sync.actor.ranks = ranks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import numpy as np
 import peft
@@ -45,7 +46,7 @@ class Adapting(PolicyWorker):
     """Keeps the adapters' whole gradients; frozen weights have none."""
 
     def _optimizer_step(self, stats):
-        named = list(self.model.named_parameters())
+        named: list[Any] = list(self.model.named_parameters())
         assert {n for n, p in named if p.grad is not None} == {n for n, _ in named if ".lora_" in n}
         self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in named if p.grad is not None}
         return super()._optimizer_step(stats)

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -44,14 +45,15 @@ SIZES = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3["original_max_position_embeddings"] = 8192
+configs: Any = transformers  # its dataclasses take more than they declare
 MODELS = {
-    "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=5e3),
+    "qwen2": lambda: configs.Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=5e3),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama3": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3),
-    "moe": lambda: transformers.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
+    "moe": lambda: configs.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     # The weights of the chosen experts do not add up to 1, and two layers have none.
-    "mixed": lambda: transformers.Qwen3MoeConfig(
+    "mixed": lambda: configs.Qwen3MoeConfig(
         **SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=2
     ),
 }
@@ -121,7 +123,7 @@ class Recorder(WORKERS["actor"]):
             # All ranks are to hold whole sums; the distributed optimiser needs only its part of them.
             chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(c, force_all_reduce=True)
 
-    def _clip_and_step(self, rate, *broken):
+    def _clip_and_step(self, rate, broken=False):
         kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
         for p, _ in kept:
             p.data = p.main_grad
@@ -129,7 +131,7 @@ class Recorder(WORKERS["actor"]):
         self.gradients = [(dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent]
         for p, data in kept:
             p.data = data
-        return super()._clip_and_step(rate, *broken)
+        return super()._clip_and_step(rate, broken)
 
 
 def sent_by(worker):

@@ -53,7 +53,7 @@ def seats(monkeypatch: pytest.MonkeyPatch, nodes: Nodes, *overrides: str) -> dic
     monkeypatch.setattr(placement.ray, "available_resources", lambda: {"GPU": float(sum(nodes.free))})
     cfg = load([*BASE, *overrides])
     validate(cfg, 0)
-    found = placement.create_pools(cfg, "cuda")
+    found: dict[str, Any] = placement.create_pools(cfg, "cuda")
     return {pool: [(s.group.where, s.node, s.bundle) for s in of] for pool, of in found.items()}
 
 

@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -329,7 +330,7 @@ GONE, HANGS, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.0
 def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer, monkeypatch):
     """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
     monkeypatch.setattr(groups, "LIVENESS_S", 0.2)
-    ranks = [Actor(alive=None), Actor(alive=None)]
+    ranks: list[Any] = [Actor(alive=None), Actor(alive=None)]
     ranks[1].alive = Method(other if other is GONE else None, delay=other if isinstance(other, float) else 0.0)
     roles = SimpleNamespace(rollout=SimpleNamespace(all=[], active=[]))
     team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
@@ -384,7 +385,8 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_nothing_is_lost(tmp_pa
     rollout.generate, pipeline.roles.sync = lost, Sync(world)
     with pytest.raises(NoReplica, match="none is left"):
         asyncio.run(pipeline.fit())
-    ((step, samples, state),) = pipeline.checkpointer.saved
+    checkpointer: Any = pipeline.checkpointer
+    ((step, samples, state),) = checkpointer.saved
     assert samples is None and step == len(world.trained) == world.version == (
         4 if (staleness, where) == (1, "sync") else 3
     )

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ class Server:
         app.router.add_post("/score", self.handle)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site: Any = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         try:
             yield f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}/score"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,7 +58,8 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
         before[-1].prompt_ids, before[-1].extra, before[-1].response = ids, {"baseline": float(i)}, f"so {i}"
     found, arrays = sent(Samples(before))
     assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
-    for old, new in zip(before, found, strict=True):
+    pairs: list[Any] = list(zip(before, found, strict=True))
+    for old, new in pairs:
         for name, value in vars(old).items():
             if isinstance(value, np.ndarray):
                 assert value.dtype == getattr(new, name).dtype and np.array_equal(value, getattr(new, name))

@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -106,7 +107,8 @@ def test_what_failed_is_not_said_to_have_ended():
     assert out.getvalue() == "reading ...\n"
 
 
-def terminal(width: int = 120) -> Console:
+def terminal(width: int = 120) -> Any:
+    """A Console whose file is a StringIO."""
     return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
 
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -489,7 +490,7 @@ def test_python_that_floods_is_cut():
 LONG = Limits(4000, 8)
 
 
-def environment(name: str, **changes: object) -> object:
+def environment(name: str, **changes: object) -> Any:
     """The loop with one of tests/environments.py."""
     kwargs = {"environment": {"env": f"tests.environments:{name}"}}
     cfg = config(loop="environment", loop_kwargs=kwargs, **changes)

@@ -8,9 +8,11 @@ import sys
 import time
 from collections import namedtuple
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ray.exceptions import ActorDiedError
 
 from agent_loop import tools
@@ -30,6 +32,7 @@ from one_step_off.vllm_rollout import (
     sample_seed,
     stamps_of,
 )
+from tests.conftest import tiny_config
 
 Span = namedtuple("Span", "version start end")
 
@@ -208,7 +211,8 @@ def test_a_last_try_of_which_the_reward_is_late_is_marked_as_such(tries, reward,
 def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baselines(estimator):
     cfg = Config()
     cfg.algorithm.adv_estimator, cfg.rollout.n = estimator, 2
-    generated.needs, wanted = ("baselines",), estimator != "grpo"
+    own: Any = generated
+    own.needs, wanted = ("baselines",), estimator != "grpo"
     group = RolloutGroup([], cfg, seeded=True)
     assert (group.train.greedy, group.val.greedy) == (wanted, False)
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
@@ -301,18 +305,59 @@ def test_a_colocated_engine_sleeps_between_its_turns_and_wakes_for_the_sync():
         assert replica.engine.told == told and replica.stamp == (0, 1)
 
 
-def test_engine_arguments():
-    cfg = Config()
+def test_engine_arguments_make_the_engine_that_is_meant(models, monkeypatch):
+    """As vLLM understands them: it has taken every name, and its own checks have changed none of the values."""
+    from vllm import AsyncEngineArgs
+
+    from one_step_off.roles import ENGINE_ENV
+    from one_step_off.vllm_receiver import SyncWorkerExtension
+
+    for name, value in ENGINE_ENV["cpu"].items():  # as in a replica's process; without it the executor is another
+        monkeypatch.setenv(name, value)
+    cfg = tiny_config(models(), "", **{"data.max_response_length": 32, "rollout.val_max_response_length": 64})
     cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
-    cpu, gpu = engine_args(cfg, "cpu"), engine_args(cfg, "cuda")
-    assert cpu["max_num_seqs"] == gpu["max_num_seqs"] == 7
-    assert cpu["kv_cache_memory_bytes"] == 256 << 20 and not cpu["enable_chunked_prefill"]
-    assert cpu["max_num_batched_tokens"] >= cpu["max_model_len"] == 512 + 1024
-    assert gpu["gpu_memory_utilization"] == 0.85 and "kv_cache_memory_bytes" not in gpu
-    assert not gpu["enable_sleep_mode"]
-    cfg.placement.roles = {"rollout": "all", "actor": "all"}
-    assert engine_args(cfg, "cuda")["enable_sleep_mode"]
-    assert cpu["logprobs_mode"] == gpu["logprobs_mode"] == "processed_logprobs"
+    made = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
+    assert made.device_config.device_type == "cpu"
+    assert made.model_config.model == cfg.model.path and made.model_config.dtype == torch.float32
+    assert made.model_config.max_model_len == 128 + 64, "the longest prompt with the longest response"
+    assert made.model_config.seed == cfg.trainer.seed and made.model_config.enforce_eager
+    assert made.model_config.logprobs_mode == "processed_logprobs"
+    assert made.scheduler_config.max_num_seqs == 7, "the user's own keys go on top"
+    assert not made.scheduler_config.enable_chunked_prefill, "a prompt split over two steps would kill a CPU engine"
+    assert made.scheduler_config.max_num_batched_tokens >= 7 * made.model_config.max_model_len
+    assert made.cache_config.kv_cache_memory_bytes == 64 << 20 and made.cache_config.block_size == 32
+    assert made.parallel_config.tensor_parallel_size == 1
+    assert made.parallel_config.distributed_executor_backend == "uni"
+    assert (
+        made.parallel_config.worker_extension_cls == f"{SyncWorkerExtension.__module__}.{SyncWorkerExtension.__name__}"
+    )
+    assert made.weight_transfer_config.backend == "one_step_off"
+
+
+@pytest.mark.parametrize(("width", "executor"), [(1, "uni"), (2, "mp")])
+@pytest.mark.parametrize("shared", [False, True])
+def test_engine_arguments_on_gpus_are_known_to_vllm(models, width, executor, shared):
+    """What they make needs a GPU; that the names exist does not."""
+    from vllm import AsyncEngineArgs
+
+    cfg = tiny_config(models(), "", **{"rollout.tensor_parallel_size": width})
+    cfg.placement.roles = {"rollout": "all", "actor": "all" if shared else "other"}
+    made = AsyncEngineArgs(**engine_args(cfg, "cuda"))
+    default = AsyncEngineArgs(model=cfg.model.path)
+    assert made.gpu_memory_utilization == cfg.rollout.gpu_memory_utilization
+    assert made.kv_cache_memory_bytes is None and made.block_size == default.block_size
+    assert made.enable_chunked_prefill == default.enable_chunked_prefill
+    assert made.enforce_eager == default.enforce_eager, "CUDA graphs"
+    assert made.enable_sleep_mode == shared, "its memory is another role's while it sleeps"
+    assert (made.tensor_parallel_size, made.distributed_executor_backend) == (width, executor)
+
+
+def test_a_user_key_that_vllm_does_not_know_is_refused(models):
+    from vllm import AsyncEngineArgs
+
+    cfg = tiny_config(models(), "", **{"rollout.engine_kwargs": {"no_such_key": 1}})
+    with pytest.raises(TypeError, match="no_such_key"):
+        AsyncEngineArgs(**engine_args(cfg, "cpu"))
 
 
 def test_slow_rewards_are_scored_side_by_side():

@@ -1,0 +1,281 @@
+"""The smallest form of each benchmark and of each documented command, and the documented commands that have none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tests.docs_commands import Command
+
+RESULTS = "result.json", "result.md"
+RUN = "summary.json", "metrics.jsonl", "report.html", "hf_model/config.json"
+TWO_STEPS = ("trainer.total_steps=2", "data.generator_size=64", "data.val_size=4")
+FEW_SAMPLES = ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "rollout.n=2")
+SMALL = (*TWO_STEPS, *FEW_SAMPLES)
+CALIBRATING = ("trainer.total_steps=5", *SMALL[1:])  # the planner drops the first three steps
+TINY = "config=config/gsm8k_tiny_cpu.yaml"
+
+
+@dataclass(frozen=True)
+class Smoke:
+    """A command in its smallest form, run in a folder that all cases share.
+
+    Attributes:
+        name: of the case.
+        program: as `Command.program`.
+        arguments: the words behind it; `config/...` is a file of this repository.
+        variables: set in front of it.
+        writes: files that it must leave, in the folder that it names by `--out` or trainer.output_dir.
+        prints: what its output must hold.
+        after: the cases whose files it reads.
+        needs: a package without which it does not run.
+    """
+
+    name: str
+    program: str
+    arguments: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    writes: tuple[str, ...] = ()
+    prints: str = ""
+    after: tuple[str, ...] = ()
+    needs: str = ""
+
+    @property
+    def command(self) -> Command:
+        """As a page would show it."""
+        return Command("", self.program, self.arguments, self.variables)
+
+    @property
+    def folder(self) -> str:
+        """Where its files go."""
+        words = self.arguments
+        if "--out" in words:
+            return words[words.index("--out") + 1]
+        return self.command.keys.get("trainer.output_dir", "")
+
+
+def run(name: str, *arguments: str, program: str = "one_step_off.main_ppo", **more: object) -> Smoke:
+    """A run of two steps in outputs/NAME, with all that a run leaves."""
+    return Smoke(name, program, (*arguments, f"trainer.output_dir=outputs/{name}"), **{"writes": RUN, **more})
+
+
+def benchmark(
+    name: str, *arguments: str, program: str = "", writes: tuple[str, ...] = RESULTS, **more: object
+) -> Smoke:
+    """A benchmark that writes into outputs/NAME; its program is of the same name unless it says another."""
+    return Smoke(name, f"benchmarks.{program or name}", ("--out", f"outputs/{name}", *arguments), writes=writes, **more)
+
+
+PROGRAM = [
+    Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
+    Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
+    Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
+    # As in README, with what report.md adds. The next four look at it.
+    run(
+        "plain",
+        *(TINY, *SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
+        writes=(*RUN, "profile", "checkpoints", "evaluations.jsonl"),
+    ),
+    Smoke(
+        "view",
+        "one_step_off.view",
+        ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
+        after=("plain",),
+    ),
+    Smoke("view_evaluation", "one_step_off.view", ("outputs/plain", "--val", "2", "--worst", "1"), after=("plain",)),
+    Smoke("report", "one_step_off.report", ("outputs/plain",), prints="report.html", after=("plain",)),
+    run(
+        "val_only",
+        *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
+        writes=("val_only",),
+    ),
+    run(
+        "doubt", TINY, *SMALL, "agent.loop=my_loop:Doubt", 'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}'
+    ),
+    run(
+        "puzzles",
+        *(TINY, *SMALL, "data.train_files=generator:puzzles", "data.val_files=generator:puzzles"),
+        *("data.max_prompt_length=512", "data.max_response_length=384", "agent.max_turns=3"),
+    ),
+    run("partial", TINY, *SMALL, "pipeline.partial_rollout=true", "rollout.oversample=1.5"),
+    run(
+        "synchronous_bfloat16_lora",
+        *(TINY, *SMALL, "pipeline.staleness=0", "model.lora_rank=8", "actor.lr=2e-3"),
+        *("model.dtype=bfloat16", "rollout.temperature=0.7"),
+    ),
+    run("script", *SMALL, program="shell/run_qwen_gsm8k.sh"),
+    run(
+        "script_megatron",
+        *(*SMALL, "actor.tensor_parallel_size=1", "actor.sequence_parallel=false", "actor.pipeline_parallel_size=2"),
+        program="shell/run_qwen_gsm8k.sh",
+        variables={"BACKEND": "megatron"},
+        needs="megatron.core",
+    ),
+    run("script_split", *SMALL, program="shell/run_split_placement.sh"),
+    run("script_tools", *SMALL, "agent.tools=calculator,my_tools:shout", program="shell/run_tool_agent.sh"),
+    Smoke("plan_times", "one_step_off.plan", (TINY, *"--times 458,445,1,177 --gpus 16".split()), prints="best:"),
+    Smoke(
+        "plan_runs",
+        "one_step_off.plan",
+        (TINY, *SMALL)
+        + ("--from", "outputs/planner/round0_in_turns")
+        + ("--from", "outputs/planner/round0_in_turns_a_quarter_of_the_batch")
+        + ("--gpus", "4"),
+        prints="best:",
+        after=("planner",),
+    ),
+]
+
+BENCHMARKS = [
+    Smoke(
+        "throughput",
+        "benchmarks.throughput",
+        ("--out", "outputs/throughput", "--config", "config/gsm8k_tiny_cpu.yaml", "--models", "tiny:qwen2")
+        + (
+            "--lengths",
+            "fixed:8",
+            "--batches",
+            "2x2",
+            "--splits",
+            "1:1",
+            "--runs",
+            "1",
+            "--warmup",
+            "0",
+            "--steps",
+            "2",
+        )
+        + ("--arms", "disaggregated", "overlapped"),
+        writes=(*RESULTS, "headline.png"),
+    ),
+    benchmark(
+        "learning",
+        *("--config", "config/gsm8k_tiny_cpu.yaml", "--arms", "sync", "async", "--seeds", "0", "--test-freq", "1"),
+        *SMALL,
+        writes=(*RESULTS, "learning.png"),
+    ),
+    benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
+    Smoke("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
+    Smoke("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
+    benchmark("long_tail", *"--most 16 --over= --runs 1".split(), *SMALL, writes=(*RESULTS, "long_tail.png")),
+    benchmark("overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 2 --no-loggers".split()),
+    benchmark("overhead_ray", *"--samples 64 --tokens 16 --repeats 1".split()),
+    benchmark(
+        "weight_sync",
+        *"--model tiny --ranks 2 --replicas 2 --repeats 1 --bucket-mb 1".split(),
+        *"--arms raw per-tensor gather sharded delta shared file vllm".split(),
+        writes=(*RESULTS, "weight_sync.png"),
+    ),
+    benchmark(
+        "exposed",
+        *("--exposed", "--repeats", "1", "--steps", "4", "--settings", "training longer"),
+        program="weight_sync",
+        writes=("exposed.json", "exposed.md"),
+    ),
+    Smoke("sync_model", "benchmarks.sync_model", prints="| phase |"),
+    Smoke(
+        "sync_model_check",
+        "benchmarks.sync_model",
+        ("--check", "outputs/weight_sync/result.json", "outputs/weight_sync/result.json"),
+        prints="model / measured",
+        after=("weight_sync",),
+    ),
+    benchmark("update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"),
+    benchmark(
+        "backends",
+        *("--models", "tiny", "--arms", "FSDP2, 1 rank", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
+        needs="megatron.core",
+    ),
+    benchmark("estimators", "--repeats", "1"),
+    benchmark("agent_loop", *"--conversations 8 --reward-s 0.05 --repeats 1".split()),
+    benchmark("checkpoint", *"--model tiny:qwen2 --layers 1 --repeats 1".split(), writes=("result.json",)),
+    benchmark("lora", "--model", "tiny", "--repeats", "1"),
+]
+
+CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
+
+
+@dataclass(frozen=True)
+class Without:
+    """Documented commands that have no case, and why. A command is meant if it has this program, and each of the variables,
+    flags and keys that stand here (a key with this value); with `alone` no other flags."""
+
+    why: str
+    program: str
+    variables: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    keys: dict[str, str] = field(default_factory=dict)
+    alone: bool = False
+
+    def means(self, command: Command) -> bool:
+        """Whether the command is one of these."""
+        return (
+            command.program == self.program
+            and set(self.variables) <= command.variables.keys()
+            and set(self.flags) <= command.flags
+            and self.keys.items() <= command.keys.items()
+            and not (self.alone and command.flags - set(self.flags))
+        )
+
+
+GPUS = "needs GPUs; tests/test_docs.py reads its config and its keys"
+CLUSTER = "needs a cluster; tests/test_shell.py runs it with tools that only record their calls"
+ITSELF = "what continuous integration begins with"
+PRETRAINED = "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
+MAIN = "one_step_off.main_ppo"
+WITHOUT = [
+    Without(ITSELF, "shell/setup.sh"),
+    Without(ITSELF, "shell/test.sh"),
+    Without(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
+    Without("needs the files of GSM8K; tests/test_shell.py has DATA", "shell/run_qwen_gsm8k.sh", ("DATA",)),
+    Without(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
+    Without(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
+    Without(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
+    Without(
+        "needs a skipped update; tests/test_e2e_misbehaviour.py makes one and replays it", MAIN, flags=("--replay",)
+    ),
+    Without(
+        "two runs of ten steps; plan_runs reads two such runs, and tests/test_plan.py makes a calibration fail",
+        "one_step_off.plan",
+        alone=True,
+    ),
+    Without(CLUSTER, "shell/run_megatron_nodes.sh"),
+    Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
+    Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
+    Without("TRL is not installed; tests/test_benchmarks.py has its settings", "benchmarks.trl_comparison"),
+    Without("kills processes for minutes; tests/test_e2e_chaos.py has it", "tests.chaos"),
+    Without("tests/test_docs.py compares what it writes", "docs/make_reference.py"),
+]
+
+# How much work it is, and where its files go; the cases have values of their own.
+SIZES = {
+    "trainer.total_steps",
+    "trainer.output_dir",
+    "trainer.save_freq",
+    "trainer.test_freq",
+    "trainer.save_hf_model",
+    "data.train_batch_size",
+    "data.val_files",
+    "rollout.n",
+}
+# The configs with which a script calls the program.
+SCRIPTS = {"config/tool_agent.yaml": "shell/run_tool_agent.sh"}
+
+
+def covers(case: Smoke, command: Command) -> bool:
+    """Whether a case is the command in a smaller form: the same program, every flag and variable, and every key with the
+    same value, but for SIZES."""
+    program = command.program
+    keys = {name: value for name, value in command.keys.items() if name not in SIZES}
+    if keys.get("config") == "FILE":  # any
+        del keys["config"]
+    if program == MAIN and keys.get("config") in SCRIPTS:
+        program = SCRIPTS[keys.pop("config")]
+    own = case.command
+    same_backend = own.variables.get("BACKEND") == command.variables.get("BACKEND")
+    return (
+        own.program == program
+        and command.flags <= own.flags
+        and command.variables.keys() <= own.variables.keys()
+        and same_backend
+        and (program.startswith("benchmarks.") or keys.items() <= own.keys.items())
+    )
