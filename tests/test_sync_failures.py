@@ -10,9 +10,10 @@ import re
 import time
 
 import pytest
+import ray
 
 from one_step_off.bucket_plan import SyncError
-from one_step_off.groups import NoReplica, ProcessDied, RoleError
+from one_step_off.groups import NoReplica, ProcessDied, RoleError, not_alive
 from tests.sync_actors import STEPS, Team
 
 pytestmark = pytest.mark.timeout(240)
@@ -21,8 +22,6 @@ SOON_S = 15.0  # with liveness and settling on a busy machine; the limits that w
 
 @pytest.fixture(scope="module")
 def cluster():
-    import ray
-
     ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
     yield
     ray.shutdown()
@@ -164,6 +163,33 @@ def test_a_release_does_not_wait_for_a_send(cluster, tmp_path):
         await asyncio.wait_for(rank.abort_sync.remote(7, "the receiver is gone"), 10)
         with pytest.raises(Exception, match="given up, since the receiver is gone"):
             await asyncio.wait_for(connecting, 10)
+        team.kill()
+
+    asyncio.run(main())
+
+
+def test_busy_processes_are_not_taken_for_dead_ones(cluster, tmp_path):
+    """An engine inside `connect_sync`, and a rank inside an update that waits for the end of a sync."""
+
+    async def main():
+        team = Team(1, 1, timeout_s=100.0, near=False)
+        await team.connect()
+        await team.restore_beginning(True)
+        (rank,), (replica,) = team.roles.actor.ranks, team.rollout.all
+        info = team.sync.info | {"epoch": 9, "receivers": 1, "near": [[]]}
+        connecting, updating = replica.connect_sync.remote(info, 0), rank.update.remote(None)
+        await asyncio.sleep(0.5)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(replica.ping.remote(), 1.0)  # the engine cannot answer
+        assert await team.rollout.not_alive([0]) == {}
+        assert await not_alive({"trainer rank 0": rank}) == {}
+        await rank.abort_sync.remote(9, "enough")
+        await rank.fail_sync.remote("enough")
+        for call in (connecting, updating):
+            with pytest.raises(Exception, match="enough"):
+                await asyncio.wait_for(call, 10)
+        ray.kill(replica)
+        assert "its process died" in (await team.rollout.not_alive([0]))[0]
         team.kill()
 
     asyncio.run(main())
