@@ -93,6 +93,8 @@ def table(found: dict[str, Any]) -> str:
     lines += ["| arm | " + " | ".join(PROBED) + " |", "| --- " * (1 + len(PROBED)) + "|"]
     for name, figures in found["probes"].items():
         lines.append(f"| {name} | " + " | ".join(f"{figures[figure]:.3g}" for figure in PROBED) + " |")
+    if not any(found["runs"].values()):
+        return "\n".join(lines) + "\n"
     names = list(next(iter(next(iter(found["runs"].values())).values())))
     lines += ["", "One step off, mean of the seeds (and each one):", ""]
     lines += ["| arm | " + " | ".join(names) + " |", "| --- " * (1 + len(names)) + "|"]
@@ -111,7 +113,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: synchronous runs only")
     parser.add_argument("--steps", type=int, default=40, help="of each run one step off")
     parser.add_argument("--probe-steps", type=int, default=10, help="of each synchronous run")
     args, keys = parser.parse(argv)
