@@ -1,7 +1,7 @@
 """What does the difference between engine and trainer cost, and which way of correcting it learns best?
 
     python -m benchmarks.mismatch --out DIR [--config config/gsm8k_tiny_cpu.yaml] [--dtype bfloat16] [--seeds 0 1 2]
-        [--steps 40] [--probe-steps 10] [section.key=value ...]
+        [--steps 40] [--probe-steps 10] [--arms rollout recompute recompute+tis] [section.key=value ...]
 
 Engine and trainer give the same token other log-probs at the same weights, by the rounding of their kernels. Two kinds of
 runs tell what follows from that:
@@ -27,7 +27,7 @@ from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_li
 ARMS = {
     "rollout": ["algorithm.old_log_probs=rollout"],
     "recompute": ["algorithm.old_log_probs=recompute"],
-    "recompute + tis": ["algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"],
+    "recompute+tis": ["algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"],
 }
 PROBED = {
     "clipped share": "actor/clip_frac",
@@ -68,19 +68,20 @@ def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     common = [*overrides, f"model.dtype={args.dtype}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
     common += ["trainer.save_hf_model=false"]
     probes: dict[str, Any] = {}
-    for name, keys in ARMS.items():
+    for name in args.arms:
+        keys = ARMS[name]
         own = [
             *keys,
             f"trainer.total_steps={args.probe_steps}",
             "pipeline.staleness=0",
             "trainer.val_after_train=false",
         ]
-        probes[name] = probe(run_arm(args.config, own, args.out / f"probe_{name.replace(' ', '')}", common))
+        probes[name] = probe(run_arm(args.config, own, args.out / f"probe_{name}", common))
         print(f"synchronous, {name}: {probes[name]}", flush=True)
-    runs: dict[str, dict[int, dict[str, float]]] = {name: {} for name in ARMS}
+    runs: dict[str, dict[int, dict[str, float]]] = {name: {} for name in args.arms}
     for turn, seed in enumerate(args.seeds):
-        for name in ARMS if turn % 2 == 0 else reversed(ARMS):
-            folder = args.out / f"{name.replace(' ', '')}_seed_{seed}"
+        for name in args.arms if turn % 2 == 0 else reversed(args.arms):
+            folder = args.out / f"{name}_seed_{seed}"
             keys = [*ARMS[name], f"trainer.total_steps={args.steps}", f"trainer.seed={seed}"]
             runs[name][seed] = learnt(run_arm(args.config, keys, folder, common), folder)
             print(f"one step off, {name}, seed {seed}: {runs[name][seed]}", flush=True)
@@ -116,6 +117,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: synchronous runs only")
     parser.add_argument("--steps", type=int, default=40, help="of each run one step off")
     parser.add_argument("--probe-steps", type=int, default=10, help="of each synchronous run")
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     args, keys = parser.parse(argv)
     return parser, args, keys
 

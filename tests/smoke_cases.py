@@ -153,6 +153,7 @@ BENCHMARKS = [
         *SMALL,
         writes=(*RESULTS, "learning.png"),
     ),
+    benchmark("mismatch", *"--arms rollout --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
     Smoke("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
     Smoke("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
