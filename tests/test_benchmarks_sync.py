@@ -170,7 +170,7 @@ def test_an_arm_leaves_nothing_in_a_worker():
         def close(self) -> None:
             self.closed += 1
 
-        shutdown = close
+        stop = close
 
     own, end = worker(), Thread()
     end.wire = end  # ty: ignore[missing-attribute]
