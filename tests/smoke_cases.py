@@ -158,7 +158,7 @@ BENCHMARKS = [
     Smoke("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
     Smoke("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
     benchmark("long_tail", *"--most 16 --over= --runs 1".split(), *SMALL, writes=(*RESULTS, "long_tail.png")),
-    benchmark("overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 2 --no-loggers".split()),
+    benchmark("overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 4 --no-loggers".split()),
     benchmark("overhead_ray", *"--samples 64 --tokens 16 --repeats 1".split()),
     benchmark(
         "weight_sync",
@@ -172,7 +172,7 @@ BENCHMARKS = [
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
-    Smoke("sync_model", "benchmarks.sync_model", prints="| phase |"),
+    Smoke("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
     Smoke(
         "sync_model_check",
         "benchmarks.sync_model",

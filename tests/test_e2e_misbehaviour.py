@@ -148,5 +148,5 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
     assert re.search(r"step 1 again, with the weights of \S+checkpoints/step_000001", said), said
     assert re.search(r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt", said), said
     assert re.search(r"ratio: 0 of \d+ trained tokens are not finite", said), said
-    assert re.search(r"actor: actor/loss nan, .*actor/skipped_updates 1", said.replace("\n", " ")), said
+    assert re.search(r"actor: .*actor/loss nan, .*actor/skipped_updates 1,", said.replace("\n", " ")), said
     assert {p: p.read_bytes() for p in before} == before, "a replay changes nothing of the run"
