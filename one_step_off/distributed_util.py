@@ -137,6 +137,8 @@ class _End:
         """Leave all groups; peers that wait for this end fail."""
         for link in self.links:
             link.close()
+        for signal in self.signals:
+            signal.close()
         self.links = []
         self.signals = []
 
@@ -241,7 +243,9 @@ class Sender(_End):
 
     def abort(self, epoch: int, reason: str) -> None:
         """From any thread: let every wait of an epoch end, at this sender and at its receivers."""
-        AbortSignal(dist.PrefixStore(f"{epoch}", self.control)).set(reason)
+        signal = AbortSignal(dist.PrefixStore(f"{epoch}", self.control))
+        signal.set(reason)
+        signal.close()
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
@@ -485,9 +489,10 @@ class Receiver(_End):
 
     def _take(self, rooms: Parts) -> Parts:
         """The next message of each of these senders, of all at once: in its room, or of a near one where that has it."""
+        links = self.links  # a thread that was given up and comes back late must not touch those of another epoch
         for s, room in rooms.items():
-            self.links[s].ask(room)
-        return {s: self.links[s].take(room) for s, room in rooms.items()}
+            links[s].ask(room)
+        return {s: links[s].take(room) for s, room in rooms.items()}
 
     def _numbers(self, senders: Iterable[int], count: int) -> Parts:
         """The same of a message of a few numbers, int64 [count]."""

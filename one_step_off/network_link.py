@@ -1,7 +1,10 @@
 """A process group of one sender and its receivers, which is created, used and left with a time limit on each wait."""
 
+import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -44,7 +47,8 @@ class NetworkLink:
             options = dist.ProcessGroupNCCL.Options()
             # Our own limit (`wait`) comes first: NCCL's watchdog would take the whole process down without a word.
             options._timeout = timedelta(seconds=10 * connect_s + 600)
-            self.group = dist.ProcessGroupNCCL(store, rank, size, options)
+            with _watchdog_spares_the_process():
+                self.group = dist.ProcessGroupNCCL(store, rank, size, options)
         else:
             options = dist.ProcessGroupGloo._Options()
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
@@ -102,12 +106,29 @@ class NetworkLink:
         group or to its work any more."""
         held = [self.group, self.work]
         self.group = self.work = None
+        self.signal.close()
         pending = held[1] is not None and not held[1].is_completed()
         if pending:
             # gloo's group waits in its destructor for what is pending, and NCCL's abort for the GPU: not on this thread.
             threading.Thread(target=_dispose, args=(held, self.device), name="weight-dispose", daemon=True).start()
         else:
             _dispose(held, self.device)
+
+
+@contextmanager
+def _watchdog_spares_the_process() -> Iterator[None]:
+    """A group of NCCL's that is made meanwhile gives its communicators up when a peer fails. By default torch's watchdog ends
+    the whole process then, before our own waits look. (Not tried on GPUs yet.)"""
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "2"  # CleanUpOnly
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _dispose(held: list[Any], device: torch.device) -> None:

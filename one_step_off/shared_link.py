@@ -63,6 +63,7 @@ class SharedOutlet:
 
     def close(self) -> None:
         """Give the memory back, once no reader uses it."""
+        self.signal.close()
         self.buffers = []
 
 
@@ -98,3 +99,4 @@ class SharedInlet:
 
     def close(self) -> None:
         """There is nothing to break."""
+        self.signal.close()

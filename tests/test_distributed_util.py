@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, checksum, weighted_sums
 from one_step_off.distributed_util import Receiver, Sender, use_interface_towards
-from one_step_off.network_link import NetworkLink, connect_limit
 from one_step_off.shared_link import SharedOutlet
 from one_step_off.workers import WeightPiece
 
@@ -351,80 +350,6 @@ def test_a_missing_peer_ends_in_a_named_error_in_bounded_time():
     results, _ = net.sync(model, 0, change=lambda jobs: jobs.pop(0))  # the sender never sends
     assert time.perf_counter() - begin < 10
     assert all(isinstance(r, SyncError) and "phase header" in str(r) for r in results)
-
-
-@pytest.mark.parametrize("hangs", ["sender", "receiver"])
-def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoch_works(monkeypatch, hangs):
-    """As ncclCommInitRank does, which runs inside the first broadcast and knows no time limit."""
-    honest, never = NetworkLink.publish, threading.Event()
-
-    def publish(link, tensor):
-        if link.rank == (0 if hangs == "sender" else 1) and not never.is_set():
-            never.wait()
-        honest(link, tensor)
-
-    real_init = NetworkLink.__init__
-
-    def init(link, store, rank, *args):
-        link.rank = rank
-        real_init(link, store, rank, *args)
-
-    net = Net(SHAPES, 1, 2, timeout_s=2.0)
-    monkeypatch.setattr(NetworkLink, "publish", publish)
-    monkeypatch.setattr(NetworkLink, "ask", publish)
-    monkeypatch.setattr(NetworkLink, "__init__", init)
-    begin, address = time.monotonic(), [net.senders[0].address]
-    jobs = [lambda: net.senders[0].connect(2, 2)]
-    jobs += [lambda r=r: r.connect(2, address, 2) for r in net.receivers]
-    results = net.together(jobs)
-    assert all(isinstance(r, SyncError) and "phase connect" in str(r) for r in results), results
-    assert time.monotonic() - begin < connect_limit(2.0, 1, 2) + 3
-    never.set()  # what hung may go on, and must not disturb
-    net.connect(3)
-    model = normal(SHAPES)
-    results, got = net.sync(model, 0)
-    assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
-
-
-def test_the_limit_of_a_connect_grows_with_senders_and_receivers():
-    assert connect_limit(120, 1, 1) < 122
-    assert connect_limit(120, 8, 8) < connect_limit(120, 64, 8) < connect_limit(120, 64, 64)
-    assert connect_limit(10, 4, 4) - 10 == connect_limit(120, 4, 4) - 120
-
-
-@pytest.mark.parametrize("near", [None, [[0, 1]]])
-def test_a_receiver_that_cannot_load_ends_the_sync_for_all_at_once_with_its_reason(near):
-    shapes = {f"w{i}": (100, 64) for i in range(20)}
-    net = Net(shapes, 1, 2, bucket_bytes=50_000, timeout_s=60.0, near=near)
-    model = normal(shapes)
-
-    def refuses(tensors):
-        raise MemoryError("too little memory")
-
-    begin = time.monotonic()
-    results, _ = net.sync(
-        model, 0, change=lambda jobs: jobs.__setitem__(1, lambda: net.receivers[0].receive(refuses, 0))
-    )
-    assert time.monotonic() - begin < 20, "the limit of a wait is 60 s"
-    assert "phase load" in str(results[1]) and "too little memory" in str(results[1])
-    for other in (results[0], results[2]):
-        assert isinstance(other, SyncError) and "given up, since receiver 0, phase load" in str(other), results
-
-
-def test_an_abort_from_outside_ends_the_waits_of_its_epoch_alone():
-    net = Net(SHAPES, 1, 1, timeout_s=60.0, near=[[0]])
-    sender, results = net.senders[0], []
-    thread = threading.Thread(target=lambda: results.extend(net.together([lambda: sender.send(iter(()), 0)])))
-    thread.daemon = True
-    sender.abort(99, "of another epoch")
-    thread.start()
-    time.sleep(1.5)
-    assert thread.is_alive()
-    sender.abort(1, "rollout 0 died")
-    thread.join(10)
-    assert "given up, since rollout 0 died" in str(results[0])
-    with pytest.raises(SyncError, match="must connect first"):
-        sender.send(iter(()), 0)
 
 
 def test_a_tensor_that_is_not_as_planned_is_named():
