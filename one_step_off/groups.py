@@ -53,6 +53,10 @@ class ProcessDied(RoleError):
     """It is gone."""
 
 
+class TrainerDied(ProcessDied):
+    """It was a trainer's: the attempt is over, whoever has noticed."""
+
+
 class NoReplica(RoleError):
     """All replicas are lost, and none of them came back."""
 
@@ -272,8 +276,13 @@ class RolloutGroup:
         self.most = min(self.most, *at_once)
 
     async def watch(self) -> None:
-        """Ask every replica again and again whether it is there, and give up what is not; runs until it is cancelled."""
+        """Ask every replica again and again whether it is there, and give up what is not; runs until it is cancelled. Raises
+        TrainerDied: that was noticed when a restarted replica was to get its weights."""
         while True:
+            for task in self.returning.values():
+                failed = task.done() and not task.cancelled()
+                if failed and isinstance(error := task.exception(), TrainerDied):
+                    raise error
             await asyncio.gather(*(self._look(i) for i in self.active))
             await asyncio.sleep(self.cfg.rollout.heartbeat_s)
 
@@ -313,6 +322,12 @@ class RolloutGroup:
     def leave_out(self, i: int, why: str) -> None:
         """Give a replica up for good: a new start would not help. Raises as `lose`."""
         self._give_up(i, why)
+        if i in self.returning:
+            self.returning[i].cancel()
+        with suppress(ValueError):  # a stand-in's
+            import ray
+
+            ray.kill(self.all[i])  # it may hang, and hold its device
         self.say(f"rollout {i} is left out from now on: {why}")
         self.returning[i] = asyncio.get_running_loop().create_future()
         self.returning[i].set_exception(RoleError(f"rollout {i}: {why}"))
@@ -337,6 +352,8 @@ class RolloutGroup:
                     raise Lost("it died in its first sync")
                 del self.returning[i]
                 return self.say(f"rollout {i} is back after {time.monotonic() - begin:.1f} s")
+            except TrainerDied:  # no other start of this replica helps; `watch` raises it
+                raise
             except Exception as e:  # whatever it is, the others go on
                 self.say(f"{what}: {e}" + ("" if left else "; it is left out from now on"))
                 self.health[i].to(State.DEAD)

@@ -23,13 +23,24 @@ import numpy as np
 
 from one_step_off.bucket_plan import BucketPlan, SyncError, sent_by
 from one_step_off.distributed_util import GIVEN_UP
-from one_step_off.groups import ATTEMPTS, PhaseTimeout, ProcessDied, RolloutGroup, TrainGroup, every, named, not_alive
+from one_step_off.groups import (
+    ATTEMPTS,
+    PhaseTimeout,
+    ProcessDied,
+    RolloutGroup,
+    TrainerDied,
+    TrainGroup,
+    every,
+    named,
+    not_alive,
+)
 from one_step_off.health import State
 from one_step_off.network_link import connect_limit
 from one_step_off.samples import Stamp
 
 ABORT_S = 5.0  # for the trainers to take an abort
-SETTLE_S = 5.0  # after it, for every process of the sync to end its part; one that does not hangs
+QUICK_S = 2.0  # after it, until processes that have not ended their part are asked whether they are there
+SETTLE_S = 15.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
 MOST_DRAWN = 1000  # spans of theirs in the timeline
@@ -42,6 +53,7 @@ class Call:
     """What one process does for a sync. `replica`: its number; None: it is a trainer."""
 
     who: str
+    actor: Any
     answer: Awaitable[Any]
     replica: int | None = None
 
@@ -94,14 +106,14 @@ class WeightSync:
         info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
         what = f"weight sync, groups of epoch {self.epoch}"
         calls = [
-            Call(f"trainer rank {i}", sender.connect_sync.remote(self.epoch, receivers, own))
+            Call(f"trainer rank {i}", sender, sender.connect_sync.remote(self.epoch, receivers, own))
             for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
         ]
         for number, i in place.items():
-            answer = self.rollout.all[number].connect_sync.remote(info, i * width)
-            calls.append(Call(f"rollout {number}", answer, number))
+            replica = self.rollout.all[number]
+            calls.append(Call(f"rollout {number}", replica, replica.connect_sync.remote(info, i * width), number))
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
-        limit = SETTLE_S + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
+        limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
         await self._together(what, calls, limit)
         self.grouped = [self.rollout.all[number] for number in numbers]
 
@@ -118,15 +130,25 @@ class WeightSync:
                 late = ", ".join(call.who for task, call in tasks.items() if task in pending)
                 errors = [PhaseTimeout(f"{what}, {late}: no answer in {limit_s:g} s")]
             await self._abort(errors[0])
-            hanging: set[asyncio.Future] = set()
-            if pending:
-                ended, hanging = await asyncio.wait(pending, timeout=SETTLE_S)
-                errors += [error for task in ended if (error := task.exception())]
+            hanging = await self._settle({task: tasks[task] for task in pending})
+            errors += [error for task in pending - hanging if (error := task.exception())]
             first = next((error for error in errors if GIVEN_UP not in str(error)), errors[0])
             raise BrokenSync(first, [tasks[task] for task in hanging])
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _settle(self, pending: dict[asyncio.Future, Call]) -> set[asyncio.Future]:
+        """Wait until the calls that an abort is to end have ended, but not for processes that are gone or stopped. Returns
+        those that have not."""
+        if not pending:
+            return set()
+        _, left = await asyncio.wait(pending, timeout=QUICK_S)
+        gone = await not_alive({pending[task].who: pending[task].actor for task in left})
+        busy = {task for task in left if pending[task].who not in gone}
+        if busy:
+            await asyncio.wait(busy, timeout=SETTLE_S)
+        return {task for task in left if not task.done()}
 
     async def _abort(self, error: Exception) -> None:
         """End every wait of the epoch's groups, at trainers and replicas alike."""
@@ -181,6 +203,9 @@ class WeightSync:
             alone, numbers = bool(numbers), numbers or self.rollout.active
             if not numbers:
                 return {}
+            replicas = [
+                self.rollout.all[i] for i in numbers
+            ]  # another one may be in such a place when the sync has failed
             try:
                 if self.grouped != [self.rollout.all[i] for i in numbers]:
                     await self._regroup(numbers)
@@ -191,7 +216,7 @@ class WeightSync:
                 metrics["time/canary_s"] = time.perf_counter() - checked
             except BrokenSync as broken:
                 self.grouped = []
-                await self._give_up_failed(broken, stamp, numbers, alone)
+                await self._give_up_failed(broken, stamp, dict(zip(numbers, replicas, strict=True)), alone)
                 return {}
             except SyncError:
                 self.grouped = []
@@ -205,20 +230,26 @@ class WeightSync:
                 health.begin(time.monotonic())
         return metrics
 
-    async def _give_up_failed(self, broken: BrokenSync, stamp: Stamp, numbers: list[int], alone: bool) -> None:
-        """Restart the replicas that a broken sync has failed by. Raises ProcessDied if it was a trainer, or where no
-        replica can be restarted by itself; the failure itself if all processes are well."""
+    async def _give_up_failed(self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], alone: bool) -> None:
+        """Restart those of these replicas (number -> actor) that a broken sync has failed by. Raises TrainerDied if it was a
+        trainer, ProcessDied where no replica can be restarted by itself; the failure itself if all processes are well."""
         what = f"weight sync of version {stamp[1]}"
         ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
-        dead_ranks, dead = await asyncio.gather(not_alive(ranks), self.rollout.not_alive(numbers))
+        names = {f"rollout {i}": i for i in replicas}
+        found = await asyncio.gather(not_alive(ranks), not_alive({who: replicas[i] for who, i in names.items()}))
+        dead_ranks, dead = found[0], {names[who]: why for who, why in found[1].items()}
         gathers = self.cfg.sender == "gather"
         for call in broken.hanging:
             if call.replica is not None:
-                dead.setdefault(call.replica, f"{call.who}: it hangs, and did not end {SETTLE_S:g} s after an abort")
+                dead.setdefault(
+                    call.replica, f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
+                )
             elif not gathers:  # other ranks of a gathering trainer wait for the first one, which has failed
-                dead_ranks.setdefault(call.who, f"{call.who}: it hangs, and did not end {SETTLE_S:g} s after an abort")
+                dead_ranks.setdefault(
+                    call.who, f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
+                )
         if dead_ranks:
-            raise ProcessDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
+            raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
         if not dead:
             raise broken.error
         if gathers:
@@ -234,9 +265,11 @@ class WeightSync:
         """What senders and replicas report. Raises BrokenSync."""
         what = f"weight sync of version {stamp[1]}"
         calls = [
-            Call(f"trainer rank {i}", rank.send_weights.remote(stamp[1])) for i, rank in enumerate(self.taking_part)
+            Call(f"trainer rank {i}", rank, rank.send_weights.remote(stamp[1]))
+            for i, rank in enumerate(self.taking_part)
         ]
-        calls += [Call(f"rollout {i}", self.rollout.all[i].sync.remote(stamp), i) for i in replicas]
+        chosen = {i: self.rollout.all[i] for i in replicas}
+        calls += [Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
         reports = await self._together(what, calls, limit)
@@ -271,7 +304,8 @@ class WeightSync:
 
     async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
         what = f"canary after the sync of version {stamp[1]}"
-        calls = [Call(f"rollout {i}", self.rollout.all[i].score.remote(self.canary), i) for i in numbers]
+        chosen = {i: self.rollout.all[i] for i in numbers}
+        calls = [Call(f"rollout {i}", actor, actor.score.remote(self.canary), i) for i, actor in chosen.items()]
         replicas = await self._together(what, calls, self.cfg.timeout_s)
         diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
         # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off import groups
+from one_step_off import groups, weight_sync
 from one_step_off.bucket_plan import SyncError
 from one_step_off.config import Config
-from one_step_off.groups import NoReplica, ProcessDied, RolloutGroup, TrainGroup
+from one_step_off.groups import NoReplica, ProcessDied, RolloutGroup, TrainerDied, TrainGroup
 from one_step_off.health import Health, State
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.roles import Spawned
@@ -182,6 +182,62 @@ def test_a_replica_that_cannot_be_started_anew_is_left_out_and_the_last_one_ends
 
     with pytest.raises(NoReplica, match="none could be started anew: no seat left; no seat left"):
         asyncio.run(main())
+
+
+def test_a_replica_that_was_noticed_to_be_dead_elsewhere_does_not_end_the_attempt():
+    """By a ping or a rollout under way: a new process stands in its place when the sync has failed, and that one answers."""
+
+    async def main():
+        sync = Lossy(2, {})
+
+        async def dies(stamp):
+            sync.rollout.lose(1, "its process died")
+            raise ProcessDied("rollout 1: its process died")
+
+        async def gone():
+            raise RuntimeError("gone")
+
+        sync.rollout.all[1].sync, sync.rollout.all[1].alive = Method(dies), Method(gone)
+        await sync((0, 1))
+        assert sync.regrouped[:2] == [[0, 1], [0]] and sync.rollout.restarts == 1
+        await asyncio.sleep(0.2)
+        assert await sync.rollout.serving() == [0, 1]
+
+    asyncio.run(main())
+
+
+def test_a_healthy_replica_that_is_busy_when_another_dies_is_not_lost(monkeypatch):
+    """It is packing layers, say, which nothing interrupts."""
+    monkeypatch.setattr(weight_sync, "QUICK_S", 0.05)
+
+    async def main():
+        sync = Lossy(2, {1: 1})
+        slow = sync.rollout.all[0]
+        slow.sync = Method(slow.sync.answer, delay=0.5)
+        await sync((0, 1))
+        assert sync.rollout.restarts == 1 and sync.rollout.all[0] is slow
+        assert sync.regrouped[:2] == [[0, 1], [0]]
+
+    asyncio.run(main())
+
+
+def test_a_trainer_found_dead_when_a_replica_comes_back_ends_the_attempt():
+    async def main():
+        group = group_of([Dying(), Dying(at=5)], "static")
+        restored = []
+
+        async def restore(i: int) -> bool:
+            restored.append(i)
+            raise TrainerDied("weight sync of version 3: trainer rank 0: it hangs")
+
+        group.restore = restore
+        watch = asyncio.create_task(group.watch())
+        await group.generate(PROMPTS, "step 0", group.train)
+        with pytest.raises(TrainerDied, match="trainer rank 0: it hangs"):
+            await asyncio.wait_for(watch, 5)
+        assert restored == [1], "no other start of the replica would help"
+
+    asyncio.run(main())
 
 
 class Dying:
