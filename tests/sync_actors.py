@@ -207,6 +207,7 @@ class Team:
         return replica
 
     async def connect(self) -> None:
+        await asyncio.gather(*(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks))  # no start counts
         await self.rollout.setup()
         await self.sync.connect()
 

@@ -24,7 +24,7 @@ from tests.chaos import command as real
 
 STEPS = 4
 VERSIONS = {"first": 0, "second": 1, "middle": 2, "last": STEPS}  # the last one is for the final evaluation
-LIMIT_S = 5.0  # weight_sync.timeout_s: what a hang costs before any process can notice it
+LIMIT_S = 10.0  # weight_sync.timeout_s: what a hang costs before any process can notice it
 BOUND_S = 30.0  # from then on
 CASE_S = 150.0  # more than any case may take
 
