@@ -114,15 +114,19 @@ class WeightSync:
             calls.append(Call(f"rollout {number}", replica, replica.connect_sync.remote(info, i * width), number))
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
         limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
-        await self._together(what, calls, limit)
+        await self._together(what, calls, limit, limit)
         self.grouped = [self.rollout.all[number] for number in numbers]
 
-    async def _together(self, what: str, calls: list[Call], limit_s: float) -> list[Any]:
-        """What all calls return, which are for `what`. As soon as one fails, or `limit_s` seconds are over, the epoch is aborted, which ends the
-        others. Raises BrokenSync then."""
+    async def _together(self, what: str, calls: list[Call], limit_s: float, rest_s: float) -> list[Any]:
+        """What all calls return, which are for `what`. As soon as one fails, or none has ended after `limit_s` seconds, or
+        some have not `rest_s` seconds after the first, the epoch is aborted, which ends the others. Raises BrokenSync then."""
         tasks = {asyncio.ensure_future(named(f"{what}, {call.who}", call.answer)): call for call in calls}
         try:
-            done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+            done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            if done and pending and not any(task.exception() for task in done):
+                limit_s = rest_s
+                _, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+                done = {task for task in tasks if task.done()}
             errors = [error for task in tasks if task in done and (error := task.exception())]
             if not errors and not pending:
                 return [task.result() for task in tasks]
@@ -271,8 +275,9 @@ class WeightSync:
         chosen = {i: self.rollout.all[i] for i in replicas}
         calls += [Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
-        limit = 3 * self.cfg.timeout_s + self.total_bytes / SLOWEST_LINK
-        reports = await self._together(what, calls, limit)
+        slowest = self.total_bytes / SLOWEST_LINK
+        # All walk the buckets side by side: when one has ended, the others soon will.
+        reports = await self._together(what, calls, 3 * self.cfg.timeout_s + slowest, self.cfg.timeout_s + slowest)
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
     def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
@@ -306,7 +311,7 @@ class WeightSync:
         what = f"canary after the sync of version {stamp[1]}"
         chosen = {i: self.rollout.all[i] for i in numbers}
         calls = [Call(f"rollout {i}", actor, actor.score.remote(self.canary), i) for i, actor in chosen.items()]
-        replicas = await self._together(what, calls, self.cfg.timeout_s)
+        replicas = await self._together(what, calls, self.cfg.timeout_s, self.cfg.timeout_s)
         diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
         # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
         found = {"max": diffs.max(1), "mean": diffs.mean(1)}
