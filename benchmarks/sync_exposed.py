@@ -109,9 +109,11 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def measure(out: Path, repeats: int, steps: int, settings: list[str]) -> None:
-    """Run `steps` steps of every arm in these settings, summarise, write exposed.json and exposed.md into `out`."""
+def measure(out: Path, repeats: int, steps: int, settings: list[str], against: list[str]) -> None:
+    """Run `steps` steps without a sync and of the arms `against` it in these settings, summarise, write exposed.json and
+    exposed.md into `out`."""
     runnable, skipped = arms()
+    runnable = {arm: how for arm, how in runnable.items() if arm in (ZERO, *against)}
     kept: dict[str, dict[str, list[Any]]] = {s: {arm: [] for arm in runnable} for s in settings}
     with tempfile.TemporaryDirectory() as folder:
         model = tiny_qwen.build("qwen2", f"{folder}/model", **SHAPE)

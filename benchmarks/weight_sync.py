@@ -235,6 +235,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--exposed", action="store_true", help="what a sync adds to the steps of a run")
     settings = list(sync_exposed.SETTINGS)
     parser.add_argument("--settings", nargs="+", choices=settings, default=settings, help="of --exposed")
+    syncs = [sync_exposed.PLAIN, sync_exposed.OVERLAPPED]
+    parser.add_argument("--against", nargs="+", choices=syncs, default=syncs, help="how --exposed synchronises")
     fewest = sync_exposed.WARMUP + 2
     parser.add_argument(
         "--steps", type=int, default=sync_exposed.STEPS, help=f"of a run of --exposed, {fewest} or more"
@@ -258,7 +260,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     transformers.utils.logging.disable_progress_bar()
     if args.exposed:
-        return sync_exposed.measure(args.out, args.repeats, args.steps, args.settings)
+        return sync_exposed.measure(args.out, args.repeats, args.steps, args.settings, args.against)
     print(
         "making the model, starting trainer and engines, measuring: a minute or two for tiny, ten for 0.5b", flush=True
     )

@@ -69,10 +69,11 @@ PROGRAM = [
     Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
     Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
-    # As in README, with what report.md adds. The next four look at it.
+    # With what quickstart.md and report.md add. The next three look at it.
     run(
         "plain",
-        *(TINY, *SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
+        *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
+        program="shell/run_qwen_gsm8k.sh",
         writes=(*RUN, "profile", "checkpoints", "evaluations.jsonl"),
     ),
     Smoke(
@@ -88,21 +89,19 @@ PROGRAM = [
         *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
         writes=("val_only",),
     ),
+    # Each of the next two stands for several commands, for a start takes longer than the two steps.
     run(
-        "doubt", TINY, *SMALL, "agent.loop=my_loop:Doubt", 'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}'
-    ),
-    run(
-        "puzzles",
+        "puzzles_partial",
         *(TINY, *SMALL, "data.train_files=generator:puzzles", "data.val_files=generator:puzzles"),
         *("data.max_prompt_length=512", "data.max_response_length=384", "agent.max_turns=3"),
+        *("pipeline.partial_rollout=true", "rollout.oversample=1.5"),
     ),
-    run("partial", TINY, *SMALL, "pipeline.partial_rollout=true", "rollout.oversample=1.5"),
     run(
-        "synchronous_bfloat16_lora",
-        *(TINY, *SMALL, "pipeline.staleness=0", "model.lora_rank=8", "actor.lr=2e-3"),
+        "doubt_synchronous_bfloat16_lora",
+        *(TINY, *SMALL, "agent.loop=my_loop:Doubt", 'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}'),
+        *("pipeline.staleness=0", "model.lora_rank=8", "actor.lr=2e-3"),
         *("model.dtype=bfloat16", "rollout.temperature=0.7"),
     ),
-    run("script", *SMALL, program="shell/run_qwen_gsm8k.sh"),
     run(
         "script_megatron",
         *(*SMALL, "actor.tensor_parallel_size=1", "actor.sequence_parallel=false", "actor.pipeline_parallel_size=2"),
@@ -130,26 +129,12 @@ BENCHMARKS = [
         "throughput",
         "benchmarks.throughput",
         ("--out", "outputs/throughput", "--config", "config/gsm8k_tiny_cpu.yaml", "--models", "tiny:qwen2")
-        + (
-            "--lengths",
-            "fixed:8",
-            "--batches",
-            "2x2",
-            "--splits",
-            "1:1",
-            "--runs",
-            "1",
-            "--warmup",
-            "0",
-            "--steps",
-            "2",
-        )
-        + ("--arms", "disaggregated", "overlapped"),
-        writes=(*RESULTS, "headline.png"),
+        + tuple("--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1 --warmup 0 --steps 2 --arms overlapped".split()),
+        writes=RESULTS,
     ),
     benchmark(
         "learning",
-        *("--config", "config/gsm8k_tiny_cpu.yaml", "--arms", "sync", "async", "--seeds", "0", "--test-freq", "1"),
+        *("--config", "config/gsm8k_tiny_cpu.yaml", "--arms", "async", "--seeds", "0", "--test-freq", "1"),
         *SMALL,
         writes=(*RESULTS, "learning.png"),
     ),
@@ -162,13 +147,13 @@ BENCHMARKS = [
     benchmark("overhead_ray", *"--samples 64 --tokens 16 --repeats 1".split()),
     benchmark(
         "weight_sync",
-        *"--model tiny --ranks 2 --replicas 2 --repeats 1 --bucket-mb 1".split(),
+        *"--model tiny --ranks 2 --replicas 1 --repeats 1 --bucket-mb 1".split(),
         *"--arms raw per-tensor gather sharded delta shared file vllm".split(),
         writes=(*RESULTS, "weight_sync.png"),
     ),
     benchmark(
         "exposed",
-        *("--exposed", "--repeats", "1", "--steps", "4", "--settings", "training longer"),
+        *("--exposed", "--repeats", "1", "--steps", "4", "--settings", "training longer", "--against", "overlapped"),
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
@@ -183,7 +168,7 @@ BENCHMARKS = [
     benchmark("update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"),
     benchmark(
         "backends",
-        *("--models", "tiny", "--arms", "FSDP2, 1 rank", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
+        *("--models", "tiny", "--arms", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
         needs="megatron.core",
     ),
     benchmark("estimators", "--repeats", "1"),
@@ -258,8 +243,11 @@ SIZES = {
     "data.val_files",
     "rollout.n",
 }
-# The configs with which a script calls the program.
-SCRIPTS = {"config/tool_agent.yaml": "shell/run_tool_agent.sh"}
+# The configs with which a script calls the program, on CPUs and without variables.
+SCRIPTS = {
+    "config/tool_agent.yaml": "shell/run_tool_agent.sh",
+    "config/gsm8k_tiny_cpu.yaml": "shell/run_qwen_gsm8k.sh",
+}
 
 
 def covers(case: Smoke, command: Command) -> bool:
@@ -269,9 +257,10 @@ def covers(case: Smoke, command: Command) -> bool:
     keys = {name: value for name, value in command.keys.items() if name not in SIZES}
     if keys.get("config") == "FILE":  # any
         del keys["config"]
-    if program == MAIN and keys.get("config") in SCRIPTS:
-        program = SCRIPTS[keys.pop("config")]
     own = case.command
+    if program == MAIN and own.program == SCRIPTS.get(keys.get("config", "")) and "BACKEND" not in own.variables:
+        program = own.program
+        del keys["config"]
     same_backend = own.variables.get("BACKEND") == command.variables.get("BACKEND")
     return (
         own.program == program
