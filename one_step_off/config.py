@@ -284,7 +284,9 @@ class TrainerConfig:
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
     keep_best: Optional[str] = key(None, "the checkpoint best by this figure stays too, as val/reward; null: none")
     resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
-    overwrite: bool = key(False, "a run that resumes none may replace the one in output_dir")
+    overwrite: bool = key(
+        False, "an earlier run in output_dir may be replaced, or cut back to the checkpoint that resume names"
+    )
     grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
     save_hf_model: bool = key(True, "write hf_model/ at the end")
     max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)

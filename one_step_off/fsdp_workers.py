@@ -165,8 +165,11 @@ class TrainedWorker(ModelWorker):
 
     @functools.cached_property
     def decay(self) -> schedule.Decay:
-        """Of the learning rate; `load_state` changes it where the checkpoint is of a run of another length."""
-        return schedule.of_run(self.cfg, self.role, self._total_steps or 0)
+        """Of the learning rate; `load_state` changes it where the checkpoint's run had another plan."""
+        return schedule.of_new_run(self._decay_plan(), self.own.warmup_steps)
+
+    def _decay_plan(self) -> schedule.Plan:
+        return schedule.plan_of(self.cfg, self.role, self._total_steps or 0)
 
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
@@ -354,7 +357,7 @@ class TrainedWorker(ModelWorker):
         may go on while they are. `saved` waits for them, and must be called before the next one."""
         self._writing = self._write_state(os.path.join(folder, self.role))
         own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
-        own["decay"] = schedule.packed(self.decay)
+        own |= schedule.packed(self.decay, self._decay_plan())
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
         np.savez(os.path.join(folder, f"{self.role}_rank_{self.rank}.npz"), **own)
@@ -387,8 +390,7 @@ class TrainedWorker(ModelWorker):
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
-        if "decay" in own:
-            self.decay = schedule.resumed(self.decay, schedule.unpacked(own["decay"]), self.optimizer_steps)
+        self.decay = schedule.resumed(self._decay_plan(), self.own.warmup_steps, schedule.unpacked(own))
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:

@@ -71,9 +71,11 @@ class Prepared:
         self.data.stream.load_state_dict(self.state["stream"])
 
 
-def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., None] = lambda *_: None) -> Prepared:
+def prepare(
+    cfg: Config, say: Callable[[str], None], progress: Callable[..., None] = lambda *_: None, scores: bool = True
+) -> Prepared:
     """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
-    how much of it is done, 0 to 1. Raises ConfigError."""
+    how much of it is done, 0 to 1. `scores`: whether reward functions will be called. Raises ConfigError."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
@@ -103,7 +105,8 @@ def prepare(cfg: Config, say: Callable[[str], None], progress: Callable[..., Non
     used = check_rows(loops, data, say)
     if (at := cfg.trainer.profile_step or 0) >= (steps := data.stream.total_steps):
         raise ConfigError(f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0")
-    reward_trial.check(cfg, data, say)
+    if scores:
+        reward_trial.check(cfg, data, say)
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.

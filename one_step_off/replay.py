@@ -53,6 +53,6 @@ def replay(cfg: Config, folder: str) -> int:
     cfg.trainer.resume, cfg.trainer.output_dir = str(before[-1]) if before else "never", folder
     with Screen() as screen:
         screen.say(f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}")
-        prepared = launch.prepare(cfg, screen.say, screen.progress)
+        prepared = launch.prepare(cfg, screen.say, screen.progress, scores=False)  # the batch holds its rewards
         launch.run_on_ray(prepared, Tracker(folder, 0, screen=screen), partial(_replayed, batch))
     return 0

@@ -85,8 +85,9 @@ def log_traceback(what: str, text: str) -> None:
 
 
 def redirect_output(path: str) -> None:
-    """Lead stdout and stderr of this process, and of those that it starts, to the end of a file. Nothing changes where
-    the file cannot be opened, as on a node that does not share the run folder."""
+    """Lead stdout and stderr of this process, and of those that it starts, to the end of a file. Its folders are made
+    where they are missing: a node that does not share the run folder gets its own of the same path. Nothing changes
+    where the file cannot be opened."""
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

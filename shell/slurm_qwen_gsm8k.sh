@@ -15,6 +15,11 @@
 #   sbatch shell/slurm_qwen_gsm8k.sh trainer.total_steps=100
 #   sbatch --nodes=4 shell/slurm_qwen_gsm8k.sh
 #
+# A job that may be requeued needs checkpoints and a folder of its own; without trainer.overwrite=true it would be refused
+# when it is requeued before its first checkpoint. It is not added here, since only you know whose the folder is.
+#
+#   sbatch --requeue shell/slurm_qwen_gsm8k.sh trainer.output_dir=outputs/my_job trainer.save_freq=10 trainer.overwrite=true
+#
 #   CONFIG=FILE       another config
 #   POOLS=MAPPING     other pools (default: the first half of the nodes generates; on one node, half of its GPUs)
 #   RAY_PORT=PORT     port of the cluster's head (default 6379)

@@ -7,9 +7,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from one_step_off import launch
+from one_step_off.checkpoint import write_batch
+from one_step_off.replay import replay
+from one_step_off.samples import Batch, Sample
 from tests.bad_input import base, refused
 from tests.conftest import tiny_config
 
@@ -115,6 +119,15 @@ def test_a_function_that_fails_on_the_first_row(function, parts, models, own, ca
 def config(own: Path, model: str, **changes: object):
     rows = {"data.train_files": str(own / "rows.jsonl"), "data.val_files": ""}
     return tiny_config(model, str(own / "run"), **(rows | changes))
+
+
+def test_a_replay_scores_nothing_so_it_calls_no_function(models, own, monkeypatch):
+    cfg = config(own, models(), **{"reward.function": "own_trial:crashes"})
+    sample = Sample((0, 0), 0, np.ones(3, np.int32), np.ones(2, np.int32), np.zeros(2), np.ones(2, bool), np.zeros(2))
+    write_batch(Batch(0, [sample], (0,)), own / "step_000000")
+    ran = []
+    monkeypatch.setattr(launch, "run_on_ray", lambda prepared, *_: ran.append(prepared))
+    assert replay(cfg, str(own / "step_000000")) == 0 and len(ran) == 1
 
 
 @pytest.mark.parametrize("on_error", ["zero", "drop"])

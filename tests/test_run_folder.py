@@ -78,7 +78,6 @@ def test_a_run_without_a_checkpoint_is_not_replaced(more, begins, tmp_path, caps
 def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, capsys):
     earlier(tmp_path / "run", 40, (20, 30))
     assert begins(capsys)[0], "it goes on from step 30"
-    assert begins(capsys, f"trainer.resume={tmp_path}/run/checkpoints/step_000020")[0], "or back to 20, as it was asked"
     may, said = begins(capsys, "trainer.resume=never")
     assert not may and "holds a run of 40 steps" in said and "resume it with trainer.resume=auto, " in said
     assert all(way in said for way in WAYS)
@@ -86,6 +85,47 @@ def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, ca
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "elsewhere")
     may, said = begins(capsys, f"trainer.resume={tmp_path}/elsewhere/step_000020")
     assert not may and "holds a run of 40 steps" in said, "another run's checkpoint continues another run"
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "holds"),
+    [(100, (50, 100), "100 steps"), (75, (50,), "75 steps"), (0, (50, 100), "the checkpoint step_000100")],
+)
+def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp_path, capsys):
+    """The same command given twice: the first time it went on from step 50, the second time that would drop what it did."""
+    earlier(tmp_path / "run", steps, checkpoints)
+    back = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
+    may, said = begins(capsys, back)
+    assert not may and said.startswith(f"error: {back}: {tmp_path}/run holds {holds}") and said.count("\n") == 1
+    assert all(way in said for way in ["trainer.resume=auto", *WAYS])
+    assert begins(capsys, back, "trainer.overwrite=true")[0]
+    assert begins(capsys, back, f"trainer.output_dir={tmp_path}/other")[0]
+    assert begins(capsys)[0]
+
+
+def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
+    """A run that began from another folder's checkpoint has no rows before it; the last row may be cut off."""
+    earlier(tmp_path / "run", 0, (50,))
+    rows = tmp_path / "run" / "metrics.jsonl"
+    resume = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
+    rows.write_text("".join(f'{{"step": {step}}}\n' for step in range(40, 50)))
+    assert begins(capsys, resume)[0], "nothing lies beyond it"
+    rows.write_text(rows.read_text() + '{"step": 50}\n{"st')
+    may, said = begins(capsys, resume)
+    assert not may and "holds 51 steps" in said
+
+
+def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
+    """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
+    text = (ROOT / "docs" / "multinode.md").read_text() + (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
+    commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
+    assert len(commands) == 2 and len({*commands}) == 1, "in both places the same"
+    keys = [word for word in commands[0].split() if "=" in word and not word.startswith("trainer.output_dir=")]
+    earlier(tmp_path, 5)
+    cfg = load([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
+    assert cfg.trainer.resume == "auto" and cfg.trainer.save_freq > 0 and run_folder.replaced_by(cfg) is None
+    earlier(tmp_path, 25, (20,))
+    assert run_folder.resumes(cfg)
 
 
 def test_checkpoints_alone_are_a_run_too(begins, tmp_path, capsys):
