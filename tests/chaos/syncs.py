@@ -220,7 +220,7 @@ class Layout:
             return f"{case.reaction_s:.1f} s from the detection"
         if case.expected == "replica" and (case.outcome != "ended well" or restarts != 1):
             return f"the run did not go on with one restart ({restarts})"
-        if case.expected == "attempt" and not (another and case.outcome.startswith("ProcessDied")):
+        if case.expected == "attempt" and not (another and case.outcome.startswith(("ProcessDied", "TrainerDied"))):
             return "no other attempt would begin"
         if case.expected == "error" and (another or not case.outcome.startswith(("SyncError", "RoleError"))):
             return "no named error"
