@@ -42,6 +42,7 @@ def test_vllm_gets_it(models, device):
 
 @pytest.mark.e2e
 @pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.timeout(400)
 def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
     """Real engines, as a run starts them: two replicas, one after its process was killed, and one of a later incarnation
