@@ -207,9 +207,8 @@ class WeightSync:
             alone, numbers = bool(numbers), numbers or self.rollout.active
             if not numbers:
                 return {}
-            replicas = [
-                self.rollout.all[i] for i in numbers
-            ]  # another one may be in such a place when the sync has failed
+            # Now: when the sync has failed, another process may have taken the place of one that died.
+            replicas = {i: self.rollout.all[i] for i in numbers}
             try:
                 if self.grouped != [self.rollout.all[i] for i in numbers]:
                     await self._regroup(numbers)
@@ -220,7 +219,7 @@ class WeightSync:
                 metrics["time/canary_s"] = time.perf_counter() - checked
             except BrokenSync as broken:
                 self.grouped = []
-                await self._give_up_failed(broken, stamp, dict(zip(numbers, replicas, strict=True)), alone)
+                await self._give_up_failed(broken, stamp, replicas, alone)
                 return {}
             except SyncError:
                 self.grouped = []
@@ -244,14 +243,11 @@ class WeightSync:
         dead_ranks, dead = found[0], {names[who]: why for who, why in found[1].items()}
         gathers = self.cfg.sender == "gather"
         for call in broken.hanging:
+            hangs = f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
             if call.replica is not None:
-                dead.setdefault(
-                    call.replica, f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
-                )
+                dead.setdefault(call.replica, hangs)
             elif not gathers:  # other ranks of a gathering trainer wait for the first one, which has failed
-                dead_ranks.setdefault(
-                    call.who, f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
-                )
+                dead_ranks.setdefault(call.who, hangs)
         if dead_ranks:
             raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
         if not dead:
