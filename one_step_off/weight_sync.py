@@ -40,7 +40,7 @@ from one_step_off.samples import Stamp
 
 ABORT_S = 5.0  # for the trainers to take an abort
 QUICK_S = 2.0  # after it, until processes that have not ended their part are asked whether they are there
-SETTLE_S = 15.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
+SETTLE_S = 12.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
 MOST_DRAWN = 1000  # spans of theirs in the timeline
