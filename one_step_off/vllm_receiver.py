@@ -147,5 +147,10 @@ class SyncWorkerExtension:
         """One whole update. Returns seconds per phase, and bytes."""
         self.start_weight_update()
         self.update_weights({"version": version})
-        self.finish_weight_update()
+        try:
+            self.finish_weight_update()
+        except BaseException:
+            # Or vLLM would refuse the next update: it ends one that has failed only where `update_weights` did.
+            self._weight_update_active = False
+            raise
         return self.weight_transfer_engine.report
