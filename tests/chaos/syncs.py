@@ -152,6 +152,8 @@ class Layout:
         def fresh(worker: Any) -> None:
             worker.version, worker.released, worker.sync_failure = 0, -1, ""
             worker.cfg.weight_sync.overlap = overlap
+            if hasattr(worker, "sender"):
+                worker.sender.kept = -1  # of an earlier case, whose versions had the same numbers
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
