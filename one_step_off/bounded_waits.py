@@ -21,9 +21,8 @@ T = TypeVar("T")
 ABORTED = "aborted"
 LOOK_S = 0.25  # between two looks at the key: the most that an abort takes to be noticed
 ANSWER_S = 2.0  # for a sender's store to answer when it is asked for the key
-EVENT_S = (
-    1.0  # a wait for a store's key sleeps for so long before it looks; torch logs each wait that ends without its key
-)
+# So long a wait for a store's key sleeps before it looks: torch logs each wait that ends without its key.
+EVENT_S = 1.0
 
 
 class Aborted(RuntimeError):

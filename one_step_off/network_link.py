@@ -56,7 +56,11 @@ class NetworkLink:
             self.group = dist.ProcessGroupGloo(store, rank, size, options)
         # NCCL connects at the first transfer; it belongs to this phase and not to the first sync.
         self.publish(torch.zeros(1, device=device))
-        self.wait(connect_s)
+        try:
+            self.wait(connect_s)
+        except BaseException:
+            self.signal.close()  # this link is never handed out, so that no caller closes it
+            raise
 
     def publish(self, tensor: torch.Tensor) -> None:
         """Begin to send a tensor; it must stay as it is until `wait` has returned."""
