@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config import Config, ConfigError, as_config_error
-from one_step_off.registry import Registry
-from one_step_off.rewards import Reward
-from one_step_off.samples import OTHERS, Prompt, Sample
+from one_step_off.config.registry import Registry
+from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.data.samples import OTHERS, Prompt, Sample
+from one_step_off.rewards.scoring import Reward
 
 LOOPS = Registry("agent.loop", "module:Class")
 AGAIN = "That is wrong. Try again."

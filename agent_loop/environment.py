@@ -14,11 +14,11 @@ from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
-from one_step_off import registry
-from one_step_off.config import Config, as_config_error
-from one_step_off.rewards import LARGEST
-from one_step_off.samples import Prompt
-from one_step_off.user_code import place_in
+from one_step_off.config import registry
+from one_step_off.config.schema import Config, as_config_error
+from one_step_off.config.user_code import place_in
+from one_step_off.data.samples import Prompt
+from one_step_off.rewards.scoring import LARGEST
 
 
 class NoAnswer(Exception):

@@ -8,8 +8,8 @@ from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.tools import Toolbox
-from one_step_off.config import Config, ConfigError, as_config_error
-from one_step_off.samples import Prompt
+from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.data.samples import Prompt
 
 Call = tuple[str, Any]
 """Name and arguments; the name is empty where the call cannot be read, and the arguments then say why."""

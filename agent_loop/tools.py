@@ -28,9 +28,9 @@ from typing import Any
 
 from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
-from one_step_off.config import AgentConfig, ConfigError, as_config_error
-from one_step_off.registry import load
-from one_step_off.user_code import log_traceback, place_in, traceback_of
+from one_step_off.config.registry import load
+from one_step_off.config.schema import AgentConfig, ConfigError, as_config_error
+from one_step_off.config.user_code import log_traceback, place_in, traceback_of
 
 # By the names that ast has for them.
 _BINARY = {"Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Pow": operator.pow}

@@ -26,11 +26,11 @@ import numpy as np
 
 from agent_loop.base import Generated
 from benchmarks.command_line import ROOT
-from one_step_off import tiny_qwen
-from one_step_off.config import Config
-from one_step_off.config_io import load
-from one_step_off.samples import Prompt
-from one_step_off.vllm_rollout import RolloutReplica, Sampling
+from one_step_off.config.loading import load
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Prompt
+from one_step_off.models import tiny_qwen
+from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
 
 LONG = 128
 CALL = tiny_qwen.CALL.format(expression="12 * 13")
@@ -192,7 +192,7 @@ class Workload:
 
 async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[float]]]:
     """Seconds until the last token was made, by workload and arm, of each repeat; one of each before that warms up."""
-    from one_step_off.launch import prepare
+    from one_step_off.runtime.launch import prepare
 
     cfg = load([f"config={ROOT}/config/tool_agent.yaml", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"])
     prompts, most = prepare(cfg, print).data.stream.next_batch(), cfg.data.max_response_length
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    from one_step_off.roles import COMMON_ENV, ENGINE_ENV
+    from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
 
     os.environ.update(COMMON_ENV | ENGINE_ENV["cpu"])  # as replicas have it; tokenizers, for one, behave by it
     found = measure(args.conversations, args.reward_s)

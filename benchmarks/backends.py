@@ -25,10 +25,11 @@ import transformers
 
 from benchmarks.processes import forget_peak, memory
 from benchmarks.weight_sync import SHAPE_05B
-from one_step_off import launch, tiny_qwen
-from one_step_off.config import Config
-from one_step_off.roles import Spawned
-from one_step_off.samples import Batch, Sample
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.models import tiny_qwen
+from one_step_off.runtime import launch
+from one_step_off.runtime.processes import Spawned
 
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {

@@ -15,9 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from one_step_off import checkpoint, tiny_qwen
-from one_step_off.config import Config
-from one_step_off.fsdp_workers import PolicyWorker
+from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off.config.schema import Config
+from one_step_off.models import tiny_qwen
+from one_step_off.training.fsdp_workers import PolicyWorker
 
 HALF_B = {
     "hidden_size": 896,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from one_step_off.advantages import ADVANTAGE_ESTIMATORS, Trajectories, estimate
+from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, Trajectories, estimate
 
 
 def trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:

@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks import learning_arms
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.learning_arms import ARMS
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import validate
-from one_step_off.config_io import load
+from one_step_off.config.loading import load
+from one_step_off.config.schema import ConfigError
+from one_step_off.config.validation import validate
 
 CALLS = "agent/used_tools/mean"
 

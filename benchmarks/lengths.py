@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import AgentLoop, Generate, Limits, ScoreFunction, Trajectory
-from one_step_off.config import Config
-from one_step_off.samples import Prompt
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Prompt
 
 LOOP = "benchmarks.lengths:LongTail"
 FORMS = "short, fixed:TOKENS or longtail:MOST_TOKENS"

@@ -20,9 +20,9 @@ from typing import Any
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.lengths import keys_of
 from benchmarks.throughput_cases import UNEVALUATED
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import validate
-from one_step_off.config_io import load
+from one_step_off.config.loading import load
+from one_step_off.config.schema import ConfigError
+from one_step_off.config.validation import validate
 
 PARTIAL = "pipeline.partial_rollout=true"
 Row = dict[str, Any]

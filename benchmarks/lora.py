@@ -22,15 +22,17 @@ import numpy as np
 
 from benchmarks.backends import make_batch
 from benchmarks.weight_sync import Layout, make_config
-from one_step_off import launch, roles, vllm_rollout
-from one_step_off.config import Config
-from one_step_off.fsdp_workers import ActorWorker
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Roles
-from one_step_off.roles import Spawned
-from one_step_off.samples import Prompt
-from one_step_off.vllm_receiver import SyncWorkerExtension
-from one_step_off.vllm_rollout import RolloutReplica, Sampling
-from one_step_off.workers import WeightPiece
+from one_step_off.rollout import vllm_replica as vllm_rollout
+from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.runtime import launch
+from one_step_off.runtime import processes as roles
+from one_step_off.runtime.processes import Spawned
+from one_step_off.training.fsdp_workers import ActorWorker
+from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
+from one_step_off.weight_sync.weight_piece import WeightPiece
 
 RANK = 8
 WORK = {"tiny": (16, 4, 32), "0.5b": (4, 4, 16)}  # prompts of 64 tokens, samples of each, tokens of each sample

@@ -33,17 +33,18 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off import groups, ray_trainer
-from one_step_off.config import Config
-from one_step_off.data import PromptStream
-from one_step_off.groups import RolloutGroup, TrainGroup
-from one_step_off.health import State
-from one_step_off.loggers import open_loggers
-from one_step_off.performance import Meter, ModelShape
+from one_step_off import ray_trainer
+from one_step_off.config.schema import Config
+from one_step_off.data.prompt_stream import PromptStream
+from one_step_off.data.samples import Batch, Prompt, Sample
+from one_step_off.monitoring.flops import Meter, ModelShape
+from one_step_off.monitoring.loggers import open_loggers
+from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.samples import Batch, Prompt, Sample
-from one_step_off.tracking import Tracker
-from one_step_off.weight_sync import WeightSync
+from one_step_off.rollout import replica_group as groups
+from one_step_off.rollout.health import State
+from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
+from one_step_off.weight_sync.coordinator import WeightSync
 
 ROOT = Path(__file__).parent.parent
 STEP_S = 10.0  # the step of which the overhead is a share in the table

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off import groups, samples
-from one_step_off.samples import Batch, Sample
+from one_step_off.data import samples
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.rollout import replica_group as groups
 
 ROOT = Path(__file__).parent.parent
 GROUP = 8  # samples of a prompt

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command_line import ROOT, run_arm
-from one_step_off import plan
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import resolved_device, validate
-from one_step_off.config_io import load
-from one_step_off.simulation import Work, simulate
-from one_step_off.tracking import speed
+from one_step_off.config.loading import load
+from one_step_off.config.schema import ConfigError
+from one_step_off.config.validation import resolved_device, validate
+from one_step_off.monitoring.tracker import speed
+from one_step_off.planner import planner as plan
+from one_step_off.planner.simulation import Work, simulate
 
 # The weights hardly move, so that responses are as long in all arms and steps.
 FIXED = [

@@ -18,11 +18,11 @@ import numpy as np
 
 from benchmarks import sync_trainer
 from benchmarks.sync_replica import slowest
-from one_step_off.bucket_plan import BucketPlan, SyncError
-from one_step_off.config import WeightSyncConfig
-from one_step_off.groups import RolloutGroup, TrainGroup, every
+from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.ray_trainer import Roles
-from one_step_off.weight_sync import RECEIVING, SENDING, WeightSync
+from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup, every
+from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.weight_sync.coordinator import RECEIVING, SENDING, WeightSync
 
 LIMIT_S = 600.0
 

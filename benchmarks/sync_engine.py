@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from benchmarks.sync_trainer import ROOT, give_back, leave
 from benchmarks.sync_vllm import TimedEngine
 from one_step_off.distributed_util import NetworkLink
-from one_step_off.vllm_receiver import SyncWorkerExtension
+from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
 
 def mend_tied_head(model: Any, model_config: Any) -> None:

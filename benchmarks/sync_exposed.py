@@ -16,8 +16,8 @@ from typing import Any
 from benchmarks.command_line import ROOT, run_arm
 from benchmarks.sync_report import spread
 from benchmarks.throughput_cases import UNEVALUATED
-from one_step_off import tiny_qwen
-from one_step_off.config import WeightSyncConfig
+from one_step_off.config.schema import WeightSyncConfig
+from one_step_off.models import tiny_qwen
 
 SHAPE = {
     "hidden_size": 512,

@@ -6,8 +6,8 @@ import time
 from typing import Any
 
 from benchmarks.sync_trainer import configure
-from one_step_off.samples import Stamp
-from one_step_off.vllm_rollout import RolloutReplica
+from one_step_off.data.samples import Stamp
+from one_step_off.rollout.vllm_replica import RolloutReplica
 
 
 class BenchReplica(RolloutReplica):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks import lengths
-from one_step_off.config import Config
+from one_step_off.config.schema import Config
 
 COLOCATED, APART = "colocated sync", "disaggregated sync"
 PLAIN, AHEAD = "one step off", "one step off, overlapped sync"
@@ -110,7 +110,7 @@ def model_path(model: str) -> str:
         return model
     if model not in RANDOM:
         raise ValueError(f"--models {model}: there are {', '.join(RANDOM)}; or a directory, a hub id, tiny:qwen2")
-    from one_step_off import tiny_qwen
+    from one_step_off.models import tiny_qwen
 
     target = tiny_qwen.cache_dir() / f"benchmark-{model.partition(':')[2]}"
     if not target.is_dir():

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import Parser
-from one_step_off.config import Config
-from one_step_off.config_io import load
+from one_step_off.config.loading import load
+from one_step_off.config.schema import Config
 
 
 def settings_of(cfg: Config, vllm: bool = False) -> dict[str, Any]:
@@ -79,7 +79,7 @@ def settings_of(cfg: Config, vllm: bool = False) -> dict[str, Any]:
 def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
     """The prompts of all steps, in the order in which a run of the config takes them; as text, that becomes the same
     tokens again. Raises ValueError: it does not."""
-    from one_step_off.launch import prepare
+    from one_step_off.runtime.launch import prepare
 
     stream = prepare(cfg, lambda line: None).data.stream
     rows = []
@@ -93,7 +93,7 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's, as TRL calls it: of all samples at once."""
-    from one_step_off.rewards import BUILT_IN
+    from one_step_off.rewards.scoring import BUILT_IN
 
     function = BUILT_IN.find(cfg.reward.function).function
 
@@ -111,7 +111,7 @@ def train(cfg: Config, settings: dict[str, Any], folder: Path) -> list[dict[str,
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from one_step_off import tiny_qwen
+    from one_step_off.models import tiny_qwen
 
     path = cfg.model.path
     path = tiny_qwen.ensure(path) if path.startswith("tiny:") else path

@@ -31,9 +31,9 @@ from typing import Any
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.throughput_cases import UNEVALUATED
 from benchmarks.trl_arm import settings_of
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import validate
-from one_step_off.config_io import load
+from one_step_off.config.loading import load
+from one_step_off.config.schema import ConfigError
+from one_step_off.config.validation import validate
 
 ARMS = {
     "ours": "one_step_off",

@@ -25,8 +25,9 @@ import transformers
 from benchmarks import sync_arms, sync_exposed, sync_trainer
 from benchmarks.processes import forget_peak, memory
 from benchmarks.sync_report import plot, summarise, table
-from one_step_off import launch, tiny_qwen
-from one_step_off.config import Config
+from one_step_off.config.schema import Config
+from one_step_off.models import tiny_qwen
+from one_step_off.runtime import launch
 
 # Of the models' config.json; 7b and 32b are Qwen2.5's layers, but fewer of them and less vocabulary.
 SHAPE_05B = {
@@ -102,7 +103,7 @@ def make_config(layout: Layout, folder: str) -> Config:
 def spawn(cfg: Config) -> Any:
     """The product's processes, with the benchmark's methods in the engines'."""
     from benchmarks.sync_replica import BenchReplica
-    from one_step_off import roles
+    from one_step_off.runtime import processes as roles
 
     prepared = launch.prepare(cfg, print)
     prepared.cfg.rollout.engine_kwargs = EXTENSION  # only now: a user may not set it

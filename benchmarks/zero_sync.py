@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from benchmarks.sync_replica import BenchReplica
-from one_step_off import main_ppo, roles
-from one_step_off.groups import every
-from one_step_off.samples import Stamp
-from one_step_off.weight_sync import WeightSync
+from one_step_off import main_ppo
+from one_step_off.data.samples import Stamp
+from one_step_off.rollout.replica_group import every
+from one_step_off.runtime import processes as roles
+from one_step_off.weight_sync.coordinator import WeightSync
 
 
 class ZeroSync(WeightSync):

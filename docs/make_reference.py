@@ -1,5 +1,5 @@
 """Writes docs/config.md from the schema, and the tables of docs/from_verl.md and docs/from_trl.md from
-one_step_off/other_keys.yaml: python docs/make_reference.py"""
+one_step_off/config/other_keys.yaml: python docs/make_reference.py"""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
-from one_step_off.config import Config
-from one_step_off.config_io import KEYS, Key
-from one_step_off.unknown_keys import PAGES, table_text
+from one_step_off.config.loading import KEYS, Key
+from one_step_off.config.schema import Config
+from one_step_off.config.unknown_keys import PAGES, table_text
 
 PAGE = Path(__file__).parent / "config.md"
 TABLED = [PAGE.parent.parent / page for page in PAGES.values()]  # pages with tables of other trainers' keys
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
-<!-- Made by docs/make_reference.py from one_step_off/config.py: change it there, then run the script again. -->
+<!-- Made by docs/make_reference.py from one_step_off/config/schema.py: change it there, then run the script again. -->
 
 A run is one YAML file of sections and keys, and arguments `section.key=value` over it. Every key has a default; a
 run must at least set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.

@@ -35,11 +35,11 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from one_step_off import delta
-from one_step_off.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
-from one_step_off.bucket_plan import BucketPlan, Parts, Slot, SyncError, checksum
-from one_step_off.network_link import NetworkLink, connect_limit
-from one_step_off.shared_link import SharedInlet, SharedOutlet
+from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
+from one_step_off.cluster.network_link import NetworkLink, connect_limit
+from one_step_off.weight_sync import delta
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, Slot, SyncError, checksum
+from one_step_off.weight_sync.shared_memory import SharedInlet, SharedOutlet
 
 T = TypeVar("T")
 

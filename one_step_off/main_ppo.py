@@ -8,10 +8,10 @@ import os
 import sys
 from collections.abc import Callable
 
-from one_step_off.config import ConfigError
-from one_step_off.config_checks import lacks, masked, validate
-from one_step_off.config_io import USAGE, help_text, load, placement_text, resolved_yaml
-from one_step_off.run_folder import replaced_by
+from one_step_off.config.loading import USAGE, help_text, load, placement_text, resolved_yaml
+from one_step_off.config.schema import ConfigError
+from one_step_off.config.validation import lacks, masked, validate
+from one_step_off.runtime.run_folder import replaced_by
 
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
@@ -62,8 +62,8 @@ def _main(argv: list[str]) -> int:
             print(masked(f"warning: here a run would be refused: {line}"), file=sys.stderr)
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
-    from one_step_off.launch import report_failure, run
-    from one_step_off.replay import replay
+    from one_step_off.runtime.launch import report_failure, run
+    from one_step_off.runtime.replay import replay
 
     try:
         return run(cfg) if folder is None else replay(cfg, folder)

@@ -15,16 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off import advantages
-from one_step_off.carry import Pool
-from one_step_off.checkpoint import TRAINED, Checkpointer, write_batch
-from one_step_off.config import Config
-from one_step_off.core_algos import KLController
-from one_step_off.groups import NoReplica, RoleError, RolloutGroup, TrainGroup, now, within
-from one_step_off.reward_models import mix
-from one_step_off.samples import FAULTS, Batch, Prompt, Sample, assert_versions
-from one_step_off.tracking import Tracker
-from one_step_off.weight_sync import WeightSync
+from one_step_off.algorithms import advantages
+from one_step_off.algorithms.core_algos import KLController
+from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
+from one_step_off.monitoring.tracker import Tracker
+from one_step_off.rollout.partial_rollouts import Pool
+from one_step_off.rollout.replica_group import NoReplica, RoleError, RolloutGroup, TrainGroup, now, within
+from one_step_off.training.reward_models import mix
+from one_step_off.weight_sync.coordinator import WeightSync
 
 KEPT_BATCHES = 5
 

@@ -18,7 +18,7 @@ on=cpu
 [[ "$venv" != *-gpu ]] || on=gpu
 EXTRA="$on" "$root/shell/setup.sh"
 # -P: a folder where the user stands, named like one of our packages, must not be taken for it.
-gpus="$("$venv/bin/python" -P -c 'from one_step_off.cores import count_gpus; print(count_gpus())')"
+gpus="$("$venv/bin/python" -P -c 'from one_step_off.config.hardware import count_gpus; print(count_gpus())')"
 if [[ "$on" == gpu && -n "${RAY_ADDRESS:-}" ]]; then
     args=("config=$root/config/split_placement.yaml")
 elif [[ "$on" == gpu ]] && ((gpus >= 4)); then

@@ -47,7 +47,7 @@ count_gpus() {
     local python="$root/.venv/bin/python"
     [[ -x "$python" ]] || python="$(find_python)"
     "$python" -c 'import sys; sys.path.insert(0, sys.argv[1])
-from one_step_off.cores import count_gpus; print(count_gpus())' "$root"
+from one_step_off.config.hardware import count_gpus; print(count_gpus())' "$root"
 }
 
 # The CUDA build of vLLM cannot serve a CPU run, and with fewer than two GPUs only that can run: generation and

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off import launch
 from one_step_off.main_ppo import main
+from one_step_off.runtime import launch
 
 # One of these words tells the user what to do.
 MENDS = re.compile(

@@ -24,7 +24,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
     """models(kind, tied, seed) -> path of a random tiny model with two KV heads (so that TP=2 splits them)."""
-    from one_step_off import tiny_qwen
+    from one_step_off.models import tiny_qwen
 
     root, built = tmp_path_factory.mktemp("models"), {}
 
@@ -48,7 +48,7 @@ def models(tmp_path_factory):
 
 def tiny_config(model: str, output_dir: str, **changes: object):
     """A run of three small steps on CPU; `changes` are dotted keys."""
-    from one_step_off.config import Config
+    from one_step_off.config.schema import Config
 
     cfg = Config()
     settings = {

@@ -78,12 +78,17 @@ PROGRAM = [
     ),
     Smoke(
         "view",
-        "one_step_off.view",
+        "one_step_off.monitoring.view",
         ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
         after=("plain",),
     ),
-    Smoke("view_evaluation", "one_step_off.view", ("outputs/plain", "--val", "2", "--worst", "1"), after=("plain",)),
-    Smoke("report", "one_step_off.report", ("outputs/plain",), prints="report.html", after=("plain",)),
+    Smoke(
+        "view_evaluation",
+        "one_step_off.monitoring.view",
+        ("outputs/plain", "--val", "2", "--worst", "1"),
+        after=("plain",),
+    ),
+    Smoke("report", "one_step_off.monitoring.report", ("outputs/plain",), prints="report.html", after=("plain",)),
     run(
         "val_only",
         *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
@@ -203,8 +208,8 @@ class Without:
         )
 
 
-GPUS = "needs GPUs; tests/test_docs.py reads its config and its keys"
-CLUSTER = "needs a cluster; tests/test_shell.py runs it with tools that only record their calls"
+GPUS = "needs GPUs; tests/unit/project/test_docs.py reads its config and its keys"
+CLUSTER = "needs a cluster; tests/unit/project/test_shell.py runs it with tools that only record their calls"
 ITSELF = "what continuous integration begins with"
 PRETRAINED = "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
 MAIN = "one_step_off.main_ppo"
@@ -212,24 +217,26 @@ WITHOUT = [
     Without(ITSELF, "shell/setup.sh"),
     Without(ITSELF, "shell/test.sh"),
     Without(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
-    Without("needs the files of GSM8K; tests/test_shell.py has DATA", "shell/run_qwen_gsm8k.sh", ("DATA",)),
+    Without(
+        "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA", "shell/run_qwen_gsm8k.sh", ("DATA",)
+    ),
     Without(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
     Without(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
     Without(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     Without(
-        "needs a skipped update; tests/test_e2e_misbehaviour.py makes one and replays it", MAIN, flags=("--replay",)
+        "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it", MAIN, flags=("--replay",)
     ),
     Without(
-        "two runs of ten steps; plan_runs reads two such runs, and tests/test_plan.py makes a calibration fail",
+        "two runs of ten steps; plan_runs reads two such runs, and tests/unit/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
     ),
     Without(CLUSTER, "shell/run_megatron_nodes.sh"),
     Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
-    Without("TRL is not installed; tests/test_benchmarks.py has its settings", "benchmarks.trl_comparison"),
-    Without("kills processes for minutes; tests/test_e2e_chaos.py has it", "tests.chaos"),
-    Without("tests/test_docs.py compares what it writes", "docs/make_reference.py"),
+    Without("TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings", "benchmarks.trl_comparison"),
+    Without("kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"),
+    Without("tests/unit/project/test_docs.py compares what it writes", "docs/make_reference.py"),
 ]
 
 # How much work it is, and where its files go; the cases have values of their own.

@@ -17,18 +17,18 @@ import numpy as np
 import ray
 import torch
 
-from one_step_off.bucket_plan import BucketPlan, SyncError
-from one_step_off.config import Config
-from one_step_off.data import PromptStream
+from one_step_off.cluster.placement import spawn
+from one_step_off.config.schema import Config
+from one_step_off.data.prompt_stream import PromptStream
+from one_step_off.data.samples import Prompt, Sample
 from one_step_off.distributed_util import Receiver
-from one_step_off.groups import RolloutGroup, TrainGroup
-from one_step_off.placement import spawn
+from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.samples import Prompt, Sample
-from one_step_off.sending_end import SendingEnd
-from one_step_off.tracking import Tracker
-from one_step_off.weight_sync import WeightSync
-from one_step_off.workers import WeightPiece
+from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
+from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
 ROWS, WIDTH = 64, 256  # of each of two tensors: several buckets of BUCKET_BYTES
@@ -233,7 +233,7 @@ class Team:
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
     async def lost(self, error: Exception) -> bool:
-        from one_step_off.roles import Spawned
+        from one_step_off.runtime.processes import Spawned
 
         return await Spawned.lost(SimpleNamespace(roles=self.roles, groups=self.groups), error)
 

@@ -173,7 +173,7 @@ def differing(one: Path, two: Path) -> list[str]:
     """What is not the same, bit for bit, in the folders of two runs of as many steps."""
     import torch
 
-    from tests.test_e2e_resume import learnt, weights
+    from tests.e2e.test_resume import learnt, weights
 
     if not (two / "hf_model").exists():
         return ["everything: it did not end well"]

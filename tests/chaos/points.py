@@ -61,9 +61,21 @@ def _other_log_probs(args: tuple) -> None:
     args[2][0] = args[2][0] + 9.0
 
 
-FSDP, SYNC, ROLLOUT = "one_step_off.fsdp_workers", "one_step_off.distributed_util", "one_step_off.vllm_rollout"
-SENDING, RECEIVER, PIPELINE = "one_step_off.sending_end", "one_step_off.vllm_receiver", "one_step_off.ray_trainer"
-CHECKPOINT, GROUPS, WEIGHTS = "one_step_off.checkpoint", "one_step_off.groups", "one_step_off.weight_sync"
+FSDP, SYNC, ROLLOUT = (
+    "one_step_off.training.fsdp_workers",
+    "one_step_off.distributed_util",
+    "one_step_off.rollout.vllm_replica",
+)
+SENDING, RECEIVER, PIPELINE = (
+    "one_step_off.weight_sync.trainer_sender",
+    "one_step_off.weight_sync.vllm_receiver",
+    "one_step_off.ray_trainer",
+)
+CHECKPOINT, GROUPS, WEIGHTS = (
+    "one_step_off.checkpoint.checkpoints",
+    "one_step_off.rollout.replica_group",
+    "one_step_off.weight_sync.coordinator",
+)
 
 POINTS = [
     # The driver.
@@ -83,9 +95,9 @@ POINTS = [
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
     Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_sync"),
     Point("checkpoint: has its name", "driver", f"{CHECKPOINT}:Checkpointer._commit", "after"),
-    Point("between two files", "driver", "one_step_off.tracking:Tracker._append", "after"),
-    Point("starting", "driver", "one_step_off.roles:Spawned.setup"),
-    Point("resuming", "driver", "one_step_off.roles:Spawned.load_state"),
+    Point("between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"),
+    Point("starting", "driver", "one_step_off.runtime.processes:Spawned.setup"),
+    Point("resuming", "driver", "one_step_off.runtime.processes:Spawned.load_state"),
     # A replica: the Ray actor.
     Point("generating", "replica", f"{ROLLOUT}:RolloutReplica._generate"),
     Point("idle", "replica", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
@@ -100,7 +112,7 @@ POINTS = [
     Point("in the canary", "engine", f"{ROLLOUT}:RolloutReplica.score"),
     Point("in the header", "engine", f"{SYNC}:Receiver._headers", version=_second, corrupt=_other_plan),
     Point("before the first bucket", "engine", f"{SYNC}:Receiver._headers", "after", version=_second),
-    Point("between buckets", "engine", "one_step_off.bucket_plan:Bucket.join", "after"),
+    Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
     Point("loading", "engine", f"{RECEIVER}:OneStepOffTransferEngine._load"),
     Point("after the last bucket", "engine", f"{SYNC}:Receiver._check_sums", corrupt=_other_sum),
     Point("packing layers", "engine", f"{RECEIVER}:OneStepOffTransferEngine.finish_weight_update"),
@@ -124,8 +136,8 @@ POINTS = [
     Point("idle", "critic", f"{FSDP}:TrainedWorker.update", "idle", _role("critic")),
     Point("checkpoint", "critic", f"{FSDP}:TrainedWorker._write_state", only=_role("critic")),
     # A reward worker.
-    Point("scoring", "scorer", "one_step_off.rewards:Scorer.score_batch"),
-    Point("idle", "scorer", "one_step_off.rewards:Scorer.score_batch", "idle"),
+    Point("scoring", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch"),
+    Point("idle", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch", "idle"),
 ]
 # Nothing happens there; the process notes its weight version.
 NOTES = [Point("", "engine", f"{RECEIVER}:SyncWorkerExtension.sync_weights", version=_second)]

@@ -124,8 +124,8 @@ class Layout:
     """The processes of one layout, and the cases run over them."""
 
     def __init__(self, out: Path, ranks: int, replicas: int) -> None:
-        from one_step_off import launch
-        from one_step_off.config_io import load
+        from one_step_off.config.loading import load
+        from one_step_off.runtime import launch
 
         self.out, self.lines = out, []
         pools = f"placement.pools={{rollout: [{replicas}], actor: [{ranks}]}}"
@@ -138,7 +138,7 @@ class Layout:
 
     async def start(self) -> None:
         """New processes. They wait for the first sync to be connected, so that a case may break that."""
-        from one_step_off.roles import Spawned
+        from one_step_off.runtime.processes import Spawned
 
         if self.team is not None:
             await self.team.end()
@@ -169,8 +169,8 @@ class Layout:
 
     async def run(self, number: int, case: Case) -> None:
         """One case; what came of it is noted in it."""
+        from one_step_off.monitoring.tracker import Tracker
         from one_step_off.ray_trainer import Pipeline
-        from one_step_off.tracking import Tracker
 
         if self.team is None:
             await self.start()
@@ -316,8 +316,8 @@ def main(argv: list[str]) -> int:
     """One layout, whose cases the folder names."""
     import ray
 
-    from one_step_off import launch
-    from one_step_off.screen import quiet_libraries
+    from one_step_off.monitoring.console import quiet_libraries
+    from one_step_off.runtime import launch
 
     quiet_libraries()
     out = Path(argv[0])

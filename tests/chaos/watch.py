@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.leftovers import in_use
+from one_step_off.cluster.process_cleanup import in_use
 
 MARK = "CHAOS_MARK"
 

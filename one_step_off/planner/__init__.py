@@ -1,0 +1,1 @@
+"""The planner of GPU splits: the real pipeline in simulated time, and the command that compares splits."""

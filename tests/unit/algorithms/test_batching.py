@@ -1,0 +1,110 @@
+"""The plan of micro-batches: each sample once, the budget kept, the ranks alike."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from one_step_off.algorithms import batching
+
+cases = st.tuples(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 120), st.booleans())
+
+
+def cost(micro, lengths, packed):
+    return sum(lengths[i] for i in micro) if packed else max(lengths[i] for i in micro) * len(micro)
+
+
+@given(cases)
+@settings(max_examples=200, deadline=None)
+def test_plan_properties(case):
+    lengths, ranks, budget, packed = case
+    plan = batching.plan(lengths, ranks, budget, packed)
+    assert len(plan) == ranks
+    assert len({len(micros) for micros in plan}) == 1, "a rank with fewer micro-batches would hang the others"
+    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
+    for micro in (m for micros in plan for m in micros if len(m) > 1):
+        assert cost(micro, lengths, packed) <= budget
+    assert plan == batching.plan(np.array(lengths, dtype=np.int64), ranks, budget, packed)
+
+
+@given(cases)
+@settings(max_examples=100, deadline=None)
+def test_ranks_are_balanced(case):
+    lengths, ranks, budget, packed = case
+    loads = [sum(lengths[i] for m in micros for i in m) for micros in batching.plan(lengths, ranks, budget, packed)]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+def test_padded_neighbours_are_alike():
+    plan = batching.plan([10, 2, 9, 1, 10, 2], 1, 30, packed=False)
+    assert plan == [[[0, 4, 2], [1, 5, 3]]]
+    assert batching.plan([10, 2, 9, 1, 10, 2], 1, 34, packed=True) == [[[0, 4, 2, 1, 5, 3]]]
+
+
+def test_a_sequence_above_the_budget_stands_alone():
+    for packed in (True, False):
+        assert batching.plan([50, 3], 1, 10, packed) == [[[0], [1]]]
+
+
+@given(cases)
+def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
+    lengths, ranks, budget, _ = case
+    plan = batching.plan(lengths, ranks, budget, packed=False, rounds=2)
+    assert len({len(micros) for micros in plan}) == 1 and len(plan[0]) % 2 == 0
+    for micros in plan:
+        rows = max((len(micro) for micro in micros), default=0)
+        widest = max((lengths[i] for micro in micros for i in micro), default=0)
+        assert rows <= 1 or rows * widest <= budget
+
+
+def test_more_ranks_than_sequences():
+    assert batching.plan([5], 3, 10, False) == [[[0]], [[]], [[]]]
+    assert batching.plan([], 2, 10, True) == [[], []]
+
+
+def test_mini_batches_keep_groups_whole():
+    assert batching.mini_batches(["a", "a", "b", "c", "b"], 2) == [[0, 1, 2, 4], [3]]
+    assert batching.mini_batches([], 2) == []
+
+
+@given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 8))
+def test_mini_batches_properties(prompts, size):
+    minis = batching.mini_batches(prompts, size)
+    assert sorted(i for m in minis for i in m) == list(range(len(prompts)))
+    for m in minis:
+        assert 0 < len({prompts[i] for i in m}) <= size
+    seen = [{prompts[i] for i in m} for m in minis]
+    assert sum(len(s) for s in seen) == len(set(prompts)), "a group was cut"
+
+
+def test_collate_points_at_the_position_before_each_wanted_token():
+    sequences, wanted = [np.array([5, 6, 7]), np.array([8, 9])], [np.array([1, 2]), np.array([1])]
+    padded = batching.collate(sequences, wanted, packed=False)
+    assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
+    assert padded.at.tolist() == [0, 1, 3] and padded.tokens.tolist() == [6, 7, 9] and padded.counts == [2, 1]
+    assert padded.position_ids is None
+    packed = batching.collate(sequences, wanted, packed=True)
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.at.tolist() == [0, 1, 3] and packed.tokens.tolist() == [6, 7, 9]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_collate_edges(packed):
+    empty = batching.collate([], [], packed)
+    assert empty.input_ids.shape == (1, 2) and len(empty.at) == len(empty.tokens) == 0
+    with pytest.raises(ValueError, match="first token"):
+        batching.collate([np.array([1, 2])], [np.array([0])], packed)
+
+
+@given(st.lists(st.integers(2, 20), min_size=1, max_size=4), st.integers(1, 3))
+@settings(deadline=None)
+def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks):
+    sequences = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
+    wanted = [np.arange(1, n, 2) for n in lengths]
+    laid = batching.collate(sequences, wanted, False, 2 * ranks if ranks > 1 else 1)
+    parts = [batching.part(laid, rank, ranks) for rank in range(ranks)]
+    assert sorted(k for _, mine in parts for k in mine) == list(range(len(laid.at)))
+    for part, mine in parts:
+        assert part.input_ids.size * ranks == laid.input_ids.size
+        assert (part.tokens == laid.tokens[mine]).all()
+        assert (part.input_ids.ravel()[part.at] == laid.input_ids.ravel()[laid.at[mine]]).all()

@@ -1,0 +1,140 @@
+"""What a checkpoint holds, and which one a run resumes from; whole runs are in test_e2e_resume.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off.config.schema import Config, ConfigError
+from one_step_off.data.samples import Sample
+
+lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths, st.integers(0, 2**31))
+def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
+    rng, folder = np.random.default_rng(seed), tmp_path_factory.mktemp("samples")
+    samples = [
+        Sample(
+            (int(rng.integers(-1, 5)), i), i, rng.integers(0, 99, p).astype(np.int32), rng.integers(0, 99, r).astype(np.int32),
+            rng.normal(size=r).astype(np.float32), rng.random(r) > 0.5, rng.integers(0, 9, r).astype(np.int32),
+            incarnation=2, reward=float(rng.normal()), finish_reason="stop", response="a\n\"ü", extra={"k": 1},
+        )
+        for i, (p, r) in enumerate(shapes)
+    ]  # fmt: skip
+    checkpoint.write_samples(samples, folder)
+    for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
+        for name in checkpoint.ARRAYS:
+            x, y = getattr(a, name), getattr(b, name)
+            assert x.dtype == y.dtype and np.array_equal(x, y), name
+        assert all(getattr(a, name) == getattr(b, name) for name in checkpoint.REST)
+
+
+def config(tmp_path: Path, **trainer: object) -> Config:
+    cfg = Config()
+    cfg.trainer.output_dir = str(tmp_path)
+    for name, value in trainer.items():
+        setattr(cfg.trainer, name, value)
+    return cfg
+
+
+def save(cfg: Config, step: int, fail: bool = False, samples: list[Sample] | None = None, **state: object) -> Path:
+    async def trainer(folder: str) -> asyncio.Future:
+        (Path(folder) / "actor").mkdir()
+        (Path(folder) / "actor" / "__0_0.distcp").write_bytes(bytes(4096))
+
+        async def written() -> None:
+            if fail:
+                raise OSError("disk full")
+
+        return asyncio.ensure_future(written())
+
+    async def whole() -> Path:
+        path, size = await (await checkpoint.Checkpointer(cfg, trainer).save(step, samples, {"stream": {}} | state))
+        assert size == sum(p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != "manifest.json")
+        return path
+
+    return asyncio.run(whole())
+
+
+def test_the_last_k_stay_and_auto_takes_the_newest(tmp_path):
+    cfg = config(tmp_path, keep_checkpoints=2)
+    assert checkpoint.find(cfg) is None
+    for step in (5, 10, 15):
+        save(cfg, step)
+    assert [p.name for p in checkpoint.finished(checkpoint.folder_of(cfg))] == ["step_000010", "step_000015"]
+    assert checkpoint.find(cfg).name == "step_000015"
+    cfg.trainer.resume = "never"
+    assert checkpoint.find(cfg) is None
+    cfg.trainer.resume = str(tmp_path / "checkpoints" / "step_000010")
+    assert checkpoint.find(cfg).name == "step_000010"
+
+
+def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
+    cfg = config(tmp_path)
+    save(cfg, 5)
+    with pytest.raises(OSError, match="disk full"):
+        save(cfg, 10, fail=True)
+    assert checkpoint.find(cfg).name == "step_000005"
+    save(cfg, 10)
+    assert checkpoint.find(cfg).name == "step_000010"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda c: setattr(c.pipeline, "staleness", 0), "pipeline.staleness=0: checkpoint .* was made with 1"),
+        (lambda c: setattr(c.rollout, "n", 3), "rollout.n=3"),
+        (lambda c: setattr(c.trainer, "seed", 3), "trainer.seed=3"),
+        (lambda c: setattr(c.agent, "loop", "tool"), "agent.loop=tool: checkpoint .* was made with single_turn"),
+        (
+            lambda c: setattr(c.actor, "backend", "megatron"),
+            "actor.backend=megatron: .* was made with fsdp; resume with",
+        ),
+        (
+            lambda c: setattr(c.trainer, "resume", "/nowhere/step_000001"),
+            "step_000001: manifest.json: FileNotFoundError: .*name a good one, or",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, change, words):
+    cfg = config(tmp_path)
+    save(cfg, 5)
+    change(cfg)
+    with pytest.raises(ConfigError, match=words):
+        checkpoint.find(cfg)
+
+
+def test_a_broken_state_file_is_named(tmp_path):
+    cfg = config(tmp_path)
+    (save(cfg, 5) / "state.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"step_000005: state.json: its bytes: 1, but"):
+        checkpoint.find(cfg)
+
+
+@pytest.mark.parametrize(("freq", "due"), [(-1, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6])])
+def test_when_it_is_due(tmp_path, freq, due):
+    saver = checkpoint.Checkpointer(config(tmp_path, save_freq=freq), None)
+    assert [s for s in range(7) if saver.is_due(s)] == due
+
+
+def test_state_json_is_plain(tmp_path):
+    state = json.loads((save(config(tmp_path), 5) / "state.json").read_text())
+    assert state["step"] == 5 and state["has_samples"] is False
+    assert set(state["fixed"]) == {*checkpoint.FIXED_KEYS, "actor.backend"}
+
+
+def test_how_long_samples_may_be_carried_binds_a_checkpoint_only_where_they_are():
+    """Its samples may be older than a smaller number allows."""
+    cfg = Config()
+    assert "pipeline.max_carry" not in checkpoint.fixed_keys(cfg)
+    cfg.pipeline.partial_rollout = True
+    assert checkpoint.fixed_keys(cfg)["pipeline.max_carry"] == cfg.pipeline.max_carry

@@ -1,0 +1,113 @@
+"""What the program says of keys that it does not have: ours for those of other trainers, the one that was meant, or nothing."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from one_step_off.config import unknown_keys
+from one_step_off.config.loading import KEYS, find_key, load
+from one_step_off.config.schema import ConfigError
+
+# Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
+RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length
+    data.max_response_length data.filter_overlong_prompts data.truncation actor_rollout_ref.model.path
+    actor_rollout_ref.actor.optim.lr actor_rollout_ref.model.use_remove_padding actor_rollout_ref.actor.ppo_mini_batch_size
+    actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu actor_rollout_ref.actor.use_kl_loss
+    actor_rollout_ref.actor.kl_loss_coef actor_rollout_ref.actor.kl_loss_type actor_rollout_ref.actor.entropy_coeff
+    actor_rollout_ref.model.enable_gradient_checkpointing actor_rollout_ref.actor.fsdp_config.param_offload
+    actor_rollout_ref.actor.fsdp_config.optimizer_offload actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu
+    actor_rollout_ref.rollout.tensor_model_parallel_size actor_rollout_ref.rollout.name
+    actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.n
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu actor_rollout_ref.ref.fsdp_config.param_offload
+    algorithm.use_kl_in_reward trainer.critic_warmup trainer.logger trainer.project_name trainer.experiment_name
+    trainer.n_gpus_per_node trainer.nnodes trainer.save_freq trainer.test_freq trainer.total_epochs""".split()
+
+
+def said(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(list(argv))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "answer"),
+    [
+        ("actor.learning_rate=1", "use actor.lr (TRL's learning_rate: docs/from_trl.md)"),
+        ("learning_rate=1", "use actor.lr (TRL's learning_rate: docs/from_trl.md)"),
+        ("num_generations=4", "use rollout.n (TRL's num_generations: docs/from_trl.md)"),
+        ("rollout.num_generations=4", "use rollout.n (TRL's"),
+        ("rollout.n_samples=4", "use rollout.n "),
+        ("trainer.n_gpus_per_node=8", "use placement.pools.actor=[6], the actor's pool, or"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/from_verl.md)"),
+        ("+actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's"),
+        ("actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr"),
+        ("rollout.tensor_model_parallel_size=2", "use rollout.tensor_parallel_size (verl's"),
+        ("actor_rollout_ref.rollout.name=vllm", "remove it: always vLLM (verl's"),
+        ("actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean", "use algorithm.loss_agg=sequence-mean (verl's"),
+        ("actor_rollout_ref.actor.loss_agg_mode=my", "use algorithm.loss_agg=token-mean; or algorithm.loss_agg=sequence-mean; or"),
+        ("algorithm.rollout_correction.bypass_mode=False", "use algorithm.old_log_probs=recompute (verl's"),
+        ("loss_type=dr_grpo", "use algorithm.loss_agg=seq-sum-norm (TRL's"),
+        ("gradient_accumulation_steps=2", "docs/from_trl.md#batch-sizes (TRL's"),
+        ("resource_pool_spec={}", "placement.roles: docs/placement.md (verl's"),
+        # what was meant
+        ("actor.lrr=1", "did you mean actor.lr?"),
+        ("actor.total_step=1", "did you mean trainer.total_steps?"),
+        ("trainer.total_stpes=1", "did you mean trainer.total_steps?"),
+        ("trainr.seed=1", "did you mean trainer.seed?"),
+        ("actor.beta=[1, 2]", "did you mean actor.betas?"),
+        ("rollout.sead=1", "did you mean trainer.seed?"),
+    ],
+)  # fmt: skip
+def test_the_answer(argument: str, answer: str) -> None:
+    assert answer in said(argument), said(argument)
+
+
+@pytest.mark.parametrize(
+    "key", ["actor.momentum", "rollout.frequency", "trainer.priority", "rollout.k", "data.x", "zebra"]
+)
+def test_nothing_close_has_no_suggestion(key: str) -> None:
+    line = said(f"{key}=1")
+    assert "did you mean" not in line and "(all keys: --help)" in line
+    assert not [name for name in KEYS if name in line], line
+
+
+def test_every_key_of_verls_script_is_answered() -> None:
+    for key in RUN_QWEN2_7B:
+        if key not in KEYS:
+            assert f"(verl's {key}: docs/from_verl.md)" in said(f"{key}=1")
+
+
+def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text("data: {train_batch_size: 8}\nactor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n")
+    line = said(f"config={path}")
+    assert line.startswith(f"{path}:2: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's")
+
+
+def test_what_is_recommended_exists() -> None:
+    """`use X` names a key, with a value of its type where it names one."""
+    for row in unknown_keys.rows():
+        if row.here.startswith("`"):
+            ours, equals, value = row.here.split("`")[1].partition("=")
+            find_key(".".join(ours.split(".")[:2]))
+            if equals:
+                load([f"{ours}={value}"])
+
+
+@given(st.text(string.ascii_lowercase + "_.", max_size=20), st.text(string.ascii_lowercase + "_.", max_size=20))
+def test_the_distance_of_two_names(a: str, b: str) -> None:
+    """Symmetric, zero for equals only, and 1 for one slip of each kind."""
+    found = unknown_keys.distance(a, b)
+    assert found == unknown_keys.distance(b, a) and (found == 0) == (a == b)
+    assert abs(len(a) - len(b)) <= found <= max(len(a), len(b))
+    assert unknown_keys.distance(a + "x" + b, a + b) == 1 and unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
+    assert unknown_keys.distance(a + "x%" + b, a + "%x" + b) == 1
+
+
+def test_the_data_is_installed() -> None:
+    assert "*.yaml" in (Path(__file__).parents[3] / "setup.cfg").read_text()

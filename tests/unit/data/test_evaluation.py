@@ -1,0 +1,63 @@
+"""avg@n and pass@k against counting, and the line that people read."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from one_step_off.data.evaluation import figures, pass_at_k, set_epoch
+from one_step_off.data.samples import Sample
+from one_step_off.monitoring.tracker import held_out_line
+
+
+@given(st.integers(1, 7), st.data())
+def test_pass_at_k_is_the_share_of_subsets_with_a_pass(n, data):
+    passed, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
+    subsets = list(itertools.combinations([True] * passed + [False] * (n - passed), k))
+    assert pass_at_k(n, passed, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+
+
+def samples(index: int, rewards: list[list[float]]) -> list[Sample]:
+    z = np.zeros(2)
+    return [
+        Sample((set_epoch(index), row), i, z, z, z, z > -1, z, reward=r)
+        for row, group in enumerate(rewards)
+        for i, r in enumerate(group)
+    ]
+
+
+def test_pass_at_k_by_a_threshold():
+    rewards = [[0.6, 0.4], [0.5, 0.9]]
+    passed = [figures(samples(0, rewards), ["val"], at)["val/pass@1"] for at in (0.3, 0.5, 0.6, 1.0)]
+    assert passed == [1.0, 0.75, 0.5, 0.0]
+
+
+def test_parts_of_rewards_stand_beside_them():
+    """A sample that was not scored counts 0, one whose reward has no such part does not count."""
+    found = samples(0, [[1.5, 0.5], [0.0, 0.25]]) + samples(1, [[1.0]])
+    for sample, parts in zip(
+        found, ({"right": 1.0, "form": 0.5}, {"form": 0.5}, None, {}, {"samples": 1.0}), strict=True
+    ):
+        sample.extra = {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
+    found = figures(found, ["val", "hard"])
+    assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
+    assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found
+    assert held_out_line({"val/version": 3.0} | found) == (
+        "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
+        "hard 1.000 (samples 1.000) over 1 samples"
+    )
+
+
+def test_figures_of_two_sets():
+    found = figures(samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"])
+    assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25
+    assert found["val/pass@2"] == 0.5
+    assert found["val/hard/reward"] == 0.75 and found["val/hard/samples"] == 2
+    assert "val/hard/pass@1" not in found, "one sample each says nothing that the reward does not"
+    assert held_out_line({"val/version": 3.0} | found) == (
+        "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
+    )

@@ -1,0 +1,104 @@
+"""The version assertion and the order of a batch."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from one_step_off.data.samples import Arrays, Batch, Sample, Samples, Shares, StalenessError, assert_versions, generated
+
+
+def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
+    n = len(versions) if tokens is None else tokens
+    return Sample(
+        prompt, index, np.arange(2), np.arange(n), np.zeros(n, np.float32), np.ones(n, bool),
+        np.array(versions, np.int32), incarnation,
+    )  # fmt: skip
+
+
+def test_every_token_of_the_expected_weights_passes():
+    assert_versions(Batch(4, [sample([3, 3, 3]), sample([3])], expected=(0, 3)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (sample([3, 3, 2]), "token 2: made by weights .*version 2.*version 3"),
+        (sample([4]), "token 0: .*version 4"),
+        (sample([3, 3], incarnation=1), "incarnation 1"),
+        (sample([3], tokens=2), "sample 0"),
+        (sample([], tokens=2), "version None"),
+    ],
+)
+def test_any_other_token_is_named(bad, words):
+    with pytest.raises(StalenessError, match=words):
+        assert_versions(Batch(4, [sample([3]), bad], expected=(0, 3)))
+
+
+def test_prompt_order_names_each_prompt_once():
+    samples = [sample([1], prompt=p, index=i) for p in ((0, 9), (0, 2)) for i in range(3)]
+    assert Batch(0, samples, (0, 1)).prompt_order() == [(0, 9), (0, 2)]
+
+
+def sent(what):
+    """As Ray does it: (what arrives, the arrays that travel)."""
+    arrays = []
+    data = pickle.dumps(what, protocol=5, buffer_callback=arrays.append)
+    return pickle.loads(data, buffers=[bytes(array.raw()) for array in arrays]), arrays
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (3,), (2, 0, 5), (1, 4, 0)])
+def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
+    ids, before = np.arange(2), []
+    for i, n in enumerate(sizes):
+        before.append(sample([i] * n, index=i))
+        before[-1].prompt_ids, before[-1].extra, before[-1].response = ids, {"baseline": float(i)}, f"so {i}"
+    found, arrays = sent(Samples(before))
+    assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
+    pairs: list[Any] = list(zip(before, found, strict=True))
+    for old, new in pairs:
+        for name, value in vars(old).items():
+            if isinstance(value, np.ndarray):
+                assert value.dtype == getattr(new, name).dtype and np.array_equal(value, getattr(new, name))
+            elif name != "reward":
+                assert value == getattr(new, name)
+        assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
+    shortened = Samples(before)
+    shortened.leave = "response", "extra"
+    assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [("", {}, i) for i in range(len(sizes))]
+
+
+def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
+    torn = sample([3, 3], tokens=3)
+    found = sent(Samples([sample([3]), torn, sample([3])]))[0]
+    assert [len(s.versions) for s in found] == [1, 2, 1] and [len(s.response_ids) for s in found] == [1, 3, 1]
+    with pytest.raises(StalenessError, match="sample 0, token 0"):
+        assert_versions(Batch(4, found, expected=(0, 3)))
+
+
+def test_arrays_and_shares_arrive_as_lists_and_dicts():
+    given = {7: np.ones((2, 2)), 3: np.zeros((0, 2)), 5: np.arange(6.0).reshape(3, 2)}
+    for before, kind in ((Arrays(given.values()), list), (Shares(given), dict)):
+        found, arrays = sent(before)
+        assert type(found) is kind and len(arrays) == 1
+        keys = given if kind is dict else range(3)
+        assert all(np.array_equal(found[key], before[key]) for key in keys) and len(found) == 3
+    assert sent(Arrays())[0] == [] and sent(Shares())[0] == {}
+
+
+def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
+    """Tokens of others count nowhere, and a wrong stamp is found in whichever part it stands."""
+    samples = [sample([3] * (1 + i % 3)) for i in range(600)]
+    samples[299].versions[:], samples[555].versions[1:] = -1, -1
+    samples[299].loss_mask[:], samples[555].loss_mask[1:] = False, False
+    samples[10].versions[:], samples[580].versions[:] = 2, 5
+    counts, oldest, newest = generated(samples)
+    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (oldest, newest) == (2, 5)
+    assert_versions(Batch(4, samples, expected=(0, 5), older=3))
+    with pytest.raises(StalenessError, match="version 5"):
+        assert_versions(Batch(4, samples, expected=(0, 4), older=3))
+    none = generated([sample([-1, -1]), sample([])])
+    assert none[0].tolist() == [0, 0] and np.isnan(none[1:]).all()

@@ -1,0 +1,242 @@
+"""TensorBoard, W&B and sample dumps: what they write, and that their failures are told and harmless."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.validation import validate
+from one_step_off.data.samples import Batch, Prompt, Sample
+from one_step_off.monitoring import loggers
+from one_step_off.monitoring.loggers import Loggers, open_loggers, started_first
+from one_step_off.monitoring.tracker import Tracker
+from tests.unit.monitoring.test_console import on_a_terminal
+
+PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
+
+
+def sample(row: int = 0, index: int = 0, reward: float = 1.0, text: str = "zwei ü") -> Sample:
+    z = np.zeros(3)
+    return Sample(
+        (0, row), index, np.arange(2), z, z, z > -1, np.full(3, 4), reward=reward, finish_reason="stop", response=text
+    )
+
+
+def config(folder: Path, **changes: object) -> Config:
+    cfg = Config()
+    cfg.trainer.output_dir = str(folder)
+    for name, value in changes.items():
+        setattr(cfg.logging, name, value)
+    return cfg
+
+
+def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
+    # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
+    # one folder are never started within one second, but tests are.
+    time.sleep(1 - time.time() % 1)
+    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, started_first(cfg, steps[0] > 0))
+    figures = {"val/version": float(steps[0]), "val/reward": 0.5}
+    found.evaluation(figures, [sample(text="held out")])
+    for step in steps:
+        row = {"step": step, "reward/mean": step / 10, "mfu/trainer": None, "actor/grad_norm": math.nan}
+        row |= figures if step == steps[0] + 1 else {}
+        batch = Batch(step, [sample(0, 0), sample(7, 1, reward=math.nan, text="\ud83d")], (0, 0))
+        batch.samples[0].loss_mask[2] = batch.samples[1].loss_mask[:] = False
+        batch.samples[0].extra = {"reward_parts": {"right": 1.0}, "baseline": 0.5, "replaces": [[0, 3]]}
+        batch.advantages = [np.array([0.5, -1.0, 9.0]), np.zeros(3)]
+        found.step(row, batch)
+    found.close()
+
+
+def test_samples_as_people_read_them(tmp_path):
+    said: list[str] = []
+    log_steps(config(tmp_path, tensorboard=False), range(2), said)
+    rows = [json.loads(line) for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()]
+    assert rows[0] == {
+        "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
+        "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü",
+        "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5,
+        "reward_parts": {"right": 1.0}, "baseline": 0.5,
+    }  # fmt: skip
+    assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage/mean"] is None
+    assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
+    assert not said and not list((tmp_path / "samples").glob(".*"))
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return {t: [(e.step, round(e.value, 3)) for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
+
+
+def test_tensorboard_is_read_back_and_a_resumed_run_replaces_what_comes_after(tmp_path):
+    pytest.importorskip("tensorboard")
+    cfg = config(tmp_path, sample_dump=False)
+    said: list[str] = []
+    log_steps(cfg, range(4), said)
+    found = scalars(tmp_path)
+    assert found["reward/mean"] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.3)]
+    assert found["val/reward"] == [(0, 0.5)]
+    assert "mfu/trainer" not in found and "actor/grad_norm" not in found
+    log_steps(cfg, range(2, 5), said)
+    assert [s for s, _ in scalars(tmp_path)["reward/mean"]] == [0, 1, 2, 3, 4]
+    log_steps(cfg, range(0, 1), said)
+    assert scalars(tmp_path)["reward/mean"] == [(0, 0.0)], "another run, another history"
+    assert not said
+
+
+def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
+    cfg = config(tmp_path)
+    log_steps(cfg, range(2), [])
+    for first in (0, 2):
+        tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
+        tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print, {})
+        tracker.start(first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}])
+        if not first:
+            tracker.evaluation(2, [sample(text="of the first run", reward=0.5)], 0.1)
+        tracker.close()
+    assert scalars(tmp_path)["val/reward"] == [(2, 0.5)]
+    assert "of the first run" in (tmp_path / "samples/val_v000002.jsonl").read_text()
+
+
+def test_samples_of_an_earlier_run_go_from_where_this_one_starts(tmp_path):
+    cfg = config(tmp_path, tensorboard=False)
+    log_steps(cfg, range(4), [])
+    (tmp_path / "samples" / "mine.jsonl").write_text("kept")
+    open_loggers(cfg, 2, PROMPTS.get, print, {}).close()
+    assert sorted(p.name for p in (tmp_path / "samples").iterdir()) == [
+        "mine.jsonl", "step_000000.jsonl", "step_000001.jsonl", "val_v000000.jsonl",
+    ]  # fmt: skip
+
+
+def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
+    def broken(self, *_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(loggers.SampleDump, "write", broken)
+    said: list[str] = []
+    log_steps(config(tmp_path), range(3), said)
+    assert said == ["warning: the sample dump failed and is left out from now on: OSError: No space left on device"]
+    assert len(scalars(tmp_path)["reward/mean"]) == 3
+
+
+def test_loggers_are_told_how_the_run_ended():
+    class Ending:
+        told = None
+
+        def close(self, failed):
+            Ending.told = failed
+
+    for failed in (True, False):
+        found = Loggers(print)
+        found.add("ending", Ending)
+        found.close(failed)
+        assert Ending.told is failed
+
+
+def test_a_logger_that_cannot_start_is_told():
+    said: list[str] = []
+    found = Loggers(said.append)
+
+    def make():
+        raise ImportError("no module")
+
+    found.add("TensorBoard", make)
+    found.close()
+    assert said == ["warning: TensorBoard failed and is left out from now on: ImportError: no module"]
+
+
+def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
+    import threading
+
+    monkeypatch.setattr(loggers, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(loggers, "_QUEUE", 1)
+    said: list[str] = []
+    found, gate = Loggers(said.append), threading.Event()
+    found.add("slow", gate.wait)
+    for step in range(3):
+        found.step({"step": step}, Batch(step, [], (0, 0)))
+    found.close()
+    gate.set()
+    assert any("behind" in line for line in said) and "have not ended" in said[-1]
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name):
+    from one_step_off.config import validation as config_checks
+
+    cfg = config(tmp_path, **{name: True})
+    cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
+    cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
+    honest = config_checks._installed
+    monkeypatch.setattr(config_checks, "_installed", lambda package: package != name and honest(package))
+    with pytest.raises(ConfigError, match=rf"logging.{name}=true: the package {name} is missing; pip install {name}"):
+        validate(cfg)
+
+
+def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
+    from one_step_off.config.validation import _installed
+
+    (tmp_path / "some_logger").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not _installed("some_logger") and _installed("json")
+
+
+needs_wandb = pytest.mark.skipif(
+    importlib.util.find_spec("wandb") is None, reason="wandb is not installed (extra wandb)"
+)
+
+
+@needs_wandb
+@pytest.mark.timeout(120)
+def test_wandb_offline_and_its_id(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    cfg = config(tmp_path, wandb=True, wandb_mode="offline", tensorboard=False, sample_dump=False)
+    said: list[str] = []
+    log_steps(cfg, range(3), said)
+    first = (tmp_path / "wandb_run_id").read_text().strip()
+    assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))) == 1
+    log_steps(cfg, range(2, 4), said)
+    assert (tmp_path / "wandb_run_id").read_text().strip() == first, "a resumed run goes on in the same W&B run"
+    log_steps(cfg, range(1), said)
+    assert (tmp_path / "wandb_run_id").read_text().strip() != first, "a new run is another one"
+    assert not said
+
+
+@needs_wandb
+def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
+    import wandb
+
+    def refuse(**kwargs):
+        assert kwargs["resume"] == "allow" and kwargs["dir"] == str(tmp_path)
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(ConfigError, match=r"does not start: \w+: api_key not configured.*; run `wandb login`"):
+        loggers.Wandb(config(tmp_path, wandb=True), False)
+
+
+@needs_wandb
+def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
+    program = f"""
+    from one_step_off.config.schema import Config, ConfigError
+    from one_step_off.monitoring.loggers import Wandb
+    cfg = Config()
+    cfg.logging.wandb, cfg.trainer.output_dir = True, {str(tmp_path)!r}
+    try:
+        Wandb(cfg, False)
+    except ConfigError as e:
+        print("refused:", e)
+    """
+    out = on_a_terminal(program, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY="")
+    assert "refused: logging.wandb=true: W&B does not start" in out and "choice" not in out

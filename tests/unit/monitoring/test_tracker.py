@@ -1,0 +1,228 @@
+"""What a run writes down."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.monitoring.flops import Meter, ModelShape
+from one_step_off.monitoring.tracker import Tracker
+
+
+def sample(reward, length, version=0, row=0, index=0, epoch=0):
+    z = np.zeros(length)
+    return Sample((epoch, row), index, np.arange(2), z, z, z > -1, np.full(length, version), reward=reward,
+                  finish_reason="length" if length > 3 else "stop")  # fmt: skip
+
+
+def times(step_s=2.0, gen=1.0, train=1.5):
+    return {
+        "time/step_s": step_s, "time/generate_s": gen, "time/train_s": train, "time/sync_s": 0.1,
+        "time/wait_trainer_s": 0.4, "time/wait_rollout_s": 0.0,
+    }  # fmt: skip
+
+
+def test_rows_ledger_and_summary(tmp_path):
+    tracker = Tracker(str(tmp_path), 3, out=io.StringIO())
+    tracker.evaluation(0, [sample(0.0, 2, epoch=-1), sample(1.0, 2, row=1, epoch=-1)], 0.5)
+    for step in range(3):
+        batch = Batch(step, [sample(step, 2, row=step), sample(step + 1.0, 4, row=step, index=1)], (0, 0))
+        tracker.step(batch, step, times(step_s=2.0 + step, gen=1.0) | {"actor/grad_norm": float("nan")})
+    summary = tracker.summary()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in rows] == [0, 1, 2]
+    assert rows[0]["val/reward"] == 0.5 and rows[0]["val/version"] == 0 and "val/reward" not in rows[1]
+    assert rows[1]["reward/mean"] == 1.5 and rows[1]["reward/std"] == 0.5
+    assert rows[2]["response_length/mean"] == 3 and rows[2]["response_length/cut_share"] == 0.5
+    assert rows[2]["staleness/min"] == rows[2]["staleness/max"] == 2
+    assert rows[0]["actor/grad_norm"] is None, "JSON has no NaN"
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert ledger == [{"step": s, "prompts": [[0, s]]} for s in range(3)]
+    # Medians and shares over the steps after the first: 3 s and 4 s.
+    assert summary["median/time/step_s"] == 3.5
+    assert summary["overlap_ratio"] == 3.5 / 1.5
+    assert summary["idle_share/rollout"] == 0.2 / 7.0 + 0.4 / 3.0, "the last step's wait was within the one before"
+    assert summary["idle_share/trainer"] == 1 - 3.0 / 7.0
+    assert summary["samples_per_s"] == 4 / 7.0
+    assert (summary["reward/first"], summary["reward/last"]) == (0.5, 2.5), "of one step each: they never overlap"
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def rewards_of(tmp_path, steps: int) -> tuple:
+    tracker = Tracker(str(tmp_path), steps, out=io.StringIO())
+    for step in range(steps):
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times())
+    found = tracker.summary()
+    return found["reward/first"], found["reward/last"], found["reward/averaged_steps"]
+
+
+def test_first_and_last_rewards_are_of_different_steps(tmp_path):
+    assert rewards_of(tmp_path, 1) == (0, 0, 1)
+    assert rewards_of(tmp_path, 5) == (0.5, 3.5, 2)
+    assert rewards_of(tmp_path, 20) == (2, 17, 5)
+
+
+def test_unjudged_responses_are_counted_and_told_once(tmp_path):
+    out = io.StringIO()
+    tracker = Tracker(str(tmp_path), 3, out=out)
+    for step, count in enumerate((0.0, 2.0, 1.0)):
+        samples = [sample(0, 2), sample(0, 2)]
+        samples[1].extra = {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
+    assert out.getvalue().count("warning") == 1 and "not judged within reward.timeout_s" in out.getvalue()
+    assert tracker.summary()["reward/timeouts"] == 3
+
+
+def test_a_new_run_does_not_append_to_the_old_ones_files(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("old\n")
+    Tracker(str(tmp_path), 1, out=io.StringIO()).start(0)
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
+    first = Tracker(str(tmp_path), 4, out=io.StringIO())
+    for step in range(3):
+        first.step(Batch(step, [sample(step, 2, row=step)], (0, 0)), step, times())
+    second = Tracker(str(tmp_path), 4, out=io.StringIO())
+    second.start(2, [{"val/reward": 0.25, "val/version": 0.0}], {"val/reward": 0.25, "val/version": 0.0})
+    second.step(Batch(2, [sample(7, 2, row=9)], (0, 0)), 2, times())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    assert [r["reward/mean"] for r in rows] == [0, 1, 7] and rows[2]["val/reward"] == 0.25
+    assert [r["prompts"] for r in ledger] == [[[0, 0]], [[0, 1]], [[0, 9]]]
+    summary = second.summary()
+    assert summary["steps"] == 3 and summary["val/first"] == 0.25
+    assert len((tmp_path / "evaluations.jsonl").read_text().splitlines()) == 1
+
+
+def rows_of(folder, name):
+    return [json.loads(line)["step"] for line in (folder / name).read_text().splitlines()]
+
+
+def three_steps(folder) -> None:
+    tracker = Tracker(str(folder), 3, io.StringIO())
+    tracker.start(0)
+    for step in range(3):
+        tracker.step(Batch(step, [sample(1.0, 2, row=step)], expected=(0, 0)), step, times())
+
+
+def test_a_row_that_a_kill_cut_off_does_not_keep_the_run_from_going_on(tmp_path):
+    three_steps(tmp_path)
+    for name in ("metrics.jsonl", "ledger.jsonl"):
+        text = (tmp_path / name).read_text()
+        (tmp_path / name).write_text(text[:-9])
+    tracker = Tracker(str(tmp_path), 3, io.StringIO())
+    tracker.start(2)
+    assert tracker.steps_before == 2
+    assert rows_of(tmp_path, "metrics.jsonl") == rows_of(tmp_path, "ledger.jsonl") == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(tmp_path, monkeypatch, name):
+    three_steps(tmp_path)
+    real = Path.write_text
+
+    def cut(self, text, *args):
+        if name in self.name:
+            real(self, text[: len(text) // 2])
+            raise KeyboardInterrupt
+        return real(self, text, *args)
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(KeyboardInterrupt):
+        Tracker(str(tmp_path), 3, io.StringIO()).start(2)
+    monkeypatch.undo()
+    Tracker(str(tmp_path), 3, io.StringIO()).start(2)
+    assert rows_of(tmp_path, "metrics.jsonl") == rows_of(tmp_path, "ledger.jsonl") == [0, 1]
+
+
+def test_no_evaluation_is_lost_when_two_end_within_one_step(tmp_path):
+    tracker = Tracker(str(tmp_path), 1, out=io.StringIO())
+    for version in (3, 4):
+        tracker.evaluation(version, [sample(0.5, 2, epoch=-1)], 0.1)
+    tracker.step(Batch(3, [sample(1, 2)], (0, 0)), 3, times())
+    rows = [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+    assert [r["val/version"] for r in rows] == [3, 4]
+
+
+def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
+    first = Tracker(str(tmp_path), 3, out=io.StringIO())
+    first.start(0)
+    for step in range(3):
+        first.step(Batch(step, [sample(step, 2, row=step)], (0, 0)), step, times())
+    first.summary()
+    again = Tracker(str(tmp_path), 3, out=io.StringIO())
+    again.start(2, [{"val/version": 0.0, "val/reward": 0.5}], {"val/reward": 0.7})
+    assert not (tmp_path / "summary.json").exists()
+    again.step(Batch(2, [sample(9, 2, row=9)], (0, 0)), 2, times())
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2]["val/reward"] == 0.7
+    assert (
+        again.summary()["steps"] == 3
+        and again.summary()["steps_before"] == 2
+        and again.evaluations[0]["val/reward"] == 0.5
+    )
+
+
+def test_speed_and_memory_in_rows_and_summary(tmp_path):
+    tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
+    tracker.meter = Meter(Config(), ModelShape(1000, 2, 8))
+    tracker.report_usage({"memory/trainer_peak_bytes": 5.0}, "NVIDIA H100 80GB HBM3")
+    for step in range(2):
+        tracker.span("actor", "update", step, tracker.begin + step, tracker.begin + step + 0.4)
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, times(gen=0.5))
+    tracker.report_usage({"memory/trainer_peak_bytes": 7.0, "memory/rollout_peak_bytes": 9.0}, "")
+    summary = tracker.summary()
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert row["memory/trainer_peak_bytes"] == 5 and row["tokens_per_s/rollout"] == 4
+    assert summary["memory/trainer_peak_bytes"] == 7 and summary["memory/rollout_peak_bytes"] == 9
+    assert summary["tokens_per_s/rollout"] == 4 and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
+    assert summary["device"] == "NVIDIA H100 80GB HBM3"
+    assert row["time/actor_update_begin_s"] == pytest.approx(0, abs=1e-6), "a row says when"
+    assert summary["median/time/actor_update_s"] == pytest.approx(0.4), "and the summary how long"
+    assert not [name for name in summary if name.endswith(("_begin_s", "_end_s"))], "of timestamps there is no median"
+
+
+def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
+    tracker, talk = Tracker(str(tmp_path), 1, out=io.StringIO()), sample(0, 10)
+    talk.versions[2:8] = -1
+    tracker.step(Batch(0, [talk], (0, 0)), 0, times(step_s=2.0))
+    assert tracker.summary()["response_tokens_per_s"] == 4 / 2.0
+    assert tracker.steps[0]["response_length/mean"] == 10
+
+
+def test_staleness_is_over_all_tokens(tmp_path):
+    tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
+    tracker.step(Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0)), 5, times(step_s=2.0))
+    tracker.step(Batch(1, [], (0, 0)), 6, times(step_s=2.0))
+    names = "tokens/response", "staleness/min", "staleness/max"
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [[row[name] for name in names] for row in rows] == [[3.0, 0.0, 2.0], [0.0, None, None]]
+
+
+def test_batches_that_an_earlier_run_skipped_make_room_for_this_run_s(tmp_path):
+    """Only so many are kept, and --replay would show them with other weights."""
+    for step in (3, 8, 12):
+        (tmp_path / f"skipped/step_{step:06d}").mkdir(parents=True)
+    tracker = Tracker(str(tmp_path), 20, out=io.StringIO())
+    tracker.start(8)
+    assert [p.name for p in (tmp_path / "skipped").iterdir()] == ["step_000003"]
+    tracker.start(0)
+    assert not list((tmp_path / "skipped").iterdir())
+
+
+def test_a_step_without_a_sync_is_in_the_summary_too(tmp_path):
+    """The last replica was lost in it; the run was resumed and went on to its end."""
+    tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
+    for step in range(4):
+        found = times()
+        if step == 2:
+            found = {k: v for k, v in found.items() if k not in ("time/sync_s", "time/wait_trainer_s")}
+        tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, found)
+    assert 0 < tracker.summary()["idle_share/rollout"] < 1

@@ -1,0 +1,164 @@
+"""The pipeline on a counted clock, against the arithmetic of its steps."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from one_step_off.data.samples import StalenessError
+from one_step_off.planner.simulation import Trainer, Work, counted_loop, simulate
+
+STEP = "median/time/step_s"
+ALIKE = Work(8, np.full((3, 4), 100), 20.0, 0.02, 1e-4, 2.0, 5e-4, 1.0, canary_s=0.25)
+
+
+def parts(work: Work, replicas: int, ranks: int) -> tuple[float, float]:
+    """Seconds of generation and training where all responses are alike and have a place."""
+    length, samples = int(work.lengths[0, 0]), work.prompts * work.lengths.shape[1]
+    generate = length * (work.decode_s + work.sequence_s * samples / replicas)
+    return generate, work.train_fixed_s + work.train_token_s * samples * (length + work.prompt_tokens) / ranks
+
+
+def test_a_counted_clock_takes_no_time() -> None:
+    async def day() -> float:
+        loop = asyncio.get_running_loop()
+        begin = loop.time()
+        limit = asyncio.timeout(1e9)  # that is not reached: the clock must not jump to it
+        async with limit:
+            await asyncio.gather(asyncio.sleep(3600), asyncio.sleep(86_400))
+        return loop.time() - begin
+
+    begin = time.perf_counter()
+    with asyncio.Runner(loop_factory=counted_loop) as runner:
+        assert runner.run(day()) == pytest.approx(86_400)
+    assert time.perf_counter() - begin < 5
+
+
+def test_a_program_with_many_open_files_can_be_simulated() -> None:
+    """select() knows no descriptor above 1023."""
+    most, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(most, min(hard, 2048)), hard))
+    with contextlib.ExitStack() as files, open(os.devnull) as first:
+        for _ in range(1100):
+            files.callback(os.close, os.dup(first.fileno()))
+        with asyncio.Runner(loop_factory=counted_loop) as runner:
+            runner.run(asyncio.sleep(3600))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def test_what_never_happens_is_an_error_and_no_hang() -> None:
+    async def forever() -> None:
+        await asyncio.Event().wait()
+
+    runner = asyncio.Runner(loop_factory=counted_loop)
+    with pytest.raises(RuntimeError, match="waits for what nobody does"):
+        runner.run(forever())
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("train_token_s", [1e-6, 5e-4, 4e-3])
+def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(overlap: bool, train_token_s: float) -> None:
+    work = replace(ALIKE, train_token_s=train_token_s)
+    generate, train = parts(work, 2, 3)
+    found, canary, sending = simulate(work, 2, 3, overlap=overlap), work.canary_s, work.sync_s - work.canary_s
+    if (
+        overlap
+    ):  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
+        expected = max(train + canary, sending + generate)
+    else:
+        expected = sending + max(generate, train) + max(0.0, canary - max(0.0, generate - train))
+    assert found[STEP] == pytest.approx(expected)
+    assert found["median/time/generate_s"] == pytest.approx(generate)
+    assert found["median/time/train_s"] == pytest.approx(train, abs=canary + 1e-9)
+
+
+def test_in_turns_it_is_the_sum() -> None:
+    generate, train = parts(ALIKE, 4, 2)
+    found = simulate(ALIKE, 4, 2, staleness=0)
+    assert found[STEP] == pytest.approx(generate + train + ALIKE.sync_s)
+    assert found["idle_share/trainer"] == pytest.approx(1 - train / found[STEP])
+    assert found["idle_share/rollout"] == pytest.approx(1 - generate / found[STEP])
+    assert found["samples_per_s"] == pytest.approx(32 / found[STEP])
+
+
+def test_colocated_all_devices_do_both() -> None:
+    assert simulate(ALIKE, 0, 8, staleness=0)[STEP] == pytest.approx(sum(parts(ALIKE, 8, 8)) + ALIKE.sync_s)
+
+
+def test_the_optimiser_waits_for_weights_that_are_still_sent() -> None:
+    """A sync longer than all training: the step is sync and generation, and its wait is no training."""
+    work = replace(ALIKE, sync_s=100.0, canary_s=0.0, train_fixed_s=1.0, train_token_s=0.0, before_step=0.5)
+    found = simulate(work, 1, 1)
+    assert found[STEP] == pytest.approx(100 + parts(work, 1, 1)[0])
+    assert found["median/time/train_s"] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("static", [True, False])
+def test_who_finds_no_place_waits(static: bool) -> None:
+    """32 sequences, 5 places: six waves of five and one of two."""
+    work = replace(ALIKE, places=5)
+    generate = 100 * (6 * (0.02 + 5e-4) + 0.02 + 2e-4)
+    found = simulate(work, 1, 1, staleness=0, static=static)
+    assert found["median/time/generate_s"] == pytest.approx(generate)
+
+
+def test_the_longest_response_is_as_long_on_many_replicas() -> None:
+    """And the others go on alone, faster than all together."""
+    work = replace(ALIKE, prompts=1, lengths=np.array([[10, 40]]))
+    found = simulate(work, 8, 1, staleness=0)
+    assert found["median/time/generate_s"] == pytest.approx(10 * (0.02 + 2e-4) + 30 * (0.02 + 1e-4))
+
+
+def test_by_load_no_replica_waits_with_prompts_of_another() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, (64, 1))
+    work = replace(ALIKE, prompts=64, lengths=lengths, places=4)
+    by_load, in_turn = (simulate(work, 4, 1, staleness=0, static=s)["median/time/generate_s"] for s in (False, True))
+    assert by_load < 0.95 * in_turn
+
+
+def test_the_same_arguments_give_the_same_figures() -> None:
+    work = replace(ALIKE, lengths=np.random.default_rng(0).integers(1, 500, (50, 4)))
+
+    def figures(seed: int) -> list[float]:
+        found = simulate(work, 3, 2, seed=seed)
+        names = STEP, "idle_share/rollout", "idle_share/trainer", "samples_per_s", "median/time/wait_rollout_s"
+        return [found[name] for name in names]
+
+    assert figures(1) == figures(1) != figures(2)
+
+
+def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that were told to be older than they are: the pipeline refuses the batch."""
+    real = Trainer.__call__
+
+    async def late(self, stamp, expected=None):
+        return await real(self, (stamp[0], max(0, stamp[1] - 1)), expected)
+
+    monkeypatch.setattr(Trainer, "__call__", late)
+    with pytest.raises(StalenessError, match="step 2"):
+        simulate(ALIKE, 1, 1)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(1, 5), st.integers(1, 5), st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.floats(0, 50), st.floats(1e-6, 1e-2),
+    st.floats(0, 20), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(1, 40), st.integers(1, 300),
+)  # fmt: skip
+def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
+    replicas, ranks, decode, each, fixed, token, sync, canary, before, overlap, static, places, length
+) -> None:
+    work = Work(6, np.full((1, 2), length), 10.0, decode, each, fixed, token, sync, canary * sync, before, places)
+    turns, ahead = (simulate(work, replicas, ranks, k, overlap, static, steps=5) for k in (0, 1))
+    generate, train = turns["median/time/generate_s"], turns["median/time/train_s"]
+    assert turns[STEP] == pytest.approx(generate + train + sync)
+    assert max(generate, train) * (1 - 1e-9) <= ahead[STEP] <= turns[STEP] * (1 + 1e-9)
+    assert all(0 <= found[f"idle_share/{role}"] <= 1 for found in (turns, ahead) for role in ("rollout", "trainer"))

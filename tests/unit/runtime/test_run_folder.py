@@ -1,0 +1,200 @@
+"""A command over the folder of an earlier run: it resumes it, or is refused, or has been told to replace it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from one_step_off.config.loading import load
+from one_step_off.main_ppo import main
+from one_step_off.runtime import launch, run_folder
+from tests.bad_input import base, refused
+
+ROOT = Path(__file__).parents[3]
+KEYS = (
+    "model.path=tiny:qwen2 data.train_files=generator:word_problems trainer.total_steps=2 placement.device=cpu".split()
+)
+WAYS = ["name another trainer.output_dir", "replace it with trainer.overwrite=true"]
+
+
+class Reached(Exception):
+    """The run has its folder and would begin to read its model."""
+
+
+@pytest.fixture
+def begins(tmp_path, monkeypatch):
+    """Whether a run with these arguments goes on to its model: the exit code and what is said, if it does not."""
+
+    def prepare(*_: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr(launch, "prepare", prepare)
+    monkeypatch.setattr(launch, "report_failure", lambda cfg, error: type(error).__name__)
+
+    def call(capsys, *argv: str) -> tuple[bool, str]:
+        before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        code = main([*KEYS, f"trainer.output_dir={tmp_path}/run", *argv])
+        assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+        said = capsys.readouterr().err
+        assert code == (1 if said == "Reached\n" else 2), said
+        return code == 1, said
+
+    return call
+
+
+def earlier(folder: Path, steps: int = 0, checkpoints: tuple[int, ...] = ()) -> None:
+    """What a run of so many steps has left; for the question alone the files' contents do not matter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if steps:
+        (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(steps)))
+    for step in checkpoints:
+        path = folder / "checkpoints" / f"step_{step:06d}"
+        path.mkdir(parents=True)
+        (path / "state.json").write_text("{}")
+
+
+@pytest.mark.parametrize("more", [[], ["trainer.resume=never"]])
+def test_a_run_without_a_checkpoint_is_not_replaced(more, begins, tmp_path, capsys):
+    earlier(tmp_path / "run", 40)
+    may, said = begins(capsys, *more)
+    assert (
+        not may
+        and said.startswith(f"error: trainer.output_dir={tmp_path}/run: holds a run of 40 steps")
+        and said.count("\n") == 1
+    )
+    assert (
+        all(way in said for way in WAYS)
+        and "it cannot be resumed, for it has no checkpoint (trainer.save_freq=" in said
+    )
+    assert begins(capsys, *more, "trainer.overwrite=true")[0]
+    assert begins(capsys, *more, f"trainer.output_dir={tmp_path}/other")[0]
+
+
+def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, capsys):
+    earlier(tmp_path / "run", 40, (20, 30))
+    assert begins(capsys)[0], "it goes on from step 30"
+    may, said = begins(capsys, "trainer.resume=never")
+    assert not may and "holds a run of 40 steps" in said and "resume it with trainer.resume=auto, " in said
+    assert all(way in said for way in WAYS)
+    assert begins(capsys, "trainer.resume=never", "trainer.overwrite=true")[0]
+    shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "elsewhere")
+    may, said = begins(capsys, f"trainer.resume={tmp_path}/elsewhere/step_000020")
+    assert not may and "holds a run of 40 steps" in said, "another run's checkpoint continues another run"
+
+
+@pytest.mark.parametrize(
+    ("steps", "checkpoints", "holds"),
+    [(100, (50, 100), "100 steps"), (75, (50,), "75 steps"), (0, (50, 100), "the checkpoint step_000100")],
+)
+def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp_path, capsys):
+    """The same command given twice: the first time it went on from step 50, the second time that would drop what it did."""
+    earlier(tmp_path / "run", steps, checkpoints)
+    back = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
+    may, said = begins(capsys, back)
+    assert not may and said.startswith(f"error: {back}: {tmp_path}/run holds {holds}") and said.count("\n") == 1
+    assert all(way in said for way in ["trainer.resume=auto", *WAYS])
+    assert begins(capsys, back, "trainer.overwrite=true")[0]
+    assert begins(capsys, back, f"trainer.output_dir={tmp_path}/other")[0]
+    assert begins(capsys)[0]
+
+
+def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
+    """A run that began from another folder's checkpoint has no rows before it; the last row may be cut off."""
+    earlier(tmp_path / "run", 0, (50,))
+    rows = tmp_path / "run" / "metrics.jsonl"
+    resume = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
+    rows.write_text("".join(f'{{"step": {step}}}\n' for step in range(40, 50)))
+    assert begins(capsys, resume)[0], "nothing lies beyond it"
+    rows.write_text(rows.read_text() + '{"step": 50}\n{"st')
+    may, said = begins(capsys, resume)
+    assert not may and "holds 51 steps" in said
+
+
+def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
+    """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
+    text = (ROOT / "docs" / "multinode.md").read_text() + (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
+    commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
+    assert len(commands) == 2 and len({*commands}) == 1, "in both places the same"
+    keys = [word for word in commands[0].split() if "=" in word and not word.startswith("trainer.output_dir=")]
+    earlier(tmp_path, 5)
+    cfg = load([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
+    assert cfg.trainer.resume == "auto" and cfg.trainer.save_freq > 0 and run_folder.replaced_by(cfg) is None
+    earlier(tmp_path, 25, (20,))
+    assert run_folder.resumes(cfg)
+
+
+def test_checkpoints_alone_are_a_run_too(begins, tmp_path, capsys):
+    earlier(tmp_path / "run", 0, (20,))
+    may, said = begins(capsys, "trainer.resume=never")
+    assert not may and "holds the checkpoint step_000020 of a run" in said
+
+
+def test_nothing_to_lose_is_no_run(begins, tmp_path, capsys):
+    """As after a run that failed before its first step."""
+    earlier(tmp_path / "run")
+    for name in ("config.yaml", "error.log", "metrics.jsonl"):
+        (tmp_path / "run" / name).touch()
+    assert begins(capsys)[0] and begins(capsys, "trainer.resume=never")[0]
+
+
+def test_an_evaluation_alone_replaces_no_run(begins, tmp_path, capsys):
+    earlier(tmp_path / "run", 40)
+    assert begins(capsys, "trainer.val_only=true", "data.val_files=generator:word_problems")[0]
+
+
+def test_it_is_said_before_anything_slow_is_read(models, tmp_path, capsys):
+    """The whole program; the folder stays as it was, which `refused` checks."""
+    argv = [*base(tmp_path, models()), "trainer.overwrite=false"]
+    refused(argv, ["trainer.output_dir=TMP/run: holds a run of 1 steps", *WAYS], tmp_path, capsys)
+
+
+def test_a_dry_run_only_warns(tmp_path, capsys):
+    earlier(tmp_path / "run", 40)
+    argv = [*KEYS, f"trainer.output_dir={tmp_path}/run"]
+    assert main([*argv, "--dry-run"]) == 0
+    out, err = capsys.readouterr()
+    assert "output_dir: " in out and err.startswith("warning: here a run would be refused: trainer.output_dir=")
+    assert main([*argv, "trainer.overwrite=true", "--dry-run"]) == 0 and not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("folder", ["/proc/run", "/proc/deeper/run"])
+def test_a_folder_that_only_seems_to_be_writable(folder, models, tmp_path, capsys):
+    """Even root cannot make a folder there, though its mode says so: known before the model is read."""
+    if not os.access("/proc", os.W_OK):
+        pytest.skip("only root may think so")
+    line = refused(
+        [*base(tmp_path, models()), f"trainer.output_dir={folder}"],
+        ["/proc cannot be written to", "name another folder"],
+        tmp_path,
+        capsys,
+    )
+    assert "error.log" not in line
+
+
+def test_the_question_leaves_nothing_behind(tmp_path):
+    cfg = load([*KEYS, f"trainer.output_dir={tmp_path}/a/b"])
+    run_folder.require(cfg)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
+    """Its folders are its own; the next run of an arm replaces the last one's."""
+    from benchmarks import command_line
+
+    earlier(tmp_path, 3)
+    asked: list[list[str]] = []
+    monkeypatch.setattr(command_line, "run_process", lambda command, cores: asked.append(command))
+    command_line.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
+    assert run_folder.replaced_by(load([word for word in asked[0] if "=" in word])) is None
+
+
+def test_the_answer_comes_without_torch(tmp_path):
+    earlier(tmp_path / "run", 2)
+    code = "import sys; from one_step_off.runtime import run_folder; print([m for m in ('torch', 'ray') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stderr

@@ -1,0 +1,153 @@
+"""What must not leak: secrets into files and screens, and a run's sockets onto the network; and whose code runs."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from one_step_off.config.loading import load, resolved_yaml
+from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.validation import masked, validate
+from one_step_off.distributed_util import open_store
+from one_step_off.main_ppo import main
+from one_step_off.runtime import launch
+from tests.bad_input import base
+
+ROOT = Path(__file__).parents[3]
+URL = "https://me:hunter2pass@scores.example/v1?token=s3cr3tvalue&size=4"
+SHOWN = "https://***@scores.example/v1?token=***&size=4"
+SECRETS = ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123")
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (URL, SHOWN),
+        ("mcp:http://u:p@h:1/mcp, calculator", "mcp:http://***@h:1/mcp, calculator"),
+        ("http://h/x?api_key=abc#here", "http://h/x?api_key=***#here"),
+        ("http://h/x?a=1&X-Amz-Signature=abc&b=2", "http://h/x?a=1&X-Amz-Signature=***&b=2"),
+        ("the key is hf_abcdefgh123.", "the key is ***."),
+        ("http://h:1/mcp?size=3 mail me@there", "http://h:1/mcp?size=3 mail me@there"),
+        ("actor.lr=1 max_tokens=5 tokenizer: x", "actor.lr=1 max_tokens=5 tokenizer: x"),
+    ],
+)
+def test_secrets_are_masked_and_nothing_else(text, shown, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "calculator")
+    assert masked(text) == shown and masked(shown) == shown
+
+
+def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypatch):
+    """config.yaml, error.log, the dry run, TensorBoard's text and the line of an error, of one run that holds three."""
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
+    arguments = base(tmp_path, models())
+    arguments = [*arguments, f"trainer.output_dir={tmp_path}/new", f"reward_model.url={URL}", "agent.tools="]
+    secret = "data.instruction=${oc.env:HF_TOKEN}"
+    assert main([*arguments, secret, "--dry-run"]) == 0
+
+    def fail(*_: object) -> None:
+        raise RuntimeError(f"401 from {URL} with hf_abcdefgh123")
+
+    monkeypatch.setattr(launch, "run_on_ray", fail)
+    assert main([*arguments, secret]) == 1
+    assert main([*arguments, f"reward_model.path={models()}", "placement.roles.reward_model=actor"]) == 2
+    out, err = capsys.readouterr()
+    assert SHOWN in out and SHOWN in err
+    written = {path: path.read_bytes() for path in (tmp_path / "new").rglob("*") if path.is_file()}
+    assert {"config.yaml", "error.log"} <= {path.name for path in written}
+    assert SHOWN in (tmp_path / "new" / "config.yaml").read_text()
+    for secret in SECRETS:
+        assert secret not in out + err
+        assert not [path for path, content in written.items() if secret.encode() in content]
+
+
+def test_a_masked_config_asks_for_its_secret(tmp_path):
+    good = [
+        "model.path=tiny:qwen2",
+        "data.train_files=generator:word_problems",
+        "trainer.total_steps=1",
+        "placement.device=cpu",
+    ]
+    cfg = load([*good, f"reward_model.url={URL}"])
+    validate(cfg)
+    (tmp_path / "x.yaml").write_text(resolved_yaml(cfg))
+    again = load([f"config={tmp_path}/x.yaml"])
+    with pytest.raises(ConfigError, match="reward_model.url=https://.*with its secret"):
+        validate(again)
+    whole = load([f"config={tmp_path}/x.yaml", f"reward_model.url={URL}"])
+    validate(whole)
+    assert whole == cfg, "nothing but the secret is lost"
+
+
+def test_wandb_is_given_no_secret(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    from one_step_off.monitoring.loggers import Wandb
+
+    given = {}
+
+    class Run:
+        url = "here"
+
+        def define_metric(self, *_: object, **__: object) -> None:
+            """Nothing."""
+
+    def init(**how: object) -> Run:
+        given.update(how)
+        return Run()
+
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "setup", lambda **_: None)
+    cfg = Config()
+    cfg.trainer.output_dir, cfg.reward_model.url, cfg.actor.lr = str(tmp_path), URL, 1e-6
+    Wandb(cfg, False)
+    assert given["config"]["reward_model"]["url"] == SHOWN and given["config"]["actor"]["lr"] == 1e-6
+    assert not any(secret in json.dumps(given["config"]) for secret in SECRETS)
+
+
+def listening() -> set[str]:
+    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+
+
+def test_stores_listen_at_their_own_address_alone():
+    """A store of ours, and the one that init_process_group makes, as vLLM's workers do."""
+    before = listening()
+    store = open_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
+    client.set("a", "b")
+    assert store.get("a") == b"b"
+    with launch.socket.create_server(("127.0.0.1", 0)) as s:
+        port = s.getsockname()[1]
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
+    try:
+        dist.barrier()
+        assert listening() - before <= {"127.0.0.1"} and "127.0.0.1" in listening()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_code_of_models_runs_only_where_it_is_asked_for():
+    """Every call that could run a repository's code is given model.trust_remote_code, which is false by default; data sets
+    and pickles have no such switch at all."""
+    assert Config().model.trust_remote_code is False
+    loads = {"from_pretrained": 0, "from_config": 0, "load_dataset": 0}
+    for path in [*(ROOT / "one_step_off").glob("*.py"), *(ROOT / "agent_loop").glob("*.py")]:
+        text = path.read_text()
+        for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            name = getattr(node.func, "attr", "")
+            if name not in loads:
+                continue
+            loads[name] += 1
+            call = ast.get_source_segment(text, node)
+            if name == "load_dataset":
+                assert "trust" not in call, call
+            elif path.name != "tiny_qwen.py" and "GenerationConfig" not in call:  # its own models, and mere numbers
+                assert "trust_remote_code=cfg.model.trust_remote_code" in call or "**how" in call or "=trust" in call, (
+                    call
+                )
+        assert "weights_only=False" not in text or path.name == "checkpoint.py"
+    assert all(loads.values()), loads

@@ -1,0 +1,88 @@
+"""What the FSDP back end makes of odd models: refused in one line, or trained like others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+from one_step_off.config.schema import ConfigError
+from one_step_off.training.fsdp_model import check_head, check_layout, logits_of
+from tests.unit.training.test_fsdp_workers import (  # noqa: F401
+    MODELS,
+    SIZES,
+    assert_gradients_equal,
+    checkpoints,
+    config,
+    hf_model,
+    make_batch,
+    one_thread,
+    single,
+)
+
+
+def test_errors_name_the_key(single, tmp_path):  # noqa: F811
+    with pytest.raises(ConfigError, match="model.path: .*nowhere"):
+        single(config(str(tmp_path / "nowhere")))
+    transformers.ViTConfig().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="model.path"):
+        single(config(str(tmp_path)))
+
+
+def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_path):  # noqa: F811
+    model = hf_model(checkpoints["untied"])
+    state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match="lacks 1 weights .*, as model.layers.1.mlp.up_proj.weight"):
+        single(config(str(tmp_path)))
+
+
+def test_logits_are_the_model_s_own_with_what_its_family_does_after_the_head():
+    sizes = dict(SIZES, num_key_value_heads=1)
+    del sizes["max_position_embeddings"]
+    makers = {
+        "Cohere": transformers.CohereConfig(**sizes, logit_scale=0.25, pad_token_id=0),
+        "Granite": transformers.GraniteConfig(**sizes, logits_scaling=4.0),
+        "Gemma2": transformers.Gemma2Config(**sizes, final_logit_softcapping=15.0, head_dim=16),
+        "Qwen3Moe": transformers.Qwen3MoeConfig(
+            **sizes, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
+    }
+    for hf_config in makers.values():
+        model = transformers.AutoModelForCausalLM.from_config(hf_config).eval()
+        check_head(model, "x")
+        ids = torch.tensor([[5, 3, 7, 9]])
+        with torch.no_grad():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            torch.testing.assert_close(logits_of(model, hidden[0]), model(input_ids=ids).logits[0])
+    check_layout(transformers.AutoModelForCausalLM.from_config(MODELS["tied"]()), "x")
+    with pytest.raises(ConfigError, match="T5ForConditionalGeneration.*cannot be checked"):
+        t5 = transformers.T5Config(vocab_size=50, d_model=64, d_ff=32, num_layers=1, num_heads=2)
+        check_head(transformers.T5ForConditionalGeneration(t5), "some/model")
+    with pytest.raises(ConfigError, match="OPTForCausalLM.*a way this trainer does not know"):
+        opt = transformers.OPTConfig(vocab_size=50, hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+        check_head(transformers.OPTForCausalLM(opt).eval(), "some/model")
+
+
+def test_fused_experts_are_refused():
+    moe = transformers.Qwen3MoeConfig(
+        **SIZES, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    )
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(moe)
+    with pytest.raises(ConfigError, match="another layout"):
+        check_layout(model, "some/moe")
+
+
+def test_the_padding_token_learns_where_it_is_no_padding(checkpoints, single, tmp_path):  # noqa: F811
+    model = hf_model(checkpoints["untied"])
+    model.config.pad_token_id = 5
+    model.save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(checkpoints["untied"]).save_pretrained(tmp_path)
+    found = []
+    for path in (checkpoints["untied"], str(tmp_path)):
+        worker = single(config(path))
+        worker.update(make_batch(checkpoints["untied"]))
+        found.append(worker.gradients)
+    assert_gradients_equal(*found)
+    assert (found[0]["model.embed_tokens.weight"][5] != 0).any()

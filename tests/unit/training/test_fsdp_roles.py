@@ -1,0 +1,175 @@
+"""Critic and reward model under FSDP2, against transformers' own classifiers and the formulas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from one_step_off.config.schema import ConfigError
+from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
+from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+    assert_gradients_equal,
+    checkpoints,
+    config,
+    make_batch,
+    one_thread,
+    single,
+    start,
+    whole,
+)
+
+
+class RecordingCritic(CriticWorker):
+    """Keeps whole gradients as they are before each optimiser step."""
+
+    def _optimizer_step(self, stats):
+        named: Any = self.model.named_parameters()
+        self.gradients = {n: p.grad.full_tensor().numpy().copy() for n, p in named}
+        return super()._optimizer_step(stats)
+
+
+@pytest.fixture(scope="module")
+def judge(checkpoints, tmp_path_factory):  # noqa: F811
+    """A sequence classifier as it would come from the hub, its head large enough to tell sequences apart."""
+    folder = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(2)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        checkpoints["tied"], num_labels=1, pad_token_id=0
+    )
+    with torch.no_grad():
+        model.score.weight.normal_(0, 1)
+    model.save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(checkpoints["tied"]).save_pretrained(folder)
+    return str(folder)
+
+
+def own_values(model, sample):
+    """The scalar head at the position before each response token, one sequence at a time."""
+    ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
+    hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
+    return model.score(hidden)[:, 0][len(sample.prompt_ids) - 1 : -1]
+
+
+def with_returns(path, seed=0):
+    batch, rng = make_batch(path), np.random.default_rng(seed)
+    batch.values = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
+    batch.returns = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
+    return batch
+
+
+def classifier(path):
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    model.get_input_embeddings().padding_idx = None  # its token stands in sequences too, and is no padding there
+    return model
+
+
+@pytest.mark.parametrize("budget", [16384, 40])
+def test_values_are_the_heads_before_each_token(checkpoints, judge, single, budget):  # noqa: F811
+    batch, model = make_batch(checkpoints["tied"]), classifier(judge)
+    worker = single(
+        config(checkpoints["tied"], critic__path=judge, critic__micro_batch_tokens=budget),
+        role="critic",
+        cls=CriticWorker,
+    )
+    got = worker.values(batch)
+    assert sorted(got) == list(range(len(batch.samples)))
+    for i, s in enumerate(batch.samples):
+        with torch.no_grad():
+            np.testing.assert_allclose(got[i], own_values(model, s).numpy(), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("agg", [None, "sequence-mean"])
+def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, agg):  # noqa: F811
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained tokens, whatever the
+    actor's aggregation is; or the mean over sequences of their means."""
+    batch, model, c = with_returns(checkpoints["tied"]), classifier(judge), 0.4
+    tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
+    alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
+    for i, s in enumerate(batch.samples):
+        v, count = own_values(model, s), tokens if agg is None else alive * int(s.loss_mask.sum())
+        for t in np.flatnonzero(s.loss_mask):
+            old, target = float(batch.values[i][t]), float(batch.returns[i][t])
+            free, held = (v[t] - target) ** 2, (v[t].clamp(old - c, old + c) - target) ** 2
+            loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
+    loss.backward()
+    cfg = config(checkpoints["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9)
+    cfg.algorithm.loss_agg = "seq-sum-norm"
+    if agg:
+        cfg.critic.loss_agg = agg
+    worker = single(cfg, role="critic", cls=RecordingCritic)
+    metrics = worker.update(batch)
+    assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens) and 0 < bound < tokens
+    assert_gradients_equal(worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5)
+    masks = np.concatenate([s.loss_mask for s in batch.samples])
+    target, old = (np.concatenate(x)[masks].astype(np.float64) for x in (batch.returns, batch.values))
+    assert metrics["critic/explained_variance"] == pytest.approx(1 - (target - old).var() / target.var(), rel=1e-6)
+
+
+def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F811
+    """From a language model's checkpoint, whose head is new: the loss falls to a fraction."""
+    cfg = config(checkpoints["untied"], critic__lr=3e-3, critic__clip_range_value=1e9)
+    worker = single(cfg, role="critic", cls=CriticWorker)
+    batch = with_returns(checkpoints["untied"])
+    batch.returns = [np.full(len(s.response_ids), s.prompt_id[1], np.float32) for s in batch.samples]
+    losses = []
+    for _ in range(40):
+        batch.values = [worker.values(batch)[i] for i in range(len(batch.samples))]
+        losses.append(worker.update(batch)["critic/loss"])
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_a_new_head_depends_on_the_seed_alone(checkpoints, single):  # noqa: F811
+    heads = [
+        whole(single(config(checkpoints["tied"], trainer__seed=seed), role="critic", cls=CriticWorker))["score.weight"]
+        for seed in (0, 0, 1)
+    ]
+    assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2]) and heads[0].any()
+
+
+def test_a_critic_goes_on_from_its_checkpoint(checkpoints, judge, single, tmp_path):  # noqa: F811
+    cfg = config(checkpoints["tied"], critic__path=judge, critic__lr=1e-2)
+    batch = with_returns(checkpoints["tied"])
+    worker = single(cfg, role="critic", cls=CriticWorker)
+    worker.update(batch)
+    worker.save_state(str(tmp_path))
+    worker.saved()
+    worker.update(batch)
+    want = whole(worker)
+    again = single(cfg, role="critic", cls=CriticWorker)
+    again.load_state(str(tmp_path))
+    again.update(batch)
+    assert again.version == 2 and all(np.array_equal(v, want[n]) for n, v in whole(again).items())
+
+
+@pytest.mark.parametrize("budget", [16384, 30])
+def test_scores_are_the_classifiers_own(checkpoints, judge, single, budget):  # noqa: F811
+    batch, model = make_batch(checkpoints["tied"]), classifier(judge)
+    sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in batch.samples]
+    cfg = config(checkpoints["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget)
+    worker = single(cfg, role="reward_model", cls=RewardModelWorker)
+    got = worker.score_sequences(sequences)
+    for i, ids in enumerate(sequences):
+        with torch.no_grad():
+            want = model(input_ids=torch.from_numpy(ids).long()[None]).logits[0, 0].item()
+        assert got[i] == pytest.approx(want, abs=1e-5)
+    assert len(set(got.values())) > len(got) // 2
+    assert not any(p.requires_grad for p in worker.model.parameters())
+
+
+def test_a_reward_model_without_its_head_is_refused(checkpoints, single):  # noqa: F811
+    path = checkpoints["tied"]
+    cfg = config(checkpoints["untied"], reward_model__path=path)
+    with pytest.raises(ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, as score.weight"):
+        single(cfg, role="reward_model", cls=RewardModelWorker)
+
+
+def test_an_actor_that_waits_counts_its_steps(checkpoints, single):  # noqa: F811
+    worker = single(config(checkpoints["tied"], actor__lr=1e-2), cls=PolicyWorker)
+    before = whole(worker)
+    assert worker.update(make_batch(checkpoints["tied"]), False) == {} and worker.version == 1
+    assert all(np.array_equal(v, before[n]) for n, v in whole(worker).items())

@@ -1,0 +1,159 @@
+"""A checkpoint of a role that has made no optimiser step yet, as of an actor while the critic warms up, changes nothing:
+the steps after it are those of a run without it, bit for bit; so are those of a run resumed from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from one_step_off.training.fsdp_workers import PolicyWorker
+from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, single, whole  # noqa: F401
+from tests.unit.training.test_skipped_updates import join, of_fsdp, of_megatron, weights_of
+
+RUNS = ("without", "saves", "resumed")
+PLAIN = {"actor__lr": 1e-2, "actor__weight_decay": 0.1}
+LORA = {"model__lora_rank": 2, "model__lora_alpha": 4}
+
+
+def run_of(name: str, start, path: str, folder: Path) -> list[list[np.ndarray]]:
+    """Two steps of warm-up and two updates; what the weights are before the updates, and after each. `start`: makes a
+    worker. "saves": a checkpoint after each step of warm-up; "resumed": from the first of these."""
+    worker, batch = start(), make_batch(path)
+    if name == "resumed":
+        worker.load_state(str(folder / "saves1"))
+    while worker.version < 2:
+        worker.update(batch, learn=False)
+        if name == "saves":
+            checkpoint = folder / f"{name}{worker.version}"
+            checkpoint.mkdir(exist_ok=True)
+            worker.save_state(str(checkpoint))
+            worker.saved()
+    found = [weights_of(worker)]
+    for _ in range(2):
+        worker.update(batch)
+        found.append(weights_of(worker))
+    assert (worker.version, worker.optimizer_steps) == (4, 2)
+    return found
+
+
+def assert_alike(found: dict[str, list[list[np.ndarray]]]) -> None:
+    before, once, twice = found["without"]
+    size = max(float(np.abs(a - b).max()) for a, b in zip(before, once, strict=True))
+    assert size > 0
+    for name in RUNS[1:]:
+        for got, want in zip(found[name], (before, once, twice), strict=True):
+            for a, b in zip(got, want, strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+@pytest.mark.parametrize("keys", [{}, {"model__dtype": "bfloat16"}, LORA], ids=["float32", "bfloat16", "lora"])
+def test_fsdp_on_one_rank(checkpoints, single, tmp_path, keys):  # noqa: F811
+    path = checkpoints["tied"]
+
+    def start():
+        return single(config(path, **PLAIN, **keys), cls=PolicyWorker)
+
+    assert_alike({name: run_of(name, start, path, tmp_path) for name in RUNS})
+
+
+def test_the_moments_are_those_that_the_first_step_would_make(checkpoints, single):  # noqa: F811
+    """Names, types, shapes and devices of AdamW's state: what is made for a checkpoint, and what a step makes."""
+
+    def kinds(worker):
+        states = [worker.optimizer.state[p] for group in worker.optimizer.param_groups for p in group["params"]]
+        return [[(name, type(x), x.dtype, x.shape, x.device) for name, x in state.items()] for state in states]
+
+    path = checkpoints["tied"]
+    saving = single(config(path, **PLAIN), cls=PolicyWorker)
+    before = whole(saving)
+    saving._state()
+    made = kinds(saving)
+    assert all(not x.any() for state in saving.optimizer.state.values() for x in state.values())
+    assert all(np.array_equal(before[name], x) for name, x in whole(saving).items())
+    stepping = single(config(path, **PLAIN), cls=PolicyWorker)
+    stepping.update(make_batch(path))
+    assert made == kinds(stepping) and made
+
+
+def after_skipped_steps(start, path: str, folder: Path | None) -> list[np.ndarray]:
+    """The weights after a step that is skipped, a checkpoint in `folder` if one is given, and a step that is made."""
+    worker, batch = start(), make_batch(path)
+    worker.own.max_grad_norm_skip = 1e-9
+    worker.update(batch)
+    if folder:
+        folder.mkdir(exist_ok=True)
+        worker.save_state(str(folder))
+        worker.saved()
+    assert worker.skipped_in_a_row == 1, "saving must not end the row"
+    worker.own.max_grad_norm_skip = None
+    worker.update(batch)
+    return weights_of(worker)
+
+
+def test_fsdp_after_skipped_steps(checkpoints, single, tmp_path):  # noqa: F811
+    path = checkpoints["tied"]
+
+    def start():
+        return single(config(path, **PLAIN), cls=PolicyWorker)
+
+    without, saves = (after_skipped_steps(start, path, folder) for folder in (None, tmp_path))
+    assert all(np.array_equal(a, b) for a, b in zip(without, saves, strict=True))
+
+
+def leave(workers) -> None:
+    if workers is of_megatron:
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def run_rank(rank, world, workers, cfg, folder):
+    torch.set_num_threads(1)
+
+    def starter(name):
+        def start():
+            worker = workers()["actor"](cfg, "actor", rank, world, "cpu", total_steps=10)
+            join(worker, name, folder)
+            return worker
+
+        return start
+
+    path = cfg.model.path
+    for name in RUNS:
+        torch.save(run_of(name, starter(name), path, folder), f"{folder}/{name}_{rank}.pt")
+        leave(workers)
+    for name, checkpoint in (("skips", None), ("skips_and_saves", folder / "skipped")):
+        torch.save(after_skipped_steps(starter(name), path, checkpoint), f"{folder}/{name}_{rank}.pt")
+        leave(workers)
+
+
+def check_ranks(workers, cfg, world, folder):
+    mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
+    for rank in range(world):
+        found = {
+            n: torch.load(f"{folder}/{n}_{rank}.pt", weights_only=False) for n in (*RUNS, "skips", "skips_and_saves")
+        }
+        assert all(np.array_equal(a, b) for a, b in zip(found.pop("skips"), found.pop("skips_and_saves"), strict=True))
+        assert_alike(found)
+
+
+def test_fsdp_on_two_ranks(checkpoints, tmp_path):  # noqa: F811
+    check_ranks(of_fsdp, config(checkpoints["untied"], **PLAIN), 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param({}, id="dp2", marks=pytest.mark.slow), pytest.param({"actor__tensor_parallel_size": 2}, id="tp2")],
+)
+def test_megatron(tmp_path, layout):
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
+    from tests.unit.training.test_megatron_workers import make_checkpoints
+
+    path = str(make_checkpoints(tmp_path / "models") / "qwen2")
+    check_ranks(of_megatron, config(path, **PLAIN, **layout, actor__backend="megatron"), 2, tmp_path)
