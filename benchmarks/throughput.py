@@ -29,7 +29,7 @@ from benchmarks.lengths import keys_of
 from benchmarks.throughput_cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of, cases_of, model_path, what_model
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:

@@ -6,33 +6,18 @@ stands for trainer.profile_step=STEP."""
 import errno
 import os
 import sys
-from collections.abc import Callable
 
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import USAGE, help_text, load, placement_text, resolved_yaml
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import lacks, masked, validate
+from one_step_off.config.validation import lacks, masked
 from one_step_off.runtime.run_folder import replaced_by
+from one_step_off.runtime.validation import validate
 
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 NO_ROOM = *FULL, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
 FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
-
-
-def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command with these arguments; returns its exit code, or that of bad input, Ctrl-C or a closed pipe."""
-    try:
-        return command(argv)
-    except ConfigError as e:
-        # Wherever it comes from, the user gets one line: other programs' messages may hold more.
-        print("error: " + masked(" ".join(str(e).split())), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in: --help | head
-        sys.stderr.close()
-        return 1
 
 
 def main(argv: list[str]) -> int:

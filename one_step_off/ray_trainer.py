@@ -18,12 +18,15 @@ import numpy as np
 from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
+from one_step_off.cluster.errors import RoleError
+from one_step_off.cluster.remote_calls import now, within
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.partial_rollouts import Pool
-from one_step_off.rollout.replica_group import NoReplica, RoleError, RolloutGroup, TrainGroup, now, within
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.training.reward_models import mix
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 KEPT_BATCHES = 5

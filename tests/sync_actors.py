@@ -17,16 +17,18 @@ import numpy as np
 import ray
 import torch
 
+from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.placement import spawn
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.distributed_util import Receiver
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.receiver import Receiver
 from one_step_off.weight_sync.trainer_sender import SendingEnd
 from one_step_off.weight_sync.weight_piece import WeightPiece
 

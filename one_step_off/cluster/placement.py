@@ -1,6 +1,5 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config.loading import seat_cores, seats_per_node
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import redirect_output
-from one_step_off.distributed_util import ALL_CORES
 
 
 @dataclass(frozen=True)
@@ -23,17 +22,6 @@ class Seat:
     bundle: int
     node: int
     cores: tuple[int, ...]
-
-
-def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and all it starts later, to `cores`; what it could use before is kept in the
-    environment for the weight sync."""
-    if not cores:
-        return
-    os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
-            os.sched_setaffinity(int(thread), cores)
 
 
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, NEEDS
-from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.hardware import count_gpus
 from one_step_off.config.schema import Config, ConfigError, RewardConfig, settings_of, shares_of
 
@@ -96,30 +94,28 @@ Check = tuple[Any, str, str]
 """Whether something is wrong; where: a key, two with a blank between, or a text with =; why, and the mend."""
 
 
-def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
-    """Check what belongs together, what the config names on disk, and what the machine must have. `num_gpus`: of this
-    machine; None: counted here, where it matters. Without `machine` it may have too few. Raises ConfigError: the first
-    fault found."""
-    num_gpus = _gpus(cfg) if num_gpus is None else num_gpus
-    device = resolved_device(cfg, num_gpus)
-    groups = [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device), _algorithm(cfg)]
-    groups += [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg), _output(cfg)]
-    groups += [_carry(cfg), _sync(cfg, device)]
-    if fault := _first_fault(cfg, itertools.chain(*groups)) or (machine and lacks(cfg, num_gpus)):
-        raise ConfigError(fault)
+def checks_before_algorithm(cfg: Config, device: str) -> list[Iterator[Check]]:
+    """The groups of checks that those of the algorithm rely on."""
+    return [_run(cfg), _placement(cfg), _layouts(cfg, device), _batch(cfg), _roles(cfg, device)]
+
+
+def checks_after_algorithm(cfg: Config, device: str) -> list[Iterator[Check]]:
+    """The other groups of checks, but for those of the machine (`lacks`)."""
+    groups = [_sampling(cfg), _engine(cfg, device), _model(cfg, device), _data(cfg), _agent(cfg)]
+    return [*groups, _output(cfg), _carry(cfg), _sync(cfg, device)]
 
 
 def lacks(cfg: Config, num_gpus: int | None = None) -> str | None:
     """What this machine lacks to run a config that is valid otherwise, and how to fix it; None if nothing."""
-    num_gpus = _gpus(cfg) if num_gpus is None else num_gpus
-    return _first_fault(cfg, _machine(cfg, resolved_device(cfg, num_gpus), num_gpus))
+    num_gpus = visible_gpus(cfg) if num_gpus is None else num_gpus
+    return first_fault(cfg, _machine(cfg, resolved_device(cfg, num_gpus), num_gpus))
 
 
-def _gpus(cfg: Config) -> int:
+def visible_gpus(cfg: Config) -> int:
     return 0 if cfg.placement.device == "cpu" else count_gpus()
 
 
-def _first_fault(cfg: Config, checks: Iterable[Check]) -> str | None:
+def first_fault(cfg: Config, checks: Iterable[Check]) -> str | None:
     """The first check that finds something, in a line."""
     for wrong, where, why in checks:
         if wrong:
@@ -265,64 +261,6 @@ def _roles(cfg: Config, device: str) -> Iterator[Check]:
         yield from _model_path(f"{role}.path", getattr(cfg, role).path)
 
 
-def _algorithm(cfg: Config) -> Iterator[Check]:
-    a, n, longest, buffer = cfg.algorithm, cfg.rollout.n, cfg.data.max_response_length, cfg.reward.overlong_buffer
-    noise = a.kl_coef > 0 and a.kl_estimator == "k1" and not a.kl_in_reward
-    yield noise, "algorithm.kl_estimator", "as a loss its gradient has mean zero and only adds noise; use k2 or k3"
-    twice = a.rollout_correction != "none" and a.old_log_probs == "rollout"
-    yield twice, "algorithm.rollout_correction", "would weight twice; set old_log_probs=recompute"
-    low, cap, bound = a.rollout_correction_low, a.rollout_correction_cap, "algorithm.rollout_correction_low"
-    where = f"{bound} algorithm.rollout_correction"
-    yield (
-        low and a.rollout_correction == "none",
-        where,
-        "there is no weight to bound; set a correction, or this to null",
-    )
-    yield low and low > cap, bound, f"above algorithm.rollout_correction_cap={show(cap)}; lower it"
-    rewards = list(cfg.reward.functions.values()) or [cfg.reward.function]
-    built_in = all(name in BUILT_IN_REWARDS for name in rewards)
-    one_reward = built_in and not cfg.reward_model.path and not cfg.reward_model.url
-    lacks = {"values": "critic" not in cfg.placement.roles, "parts": one_reward}
-    chosen = (ADVANTAGE_ESTIMATORS, a.adv_estimator, "adv_kwargs"), (POLICY_LOSSES, a.policy_loss, "policy_loss_kwargs")
-    for registry, spec, own in chosen:
-        if spec not in registry:
-            said = nearest(spec, registry, f"known are {', '.join(registry)}")
-            yield not _is_yours(spec), registry.key, f"no such name, nor {YOURS}; {said}"
-            continue
-        entry, known = registry[spec], registry[spec].own()
-        for need in filter(lacks.get, entry.needs):
-            yield True, registry.key, f"needs {NEEDS[need]}, or use another, as grpo or rloo"
-        why = "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer would do nothing"
-        yield "parts" in entry.needs and (a.kl_in_reward or buffer), registry.key, f"{why}; set them to false and 0"
-        why = f"{spec} compares the samples of one prompt, so one alone teaches nothing; use at least 2"
-        yield entry.grouped and n == 1, "rollout.n", why
-        for name, value in getattr(a, own).items():
-            where, number = f"algorithm.{own}.{show(name)}={show(value)}", type(value) in (int, float)
-            mend = nearest(str(name), known, f"use {', '.join(known)}" if known else "remove it")
-            yield name not in known, where, f"no such setting of {spec}; {mend}"
-            yield isinstance(known[name], float) and not number, where, "must be a number"
-            yield name == "beta" and not value > 0, where, "must be above 0"
-            yield name == "share" and not 0 < value <= 1, where, "must be above 0 and at most 1"
-            numbers = value.items() if isinstance(value, dict) else [(None, None)]
-            by_name = all(isinstance(k, str) and type(v) in (int, float) for k, v in numbers)
-            yield name == "weights" and not by_name, where, "must be numbers by name, as {function: 1, model: 0.5}"
-            whole = type(value) is int and 2 <= value <= n
-            yield name == "pass_k" and not whole, where, f"must be a whole number from 2 to rollout.n={n}"
-    entry, critic = ADVANTAGE_ESTIMATORS.get(a.adv_estimator), cfg.placement.roles.get("critic")
-    why = f"{a.adv_estimator} has no use for it; remove the role, or use adv_estimator=gae"
-    yield critic and entry and "values" not in entry.needs, f"placement.roles.critic={critic}", why
-    single = a.policy_loss in POLICY_LOSSES and a.policy_loss not in ("vanilla", "clip_cov")
-    yield a.clip_ratio_c and single, "algorithm.clip_ratio_c", f"{a.policy_loss} has no dual clip; set it to null"
-    why = "nothing to put there while kl_coef=0; raise kl_coef, or set it to false"
-    yield a.kl_in_reward and a.kl_coef == 0, "algorithm.kl_in_reward", why
-    yield a.kl_target and not a.kl_in_reward, "algorithm.kl_target", "needs kl_in_reward=true; set it, or this to null"
-    samples = cfg.data.train_batch_size * n
-    why = f"shorter than one step of {samples} samples; use ten times as many"
-    yield a.kl_target and a.kl_horizon < samples, "algorithm.kl_horizon", why
-    yield a.max_gen_batches > 1 and n == 1, "algorithm.max_gen_batches", "compares samples of a prompt; raise rollout.n"
-    yield buffer > longest, "reward.overlong_buffer", f"longer than data.max_response_length={longest}; lower it"
-
-
 def _sampling(cfg: Config) -> Iterator[Check]:
     for name, value in cfg.rollout.sampling_kwargs.items():
         where = f"rollout.sampling_kwargs.{show(name)}={show(value)}"
@@ -405,10 +343,10 @@ def _data(cfg: Config) -> Iterator[Check]:
             why = f"{missing}must be a {', '.join(FILE_ENDINGS)} file, generator:NAME or a hub id"
             yield there or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source), where, why
     wanted = f"must be gsm8k, math, or your own as {YOURS}"
-    known = cfg.reward.function in BUILT_IN_REWARDS or _is_yours(cfg.reward.function)
+    known = cfg.reward.function in BUILT_IN_REWARDS or is_user_spec(cfg.reward.function)
     yield not known, "reward.function", wanted
     for source, name in cfg.reward.functions.items():
-        known = name in BUILT_IN_REWARDS or _is_yours(name)
+        known = name in BUILT_IN_REWARDS or is_user_spec(name)
         yield not known, f"reward.functions.{show(source)}={show(name)}", wanted
     twice = cfg.reward.functions and cfg.reward.function != RewardConfig.function
     why = "reward.functions names the function of every data_source; put it there, or remove one of the two"
@@ -421,7 +359,7 @@ def _agent(cfg: Config) -> Iterator[Check]:
     named = [("loop", own.loop, *loops), *(("loop_kwargs", name, *loops) for name in own.loop_kwargs)]
     named += [("tools", tool.strip(), *tools) for tool in own.tools.split(",") if tool.strip()]
     for key, spec, known, yours in named:
-        there = spec in known or _is_yours(spec) or (key == "tools" and spec.startswith("mcp:http"))
+        there = spec in known or is_user_spec(spec) or (key == "tools" and spec.startswith("mcp:http"))
         mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
         yield not there, f"agent.{key}={show(spec)}", f"no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():
@@ -429,7 +367,7 @@ def _agent(cfg: Config) -> Iterator[Check]:
         yield not isinstance(own, dict), f"agent.loop_kwargs.{name}={show(own)}", why
 
 
-def _is_yours(spec: str) -> bool:
+def is_user_spec(spec: str) -> bool:
     """Whether `module:function` names a module that is there; the function is looked up when the run starts."""
     if os.getcwd() not in sys.path and "" not in sys.path:
         # `python -m` finds modules beside the user's config; so must the installed program.

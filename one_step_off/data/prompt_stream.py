@@ -16,9 +16,9 @@ import numpy as np
 from one_step_off.config.schema import Config, ConfigError, DataConfig, first_line, placed
 from one_step_off.config.validation import FILE_ENDINGS
 from one_step_off.data.evaluation import MAIN, set_epoch
+from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import Prompt, PromptId
 from one_step_off.data.word_problems import GENERATORS, default_test_size
-from one_step_off.rewards.scoring import plain_number
 
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _NAMED, NO_IDS = 5, np.zeros(0, np.int32)

@@ -88,9 +88,3 @@ def main(argv: list[str]) -> int:
     with as_config_error(f"{folder}: no report", "mend it, or copy the run's folder", OSError):
         print(write(folder))
     return 0
-
-
-if __name__ == "__main__":
-    from one_step_off.main_ppo import exit_code
-
-    sys.exit(exit_code(main, sys.argv[1:]))

@@ -6,12 +6,10 @@ Without a choice it shows the 3 best, the 3 worst and the longest sample of the 
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from one_step_off.config.schema import ConfigError
-from one_step_off.main_ppo import exit_code
 from one_step_off.monitoring.console import parts_text
 from one_step_off.monitoring.loggers import STEP, VAL, numbered
 
@@ -117,7 +115,3 @@ def main(argv: list[str]) -> int:
     path = find_file(args.folder, args.step, args.val)
     show(path, read(path), given or DEFAULT)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main, sys.argv[1:]))

@@ -21,8 +21,8 @@ import numpy as np
 
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError, shares_of
-from one_step_off.config.validation import resolved_device, validate
-from one_step_off.main_ppo import exit_code
+from one_step_off.config.validation import resolved_device
+from one_step_off.runtime.validation import validate
 
 WARM_UP, STEPS = 3, 10  # steps of a calibration: dropped, and all
 SHOWN, SAMPLES, ANY = 24, 20_000, 1 << 20  # splits at most; samples of one simulation; GPUs where there need be none
@@ -179,7 +179,3 @@ def main(argv: list[str]) -> int:
     work = replace(work, places=places, prompts=cfg.data.train_batch_size, before_step=1 / minis)
     report(work, compare(cfg, work, gpus))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main, sys.argv[1:]))

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import RolloutGroup, now
+from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.vllm_replica import Sampling
 
 LONGEST_S = 1e9  # no phase is to meet a limit of time, and nobody is asked whether he is there

@@ -17,7 +17,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +24,7 @@ from one_step_off.config.registry import Registry
 from one_step_off.config.schema import ConfigError, RewardConfig, as_config_error
 from one_step_off.config.user_code import SHOWN_MESSAGE, beginning, described, log_traceback, place_in, traceback_of
 from one_step_off.config.validation import masked, show
+from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import PromptId
 
 GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
@@ -108,24 +108,12 @@ BUILT_IN = Registry("reward.function")
 
 # --- built-in functions -----------------------------------------------------------------------------------------
 
-_PLAIN = r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
 # A sum that was not worked out is no final answer; powers and factorials can also take for ever to evaluate.
 _UNWORKED = re.compile(r"[+*^!=]|.-|\\(?:times|cdot|sum|prod|int)")
 # The same for `math`, whose answers may be formulas: between digits it is a sum of numbers, and the task's own.
 _SUM = re.compile(r"[0-9]\s*[-+*]\s*[0-9]")
 _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
-
-
-def plain_number(text: str) -> Fraction | None:
-    """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
-    match = re.fullmatch(_PLAIN, text) if len(text) <= _LONGEST_ANSWER else None
-    if match is None:
-        return None
-    sign, inner_sign, digits, denominator = match.groups()
-    if (sign and inner_sign) or (denominator and not int(denominator)):
-        return None
-    return Fraction((sign or inner_sign) + digits.replace(",", "")) / int(denominator or 1)
 
 
 @BUILT_IN.register("gsm8k")

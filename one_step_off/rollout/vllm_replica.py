@@ -23,13 +23,13 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import own_host
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.schema import Config, ConfigError, tokenizer_of
 from one_step_off.config.user_code import LOGS, SHOWN_MESSAGE, beginning, described, log_traceback, traceback_of
 from one_step_off.data.samples import Prompt, Sample, Samples, Stamp
-from one_step_off.distributed_util import own_host
 from one_step_off.rewards.scoring import BUILT_IN, Reward, RewardError, RewardItem, Score, named_functions
-from one_step_off.weight_sync.bucket_plan import SyncError
 
 
 @dataclass(frozen=True)

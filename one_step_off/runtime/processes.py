@@ -11,26 +11,20 @@ from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
 from one_step_off.checkpoint.checkpoints import TRAINED
+from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.schema import settings_of, tokenizer_of
 from one_step_off.config.user_code import LOGS
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.replica_group import (
-    NoReplica,
-    PhaseTimeout,
-    ProcessDied,
-    RoleError,
-    RolloutGroup,
-    TrainGroup,
-    not_alive,
-)
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
 from one_step_off.runtime.launch import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 # On CPUs: huge pages, or page faults cost as much as copying large tensors does.

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos, policy_losses, schedule
 from one_step_off.algorithms.advantages import Arrays
+from one_step_off.cluster.network import own_host, use_interface_towards
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
 from one_step_off.config.schema import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
 from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
-from one_step_off.distributed_util import own_host, use_interface_towards
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats

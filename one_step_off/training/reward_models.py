@@ -13,10 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.cluster.errors import RoleError
+from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Arrays, Batch, Find, Sample
 from one_step_off.rewards.scoring import LARGEST, RewardError
-from one_step_off.rollout.replica_group import OnSpan, RoleError, TrainGroup, merged
+from one_step_off.training.trainer_group import TrainGroup, merged
 
 
 def sequences_for(samples: Sequence[Sample], find: Find, ours: Any, theirs: Any) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import networkx  # torch needs it too
 import torch
 import xxhash
 
+from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
@@ -24,10 +25,6 @@ Parts = dict[int, torch.Tensor]
 
 Pieces = list[list[WeightPiece]]
 """Of each sender or rank, in the order in which it yields their data."""
-
-
-class SyncError(RuntimeError):
-    """A weight sync that is not complete and exact. The replica that received it must not be used as it is."""
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,16 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from one_step_off.cluster.network_link import connect_limit
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, SyncError, TrainerDied
+from one_step_off.cluster.remote_calls import ATTEMPTS, every, named, not_alive
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
-from one_step_off.distributed_util import GIVEN_UP
-from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import (
-    ATTEMPTS,
-    PhaseTimeout,
-    ProcessDied,
-    RolloutGroup,
-    TrainerDied,
-    TrainGroup,
-    every,
-    named,
-    not_alive,
-)
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, sent_by
+from one_step_off.distributed_util import connect_limit
+from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
 
 ABORT_S = 5.0  # for the trainers to take an abort
 QUICK_S = 2.0  # after it, until processes that have not ended their part are asked whether they are there
@@ -46,6 +36,51 @@ MOST_TOLD = 64  # processes of one sync that are told of: those that took longes
 MOST_DRAWN = 1000  # spans of theirs in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
+
+
+class Trainers(Protocol):
+    """The part of the actor's `TrainGroup` that a sync uses."""
+
+    ranks: list[Any]
+    cfg: Config
+
+    def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
+        """The trainer's log-probs of the canary's tokens at its current weights."""
+        ...
+
+
+class Replicas(Protocol):
+    """The part of `RolloutGroup` that a sync uses."""
+
+    all: list[Any]
+    cfg: Config
+    syncing: bool
+    restore: Callable[[int], Awaitable[bool]] | None
+
+    @property
+    def active(self) -> list[int]:
+        """The replicas that take part in syncs."""
+        ...
+
+    async def somebody(self) -> None:
+        """Wait until there is a replica for a sync. Raises NoReplica."""
+        ...
+
+    def mark_stale(self) -> None:
+        """No active replica holds verified weights from here on."""
+        ...
+
+    def mark_synced(self, number: int, replica: Any) -> None:
+        """This process holds verified weights, unless it was replaced or has died since."""
+        ...
+
+    def lose(self, i: int, why: str) -> None:
+        """Restart a replica in the background."""
+        ...
+
+    def leave_out(self, i: int, why: str) -> None:
+        """Give a replica up for good."""
+        ...
 
 
 @dataclass
@@ -70,10 +105,14 @@ class WeightSync:
     """Brings every replica to the trainer's weights."""
 
     def __init__(
-        self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str, near: list[list[int]]
+        self, actor: Trainers, rollout: Replicas, canary: list[np.ndarray], host: str, near: list[list[int]]
     ) -> None:
         """`near`: per rank of the actor the replicas on its device; they need no network."""
-        self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
+        self.actor = actor
+        self.rollout: Any = rollout
+        self.canary = canary
+        self.host = host
+        self.near = near
         self.cfg, self.epoch = actor.cfg.weight_sync, 0
         self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
         self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
@@ -176,8 +215,7 @@ class WeightSync:
         trainer = await (expected or self.expect())
         asked, self.last = time.perf_counter() - begin, (stamp, trainer)
         self.rollout.syncing = True  # prompts that come meanwhile wait
-        for i in self.rollout.active:
-            self.rollout.health[i].to(State.STALE)
+        self.rollout.mark_stale()
         # Bounded: of each round that brings nothing at least one replica died, and each may do so ATTEMPTS times.
         while not metrics:
             await self.rollout.somebody()  # who comes back now may have these weights by then, from `restore`
@@ -227,10 +265,7 @@ class WeightSync:
         for i, replica in zip(numbers, self.grouped, strict=True):
             if not alone:
                 self.failures.pop(i, None)
-            health = self.rollout.health[i]
-            if replica is self.rollout.all[i] and health.state is not State.DEAD:  # else it was lost since its canary
-                health.to(State.HEALTHY)
-                health.begin(time.monotonic())
+            self.rollout.mark_synced(i, replica)
         return metrics
 
     async def _give_up_failed(self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], alone: bool) -> None:

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from one_step_off.distributed_util import Mirror
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.weight_sync.mirror import Mirror
 
 
 class NotInPlace(RuntimeError):

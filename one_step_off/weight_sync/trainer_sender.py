@@ -14,9 +14,12 @@ from typing import Any
 import ray
 import torch
 
+from one_step_off.cluster.core_binding import unpin
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import own_host
 from one_step_off.config.schema import Config
-from one_step_off.distributed_util import Sender, own_host, unpin
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, SyncError, sent_by
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, sent_by
+from one_step_off.weight_sync.sender import Sender
 
 
 class SendingEnd:

@@ -22,9 +22,10 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 
-from one_step_off.distributed_util import Receiver
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.in_place import InPlace, NotInPlace
+from one_step_off.weight_sync.receiver import Receiver
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown

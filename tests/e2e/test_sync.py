@@ -167,8 +167,8 @@ def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
     """A trainer whose layers compute something else than the engine's: same names, same bytes, other rope base."""
     import json
 
+    from one_step_off.cluster.errors import SyncError
     from one_step_off.runtime import launch
-    from one_step_off.weight_sync.bucket_plan import SyncError
 
     mine = models(tied=True, seed=2)
     twisted = shutil.copytree(mine, tmp_path / "twisted")
@@ -189,10 +189,10 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     """The sender says nothing: the engine's receiver runs into its time limit."""
     import ray
 
-    from one_step_off.rollout.replica_group import RoleError, named
+    from one_step_off.cluster.errors import RoleError, SyncError
+    from one_step_off.cluster.remote_calls import named
     from one_step_off.runtime import launch
     from one_step_off.runtime.processes import Spawned
-    from one_step_off.weight_sync.bucket_plan import SyncError
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 

@@ -18,8 +18,8 @@ from benchmarks import throughput_report as report
 from benchmarks.trl_arm import settings_of
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data.samples import Prompt
+from one_step_off.runtime.validation import validate
 
 TINY = "config=config/gsm8k_tiny_cpu.yaml"
 MACHINE = {"cpu": "X", "cores": [0, 1], "memory_gib": 1, "load_before": [0.0], "torch": "2"}

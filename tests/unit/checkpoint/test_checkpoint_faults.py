@@ -24,9 +24,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from one_step_off import main_ppo
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.ray_trainer import Stopped
 from one_step_off.runtime import launch
+from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.test_checkpoint import save
 from tests.unit.ray_trainer.test_ray_trainer import World, build

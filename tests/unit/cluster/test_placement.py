@@ -13,8 +13,8 @@ import pytest
 from one_step_off.cluster import placement
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.runtime.processes import KEEPING
+from one_step_off.runtime.validation import validate
 
 BASE = (
     "model.path=tiny:qwen2",

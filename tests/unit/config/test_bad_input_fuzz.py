@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, SECTIONS, load, resolved_yaml
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "config").glob("*.yaml"))]

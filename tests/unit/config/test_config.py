@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, help_text, load, placement_text, resolved_yaml, seat_cores
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data import word_problems
+from one_step_off.runtime.validation import validate
 
 # A warning would be a second line on the user's screen.
 pytestmark = pytest.mark.filterwarnings("error")

@@ -7,7 +7,7 @@ import pytest
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import placement_text
 from one_step_off.config.schema import settings_of, shares_of
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 from tests.unit.config.test_config import fault, good
 
 MEGATRON = [

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import Loggers, open_loggers, started_first
 from one_step_off.monitoring.tracker import Tracker
+from one_step_off.runtime.validation import validate
 from tests.unit.monitoring.test_console import on_a_terminal
 
 PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}

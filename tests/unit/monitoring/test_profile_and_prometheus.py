@@ -28,7 +28,7 @@ from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.replica_group import TrainGroup
+from one_step_off.training.trainer_group import TrainGroup
 from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch, single, start  # noqa: F401
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"

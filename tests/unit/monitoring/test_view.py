@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.main_ppo import exit_code
+from one_step_off.config.command_line import exit_code
 from one_step_off.monitoring import view
 
 ROOT = Path(__file__).parents[3]

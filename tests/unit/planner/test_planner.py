@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from benchmarks import planner
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load, resolved_yaml
-from one_step_off.main_ppo import exit_code
 from one_step_off.planner import planner as plan
 
 GPUS = ["model.path=a/b", "data.train_files=c/d", "trainer.total_steps=1", "placement.device=cuda", "rollout.n=4"]

@@ -19,8 +19,8 @@ from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.main_ppo import FLAGS
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,7 +12,7 @@ import pytest
 
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import load
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "-m one_step_off.main_ppo"

@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout import replica_group as groups
 from one_step_off.rollout.health import Health, State
-from one_step_off.rollout.replica_group import NoReplica, ProcessDied, RolloutGroup, TrainerDied, TrainGroup
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.runtime.processes import Spawned
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
-from one_step_off.weight_sync.bucket_plan import SyncError
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.ray_trainer.test_ray_trainer import FakeSync, World, build
 from tests.unit.rollout.test_replica_group import CONTROL, Actor, Method, a_sample, healthy

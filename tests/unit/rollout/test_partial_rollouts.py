@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from one_step_off.checkpoint.checkpoints import Checkpointer
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample, StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rollout.partial_rollouts import Pool
 from one_step_off.rollout.replica_group import NoReplica
+from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.ray_trainer.test_ray_trainer import FakeActor, FakeRollout, FakeSync, World
 

@@ -11,23 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.cluster.remote_calls import every, named, within
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
-from one_step_off.distributed_util import GIVEN_UP
-from one_step_off.rollout import replica_group as room
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import (
-    PhaseTimeout,
-    ProcessDied,
-    RoleError,
-    RolloutGroup,
-    TrainGroup,
-    every,
-    named,
-    within,
-)
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training import trainer_group as room
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
-from one_step_off.weight_sync.bucket_plan import SyncError
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -398,9 +390,9 @@ def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
 
 
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
-    import one_step_off.rollout.replica_group as room
+    import one_step_off.training.trainer_group as room
 
-    monkeypatch.setattr(room, "_put", lambda batch: batch)
+    monkeypatch.setattr(room, "put_batch", lambda batch: batch)
     told = []
 
     def said(what, answer):
@@ -444,14 +436,14 @@ def test_roles_in_one_pool_take_turns():
         await asyncio.gather(*(g.log_prob(batch) for g in groups))
         return most[0]
 
-    import one_step_off.rollout.replica_group as room
+    import one_step_off.training.trainer_group as room
 
-    put, room._put = room._put, lambda batch: batch
+    put, room.put_batch = room.put_batch, lambda batch: batch
     try:
         assert asyncio.run(main(shared=True)) == 1
         assert asyncio.run(main(shared=False)) == 2
     finally:
-        room._put = put
+        room.put_batch = put
 
 
 def test_what_a_replica_gets_at_a_time_is_one_call():
@@ -476,11 +468,11 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     put = []
     monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
     batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
-    assert [room._put(batch), room._put(batch)] == [1, 1], "the reference model's and the critic's"
+    assert [room.put_batch(batch), room.put_batch(batch)] == [1, 1], "the reference model's and the critic's"
     batch.advantages = [np.ones(1, np.float32)]
-    assert [room._put(batch), room._put(batch)] == [2, 2] and put[1].advantages[0][0] == 1.0
+    assert [room.put_batch(batch), room.put_batch(batch)] == [2, 2] and put[1].advantages[0][0] == 1.0
     batch.samples = [replace(batch.samples[0], loss_mask=np.zeros(1, bool))]
-    assert room._put(batch) == 3 and not put[2].samples[0].loss_mask.any() and put[2].stored == NOWHERE
+    assert room.put_batch(batch) == 3 and not put[2].samples[0].loss_mask.any() and put[2].stored == NOWHERE
 
 
 def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_it():

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from one_step_off.config.loading import load, resolved_yaml
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import masked, validate
+from one_step_off.config.validation import masked
 from one_step_off.distributed_util import open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
+from one_step_off.runtime.validation import validate
 from tests.bad_input import base
 
 ROOT = Path(__file__).parents[3]

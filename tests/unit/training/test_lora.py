@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 import transformers
 
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 from one_step_off.training import lora
 from one_step_off.training.fsdp_workers import PolicyWorker
 from tests.unit.training.test_fsdp_workers import (  # noqa: F401

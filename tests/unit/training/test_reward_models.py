@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 
 from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.models.tiny_qwen import build_tokenizer
 from one_step_off.monitoring.console import Screen
 from one_step_off.monitoring.loggers import SampleDump
-from one_step_off.rollout.replica_group import RoleError
 from one_step_off.training.reward_models import RemoteRewardModel, mix, sequences_for
 
 real_sleep = asyncio.sleep  # retries wait shorter in these tests

@@ -21,9 +21,9 @@ from one_step_off.algorithms.policy_losses import vanilla
 from one_step_off.checkpoint.checkpoints import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.replica_group import merged
 from one_step_off.runtime.replay import _replayed
 from one_step_off.training.fsdp_workers import WORKERS, CriticWorker
+from one_step_off.training.trainer_group import merged
 from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch  # noqa: F401
 
 MARK = 77.0  # the advantage of the sample whose loss is to be no number

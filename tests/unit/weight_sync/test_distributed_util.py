@@ -13,8 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.distributed_util import Receiver, Sender, use_interface_towards
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, checksum, weighted_sums
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import use_interface_towards
+from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum, weighted_sums
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from one_step_off.weight_sync.shared_memory import SharedOutlet
 from one_step_off.weight_sync.weight_piece import WeightPiece
 

@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from one_step_off.distributed_util import Receiver
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.in_place import InPlace, NotInPlace
+from one_step_off.weight_sync.receiver import Receiver
 from tests.unit.weight_sync.test_distributed_util import CPU, Net, normal, same
 
 # Rows that two senders own, so that tensors are joined; `embed` travels in strips; `norm`, `bias` and `one` leave padding.

@@ -10,9 +10,11 @@ import time
 import pytest
 import torch
 
-from one_step_off.cluster.network_link import NetworkLink, connect_limit
-from one_step_off.distributed_util import Receiver, Sender
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.cluster.errors import SyncError
+from one_step_off.distributed_util import NetworkLink, connect_limit
+from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from tests.unit.weight_sync.test_distributed_util import CPU, SHAPES, Net, normal, pieces_of, same
 
 

@@ -12,8 +12,9 @@ import time
 import pytest
 import ray
 
-from one_step_off.rollout.replica_group import NoReplica, ProcessDied, RoleError, not_alive
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.cluster.errors import ProcessDied, RoleError, SyncError
+from one_step_off.cluster.remote_calls import not_alive
+from one_step_off.rollout.replica_group import NoReplica
 from tests.sync_actors import STEPS, Team
 
 pytestmark = pytest.mark.timeout(240)

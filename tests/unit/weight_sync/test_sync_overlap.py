@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from one_step_off.distributed_util import Receiver, Sender
+from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import WORKERS
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, sent_by
+from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.test_fsdp_workers import config, free_port, make_batch, start
 
