@@ -19,7 +19,9 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import LOOK_S, AbortSignal
 
 
-def open_store(host_name: str, port: int, world_size: Any = None, is_master: bool = False, **how: Any) -> dist.Store:
+def open_store(
+    host_name: str, port: int, world_size: Any = None, is_master: bool = False, **how: Any
+) -> dist.Store:
     """A TCPStore whose server listens at its own address alone: torch's would at every one that the machine has."""
     if is_master:
         with suppress(OSError):  # not an address of this machine: torch's way
@@ -28,7 +30,9 @@ def open_store(host_name: str, port: int, world_size: Any = None, is_master: boo
     return dist.TCPStore(host_name, port, world_size, is_master, **how)
 
 
-importlib.import_module("torch.distributed.rendezvous").TCPStore = open_store  # of init_process_group, vLLM's too
+importlib.import_module(
+    "torch.distributed.rendezvous"
+).TCPStore = open_store  # of init_process_group, vLLM's too
 
 
 def _open_client(host: str, port: int, timeout_s: float) -> dist.Store:
@@ -139,7 +143,9 @@ class NetworkLink:
         pending = held[1] is not None and not held[1].is_completed()
         if pending:
             # gloo's group waits in its destructor for what is pending, and NCCL's abort for the GPU: not on this thread.
-            threading.Thread(target=_dispose, args=(held, self.device), name="weight-dispose", daemon=True).start()
+            threading.Thread(
+                target=_dispose, args=(held, self.device), name="weight-dispose", daemon=True
+            ).start()
         else:
             _dispose(held, self.device)
 

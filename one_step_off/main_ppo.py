@@ -34,7 +34,11 @@ def _main(argv: list[str]) -> int:
         return 0
     if "--profile" in argv:
         at = argv.index("--profile")
-        argv = [*argv[:at], f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}", *argv[at + 2 :]]
+        argv = [
+            *argv[:at],
+            f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}",
+            *argv[at + 2 :],
+        ]
     folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
     cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     dry = "--dry-run" in argv
@@ -56,8 +60,14 @@ def _main(argv: list[str]) -> int:
         raise
     except Exception as e:
         own, at = cfg.trainer.output_dir, e.filename if isinstance(e, OSError) else None
-        ends = [os.path.realpath(str(path)) for path in (at or own, own)]  # the one in the other, or on the way to it
-        if isinstance(e, OSError) and os.path.commonpath(ends) in ends and e.errno in (NO_ROOM if at else FULL):
+        ends = [
+            os.path.realpath(str(path)) for path in (at or own, own)
+        ]  # the one in the other, or on the way to it
+        if (
+            isinstance(e, OSError)
+            and os.path.commonpath(ends) in ends
+            and e.errno in (NO_ROOM if at else FULL)
+        ):
             raise ConfigError(f"{at or own}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1

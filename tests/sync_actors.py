@@ -74,7 +74,10 @@ class LightTrainer(Faults, SendingEnd):
 
     def weight_plan(self) -> list[WeightPiece]:
         shape = (ROWS, WIDTH)
-        return [WeightPiece(n, "float32", shape, at, at + len(rows)) for n, (at, rows) in self.rows.items()]
+        return [
+            WeightPiece(n, "float32", shape, at, at + len(rows))
+            for n, (at, rows) in self.rows.items()
+        ]
 
     def weight_tensors(self):
         for name, (_, rows) in self.rows.items():
@@ -130,7 +133,9 @@ class LightReplica(Faults):
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
         self.reach("connect")
-        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in info["pieces"]]
+        pieces = [
+            [WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in info["pieces"]
+        ]
         if self.receiver is None:
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
             self.receiver = Receiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
@@ -182,7 +187,9 @@ class LightReplica(Faults):
 class Team:
     """A run's processes, and runs of the real pipeline over them."""
 
-    def __init__(self, ranks: int, replicas: int, timeout_s: float = 5.0, near: bool = True) -> None:
+    def __init__(
+        self, ranks: int, replicas: int, timeout_s: float = 5.0, near: bool = True
+    ) -> None:
         cfg = self.cfg = Config()
         cfg.placement.roles = {"rollout": "rollout", "actor": "actor"}
         cfg.trainer.step_timeout_s = 600.0  # no test waits for it
@@ -209,7 +216,9 @@ class Team:
         return replica
 
     async def connect(self) -> None:
-        await asyncio.gather(*(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks))  # no start counts
+        await asyncio.gather(
+            *(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks)
+        )  # no start counts
         await self.rollout.setup()
         await self.sync.connect()
 

@@ -3,7 +3,9 @@
 import contextlib
 import os
 
-ALL_CORES = "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
+ALL_CORES = (
+    "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
+)
 
 
 def unpin() -> None:

@@ -60,7 +60,12 @@ async def named(who: str, work: Awaitable[T]) -> T:
 
 
 def every(
-    limit_s: float, what: str, actors: list[Any], method: str, *args: Any, each: list[tuple] | None = None
+    limit_s: float,
+    what: str,
+    actors: list[Any],
+    method: str,
+    *args: Any,
+    each: list[tuple] | None = None,
 ) -> Awaitable[list[Any]]:
     """Call a method on all actors at once, now, with `args` and with what is `each` one's own; awaiting it awaits all.
     The first failure is raised at once, and names the actor."""

@@ -60,28 +60,43 @@ class RolloutGroup:
     returned, with the same weights; it serves again when `restore` has brought it to them.
     """
 
-    def __init__(self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Any = None) -> None:
+    def __init__(
+        self, replicas: list[Any], cfg: Config, seeded: bool, turn: Any = None, respawn: Any = None
+    ) -> None:
         """`turn`: shared with the other roles in the pool, if there are any. `respawn`: called with the number of a replica
         it ends what is left of that and returns a new one in its place; None: to lose one ends the run."""
         self.all, self.cfg, self.respawn = list(replicas), cfg, respawn
         self.turn, self.shared = turn or nullcontext(), turn is not None
-        self.health = [Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s) for _ in replicas]
+        self.health = [
+            Health(cfg.rollout.heartbeat_timeout_s, cfg.rollout.progress_timeout_s)
+            for _ in replicas
+        ]
         self.families: list[Any] = [()] * len(replicas)
-        self.returning: dict[int, asyncio.Future] = {}  # replicas that are restarted; failed: left out for good
-        self.losses = defaultdict(asyncio.Future)  # of those that were asked for something; done: it was lost
+        self.returning: dict[
+            int, asyncio.Future
+        ] = {}  # replicas that are restarted; failed: left out for good
+        self.losses = defaultdict(
+            asyncio.Future
+        )  # of those that were asked for something; done: it was lost
         self.restarts, self.syncing = 0, False
         self.say: Callable[[str], None] = lambda line: None
-        self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: None
+        self.on_trace: Callable[[list[tuple[str, str, Any, float, float]]], None] = lambda spans: (
+            None
+        )
         self.worked = defaultdict(dict)  # at what, who: (from when, to when)
         self.drawn: dict[tuple[int, str], float] = {}  # to when, in the timeline
-        self.restore: Callable[[int], Awaitable[bool]] | None = None  # verified weights into one; see WeightSync
+        self.restore: Callable[[int], Awaitable[bool]] | None = (
+            None  # verified weights into one; see WeightSync
+        )
         self.static = cfg.rollout.routing == "static" or (cfg.rollout.routing == "auto" and seeded)
         self.loads, self.most = [Load() for _ in replicas], cfg.agent.max_concurrency
         own, seed, longest = cfg.rollout, cfg.trainer.seed, cfg.rollout.val_max_response_length
         greedy = "baselines" in ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator).needs
         self.train = Sampling(own.n, own.temperature, seed if seeded else None, greedy=greedy)
         # Other seeds for evaluation than for training, whatever the prompts' ids.
-        self.val = Sampling(own.val_n, own.val_temperature, seed + 1 if seeded else None, own.val_top_p, longest)
+        self.val = Sampling(
+            own.val_n, own.val_temperature, seed + 1 if seeded else None, own.val_top_p, longest
+        )
 
     @property
     def active(self) -> list[int]:
@@ -136,7 +151,9 @@ class RolloutGroup:
         self.say(f"rollout {i} is lost ({why}); it is started anew")
         self.restarts += 1
         self.returning[i] = asyncio.create_task(self._revive(i))
-        self.returning[i].add_done_callback(lambda task: task.cancelled() or task.exception())  # `serving` raises it
+        self.returning[i].add_done_callback(
+            lambda task: task.cancelled() or task.exception()
+        )  # `serving` raises it
 
     def leave_out(self, i: int, why: str) -> None:
         """Give a replica up for good: a new start would not help. Raises as `lose`."""
@@ -165,7 +182,9 @@ class RolloutGroup:
         for left in reversed(range(ATTEMPTS)):
             try:
                 self.all[i] = self.respawn(i)
-                ((_, self.families[i]),) = await every(limit, what, [self.all[i]], "start", self.families[i])
+                ((_, self.families[i]),) = await every(
+                    limit, what, [self.all[i]], "start", self.families[i]
+                )
                 self.health[i].to(State.STALE)
                 if not await self.restore(i):
                     raise Lost("it died in its first sync")
@@ -182,7 +201,9 @@ class RolloutGroup:
     async def serving(self) -> list[int]:
         """Those that may be given prompts; where all are being started anew, waits for the first. Raises NoReplica."""
         while not (ready := [i for i in self.active if self.health[i].state is State.HEALTHY]):
-            if not self.syncing and not any(self.health[i].state is State.SUSPECT for i in self.active):
+            if not self.syncing and not any(
+                self.health[i].state is State.SUSPECT for i in self.active
+            ):
                 await self._wait_for_one()
             await asyncio.sleep(PAUSE_S)
         return ready
@@ -210,7 +231,10 @@ class RolloutGroup:
         alive = [task for task in self.returning.values() if not task.done()]
         if not alive:
             self.syncing = False  # who waits for a sync to end is to learn it too
-            why = "; ".join(str(x.exception()) for x in self.returning.values()) or "they hold no verified weights"
+            why = (
+                "; ".join(str(x.exception()) for x in self.returning.values())
+                or "they hold no verified weights"
+            )
             raise NoReplica(f"no replica is left, and none could be started anew: {why}")
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 
@@ -233,14 +257,22 @@ class RolloutGroup:
             call.cancel()
 
     async def generate(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable[[list[Sample]], None] | None = None
+        self,
+        prompts: list[Prompt],
+        what: str,
+        sampling: Sampling,
+        land: Callable[[list[Sample]], None] | None = None,
     ) -> tuple[list[Sample], float]:
         """All samples in the order of `prompts`, and the seconds that they took. `land` is told of each prompt's samples as
         they come. Raises NoReplica, and what a replica raised that is there."""
         async with self.turn:
             begin, work = now(), self._shared_out(prompts, what, sampling, land)
-            steps = 2 + self.cfg.pipeline.max_carry if land else 1  # in which these may be under way
-            samples = await within(steps * self.cfg.trainer.step_timeout_s, f"{what}, rollout", work)
+            steps = (
+                2 + self.cfg.pipeline.max_carry if land else 1
+            )  # in which these may be under way
+            samples = await within(
+                steps * self.cfg.trainer.step_timeout_s, f"{what}, rollout", work
+            )
             seconds = now() - begin
         kind, lane = ("evaluate", " evaluation") if sampling is self.val else ("generate", "")
         step, worked = what.partition(",")[0].split()[-1].strip("v"), self.worked.pop(what, {})
@@ -248,26 +280,37 @@ class RolloutGroup:
         begins = {i: max(start, self.drawn.get((i, kind), 0.0)) for i, (start, _) in worked.items()}
         ends = {i: end for i, (_, end) in worked.items() if begins[i] < end}
         self.drawn |= {(i, kind): end for i, end in ends.items()}
-        self.on_trace([(f"rollout {i}{lane}", kind, step, begins[i], end) for i, end in ends.items()])
+        self.on_trace(
+            [(f"rollout {i}{lane}", kind, step, begins[i], end) for i, end in ends.items()]
+        )
         position = {p.id: i for i, p in enumerate(prompts)}
         return sorted(samples, key=lambda s: (position[s.prompt_id], s.index)), seconds
 
     async def _shared_out(
-        self, prompts: list[Prompt], what: str, sampling: Sampling, land: Callable | None, losses: int = 0
+        self,
+        prompts: list[Prompt],
+        what: str,
+        sampling: Sampling,
+        land: Callable | None,
+        losses: int = 0,
     ) -> list[Sample]:
         """All samples, in any order; the first failure is raised at once. `losses`: how often a replica was lost that had
         these prompts."""
         calls, asked, left = [], {}, deque(prompts)
 
         async def share(i: int, load: Load, own: list[Prompt]) -> list[Sample]:
-            if self.health[i].state is not State.HEALTHY:  # a sync began since they were given out; its call went first
+            if (
+                self.health[i].state is not State.HEALTHY
+            ):  # a sync began since they were given out; its call went first
                 load.sent -= len(own) * sampling.size
                 return await self._shared_out(own, what, sampling, land, losses)
             try:
                 samples = await self._ask(i, what, "rollout", own, sampling)
             except Lost as e:
                 if losses + 1 >= ATTEMPTS:  # they may be what replicas die of
-                    raise ProcessDied(f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts") from e
+                    raise ProcessDied(
+                        f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts"
+                    ) from e
                 return await self._shared_out(own, what, sampling, land, losses + 1)
             load.back += len(samples)
             if land:
@@ -281,12 +324,20 @@ class RolloutGroup:
                     for i, prompt in self._give(ready, left, sampling.size, in_turn=not land):
                         # What a replica gets at a time is one call, for calls cost more than samples, if nobody waits for each.
                         shares[i, prompt.id if land else None].append(prompt)
-                        self.loads[i].sent += sampling.size  # now, for others may share out before the call is made
+                        self.loads[
+                            i
+                        ].sent += (
+                            sampling.size
+                        )  # now, for others may share out before the call is made
                     for (i, _), own in shares.items():
                         calls.append(group.create_task(share(i, self.loads[i], own)))
                     if left:
                         asked = {i: task for i, task in asked.items() if not task.done()}
-                        asked |= {i: group.create_task(self._room(i, what)) for i in ready if i not in asked}
+                        asked |= {
+                            i: group.create_task(self._room(i, what))
+                            for i in ready
+                            if i not in asked
+                        }
                         await asyncio.wait(asked.values(), return_when=asyncio.FIRST_COMPLETED)
                 for task in asked.values():
                     task.cancel()
@@ -294,7 +345,9 @@ class RolloutGroup:
             raise e.exceptions[0] from e.exceptions[0].__cause__
         return [sample for call in calls for sample in call.result()]
 
-    def _give(self, ready: list[int], left: deque[Prompt], size: int, in_turn: bool) -> Iterator[tuple[int, Prompt]]:
+    def _give(
+        self, ready: list[int], left: deque[Prompt], size: int, in_turn: bool
+    ) -> Iterator[tuple[int, Prompt]]:
         """Take what replicas are to be given now out of `left`, prompts of `size` trajectories: with `in_turn` all, if so
         they are shared out; else to the one that has least to do, as long as it has room."""
         if in_turn and (self.static or len(self.all) == 1):
@@ -320,5 +373,7 @@ class RolloutGroup:
         """End all engines; what does not answer is left to be killed."""
         for task in self.returning.values():
             task.cancel()
-        ends = asyncio.gather(*(replica.stop.remote() for replica in self.all), return_exceptions=True)
+        ends = asyncio.gather(
+            *(replica.stop.remote() for replica in self.all), return_exceptions=True
+        )
         await within(STOP_S, "rollout, stop", ends)

@@ -20,7 +20,9 @@ class TrainGroup:
     """All ranks of one role. Their methods are collective: every call goes to every rank. Roles in one pool share
     `turn`, so that they take turns on its devices; in different pools they run at once."""
 
-    def __init__(self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = "") -> None:
+    def __init__(
+        self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = ""
+    ) -> None:
         """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""
         self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
         self.turn = turn or asyncio.Lock()
@@ -40,14 +42,18 @@ class TrainGroup:
             if self.colocated is not None:
                 await self.colocated.sleep()
             begin = now()
-            answers = await every(self.limit, f"step {step}, {self.role}", self.ranks, method, *args)
+            answers = await every(
+                self.limit, f"step {step}, {self.role}", self.ranks, method, *args
+            )
             self.on_span(self.role, method, step, begin, now())
         return answers
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One training step on all ranks; returns its metrics. Without `learn` it counts and nothing changes."""
         own = self.cfg.trainer  # the workers may stand in another directory
-        profile = os.path.abspath(f"{own.output_dir}/profile") if batch.step == own.profile_step else ""
+        profile = (
+            os.path.abspath(f"{own.output_dir}/profile") if batch.step == own.profile_step else ""
+        )
         return (await self._in_turn(batch.step, "update", put_batch(batch), learn, profile))[0]
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
@@ -96,11 +102,18 @@ def put_batch(batch: Batch) -> Any:
     """Into Ray's object store once, however many roles and ranks read it; without what none of them reads."""
     import ray
 
-    now, (before, stored) = [batch.samples, *(getattr(batch, name) for name in COLUMNS)], batch.stored
+    now, (before, stored) = (
+        [batch.samples, *(getattr(batch, name) for name in COLUMNS)],
+        batch.stored,
+    )
     if not all(map(operator.is_, now, before)):
         columns = {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)}
         samples = Samples(batch.samples)
         samples.leave = "response", "extra"
-        stored = ray.put(replace(batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns))
+        stored = ray.put(
+            replace(
+                batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns
+            )
+        )
         batch.stored = now, stored
     return stored

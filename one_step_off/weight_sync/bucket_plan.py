@@ -63,14 +63,22 @@ class Bucket:
 
     slots: list[Slot]
     nbytes: list[int]
-    joined: dict[str, int] = field(default_factory=dict)  # tensors of several slots -> where receivers join them
+    joined: dict[str, int] = field(
+        default_factory=dict
+    )  # tensors of several slots -> where receivers join them
     ends: bool = True  # False: its one tensor goes on in the next bucket
 
     def parts(self, flat: torch.Tensor) -> Parts:
         """Room for all senders' parts, side by side in `flat`, uint8 [their bytes or more]."""
-        return {s: part for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes)) if len(part)}
+        return {
+            s: part
+            for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes))
+            if len(part)
+        }
 
-    def whole(self, parts: Parts, room: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
+    def whole(
+        self, parts: Parts, room: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""
         for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
@@ -141,7 +149,9 @@ class BucketPlan:
             joined += size if joins else 0
             room = max(room, joined)
             filled = math.inf if alone else filled + size
-        digest = int.from_bytes(hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big")
+        digest = int.from_bytes(
+            hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big"
+        )
         return BucketPlan(buckets, len(pieces), digest, room)
 
     @property
@@ -177,12 +187,16 @@ def owners(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
         parts.sort(key=lambda part: part[1].start)
         held = [piece for _, piece in parts]
         if len({(p.dtype, p.shape, p.dim) for p in held}) > 1:
-            raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
+            raise SyncError(
+                f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut"
+            )
         rows = held[0].shape[held[0].dim] if held[0].shape else 1
         starts, ends = [*(p.start for p in held), rows], [0, *(p.stop for p in held)]
         if starts != ends or len(set(ends)) <= len(held):
             found = ", ".join(f"{p.start} to {p.stop}" for p in held)
-            raise SyncError(f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came")
+            raise SyncError(
+                f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came"
+            )
     return [by_name[name] for name in _merged(pieces)]
 
 

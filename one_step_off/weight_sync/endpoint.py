@@ -43,8 +43,16 @@ MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
 
-    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
-        self.plan, self.index, self.device, self.host, self.timeout_s = plan, index, device, host, timeout_s
+    def __init__(
+        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+    ) -> None:
+        self.plan, self.index, self.device, self.host, self.timeout_s = (
+            plan,
+            index,
+            device,
+            host,
+            timeout_s,
+        )
         self.who = f"{type(self).__name__.lower()} {self.index}"
         self.links: list[Any] = []
         self.signals: list[AbortSignal] = []  # one per sender's store that this end uses
@@ -63,7 +71,9 @@ class _End:
     def _begin(self) -> None:
         self.seconds: dict[str, float] = {}
         self.each: list[list[float]] = []  # on the wire: [bucket, seconds]
-        self.spans: list[list[Any]] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
+        self.spans: list[
+            list[Any]
+        ] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
         self.bytes = self.changed = 0
         self.bucket = -1
 
@@ -86,7 +96,9 @@ class _End:
 
     def _join(self, store: dist.Store, rank: int, size: int, deadline: float) -> NetworkLink:
         left = deadline - time.monotonic()
-        return self._until(deadline, NetworkLink, store, rank, size, self.device, self.host, self.timeout_s, left)
+        return self._until(
+            deadline, NetworkLink, store, rank, size, self.device, self.host, self.timeout_s, left
+        )
 
     def _on_wire(self, function: Callable[..., T], *args: Any) -> T:
         """`function(*args)` on the wire's thread. The waits in it have limits of their own; this one is for a transport
@@ -124,7 +136,9 @@ class _End:
             raise
         except Exception as e:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
-            traceback.clear_frames(e.__traceback__)  # they hold the group's work: see NetworkLink.close
+            traceback.clear_frames(
+                e.__traceback__
+            )  # they hold the group's work: see NetworkLink.close
             place = (self.bucket if bucket is None else bucket) + 1
             where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
             given_up = GIVEN_UP if isinstance(e, Aborted) else ""

@@ -24,7 +24,9 @@ class Receiver(_End):
     mirror: Mirror | None = None
     live: Any = None
 
-    def connect(self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()) -> None:
+    def connect(
+        self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()
+    ) -> None:
         """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the
         receivers on its device. An earlier epoch's groups are given up, and what it was sent in them. Raises SyncError: not
         all is there within `connect_limit`, or the epoch was given up."""
@@ -41,22 +43,32 @@ class Receiver(_End):
             self.give_up(error)
             raise
 
-    def _join_sender(self, epoch: int, address: Any, receivers: int, near: Sequence[int], deadline: float) -> None:
-        store = dist.PrefixStore(f"{epoch}", self._until(deadline, _open_client, *address, self.timeout_s))
+    def _join_sender(
+        self, epoch: int, address: Any, receivers: int, near: Sequence[int], deadline: float
+    ) -> None:
+        store = dist.PrefixStore(
+            f"{epoch}", self._until(deadline, _open_client, *address, self.timeout_s)
+        )
         self.signals.append(AbortSignal(store))
         self._check_signals()
         far = [r for r in range(receivers) if r not in near]
         if self.index in far:
             self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1, deadline))
         else:
-            inlet = self._until(deadline, SharedInlet, store, self.index, self.device, self.timeout_s)
+            inlet = self._until(
+                deadline, SharedInlet, store, self.index, self.device, self.timeout_s
+            )
             self.links.append(inlet)
 
     def _prepare_buffers(self) -> None:
         self.far = any(isinstance(link, NetworkLink) for link in self.links)
-        where = self.device if self.far else "meta"  # where all is read out of the senders', there need be none
+        where = (
+            self.device if self.far else "meta"
+        )  # where all is read out of the senders', there need be none
         # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
-        self.buffers = [torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)]
+        self.buffers = [
+            torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)
+        ]
         self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
 
     def _measure(self) -> None:
@@ -66,9 +78,15 @@ class Receiver(_End):
         for _ in range(2):
             begin = time.perf_counter()
             self._on_wire(self._take, far)
-        self.raw = (time.perf_counter() - begin) / sum(map(len, far.values())) if len(far) == len(parts) else 0.0
+        self.raw = (
+            (time.perf_counter() - begin) / sum(map(len, far.values()))
+            if len(far) == len(parts)
+            else 0.0
+        )
 
-    def receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> dict[str, Any]:
+    def receive(
+        self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int
+    ) -> dict[str, Any]:
         """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
@@ -87,13 +105,17 @@ class Receiver(_End):
             raise
         return self._report() | {"raw": self.raw * self.bytes}
 
-    def _receive(self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int) -> None:
+    def _receive(
+        self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int
+    ) -> None:
         buckets = self.plan.buckets
         changes = self._headers(version)
         if changes and not self.live and not self.mirror:
             self.mirror = Mirror(self.plan, self.device)
         base = self.live or self.mirror
-        sums = torch.zeros(self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device)
+        sums = torch.zeros(
+            self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device
+        )
         coming = self.wire.submit(self._fill, 0, changes)
         for i, bucket in enumerate(buckets):
             self.bucket = i
@@ -142,14 +164,18 @@ class Receiver(_End):
 
     def _take(self, rooms: Parts) -> Parts:
         """The next message of each of these senders, of all at once: in its room, or of a near one where that has it."""
-        links = self.links  # a thread that was given up and comes back late must not touch those of another epoch
+        links = (
+            self.links
+        )  # a thread that was given up and comes back late must not touch those of another epoch
         for s, room in rooms.items():
             links[s].ask(room)
         return {s: links[s].take(room) for s, room in rooms.items()}
 
     def _numbers(self, senders: Iterable[int], count: int) -> Parts:
         """The same of a message of a few numbers, int64 [count]."""
-        return self._take({s: torch.zeros(count, dtype=torch.int64, device=self.device) for s in senders})
+        return self._take(
+            {s: torch.zeros(count, dtype=torch.int64, device=self.device) for s in senders}
+        )
 
     def _check_sums(self, mine: torch.Tensor) -> None:
         """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
@@ -160,4 +186,6 @@ class Receiver(_End):
         if wrong:
             sender, bucket = wrong[0]
             where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
-            raise SyncError(f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)")
+            raise SyncError(
+                f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)"
+            )

@@ -28,9 +28,13 @@ class Sender(_End):
 
     full_every, keep, kept = 0, False, -1
 
-    def __init__(self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float) -> None:
+    def __init__(
+        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+    ) -> None:
         super().__init__(plan, index, device, host, timeout_s)
-        self.slots = [[slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets]
+        self.slots = [
+            [slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets
+        ]
         limit = timedelta(seconds=self.timeout_s)
         self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.control = self.store.clone()  # for `abort`, while a send waits in the other one
@@ -58,7 +62,9 @@ class Sender(_End):
             self.give_up(error)
             raise
 
-    def _connect(self, store: dist.Store, receivers: int, near: Sequence[int], deadline: float) -> None:
+    def _connect(
+        self, store: dist.Store, receivers: int, near: Sequence[int], deadline: float
+    ) -> None:
         # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
         room = [max(self.sizes, default=0)] * 2
         if near:
@@ -94,7 +100,9 @@ class Sender(_End):
                 raise SyncError(f"{self.who} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
                 self._send(iter(tensors), version)
-                return self._report() | {"changed": float(self.changed) if self.since_full else math.nan}
+                return self._report() | {
+                    "changed": float(self.changed) if self.since_full else math.nan
+                }
         except BaseException as error:
             self.since_full = -1  # what receivers hold is unknown
             self.give_up(error)
@@ -110,20 +118,27 @@ class Sender(_End):
         self.kept = version if again else -1
         sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
         with self._phase("header"):
-            self._on_wire(self._carry, torch.tensor([self.plan.digest, version, int(changes)], device=self.device))
+            self._on_wire(
+                self._carry,
+                torch.tensor([self.plan.digest, version, int(changes)], device=self.device),
+            )
         buffers, flying = itertools.cycle(self.buffers), None
         for i, size in enumerate(self.sizes):
             if not size:  # a bucket may hold nothing of this sender
                 continue
             self.bucket, flat = i, next(buffers)[:size]
             with self._phase("gather"):
-                flat.copy_(self.base[i], non_blocking=True) if again else self._pack(flat, self.slots[i], data)
+                flat.copy_(self.base[i], non_blocking=True) if again else self._pack(
+                    flat, self.slots[i], data
+                )
             with self._phase("checksum"):
                 sums[i] = checksum(flat)
             payload = None
             if self.since_full:
                 with self._phase("encode"):
-                    payload, changed = delta.encode(flat, self.base[i].to(self.device, non_blocking=True))
+                    payload, changed = delta.encode(
+                        flat, self.base[i].to(self.device, non_blocking=True)
+                    )
                     self.changed += changed
             if self.base and not again:
                 with self._phase("keep"):

@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 Test = Callable[[tuple, dict], bool]
 
-ACTIONS = ("raise", "hang", "corrupt")  # an exception, a call that never returns, a wrong number in what is compared
+ACTIONS = (
+    "raise",
+    "hang",
+    "corrupt",
+)  # an exception, a call that never returns, a wrong number in what is compared
 
 
 @dataclass(frozen=True)
@@ -91,7 +95,9 @@ POINTS = [
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
     Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_sync"),
     Point("checkpoint: has its name", "driver", f"{CHECKPOINT}:Checkpointer._commit", "after"),
-    Point("between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"),
+    Point(
+        "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
+    ),
     Point("starting", "driver", "one_step_off.runtime.processes:Spawned.setup"),
     Point("resuming", "driver", "one_step_off.runtime.processes:Spawned.load_state"),
     # A replica: the Ray actor.
@@ -106,24 +112,47 @@ POINTS = [
     Point("generating", "engine", f"{ROLLOUT}:RolloutReplica._generate", "after"),
     Point("idle", "engine", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
     Point("in the canary", "engine", f"{ROLLOUT}:RolloutReplica.score"),
-    Point("in the header", "engine", f"{RECEIVER}:Receiver._headers", version=_second, corrupt=_other_plan),
-    Point("before the first bucket", "engine", f"{RECEIVER}:Receiver._headers", "after", version=_second),
+    Point(
+        "in the header",
+        "engine",
+        f"{RECEIVER}:Receiver._headers",
+        version=_second,
+        corrupt=_other_plan,
+    ),
+    Point(
+        "before the first bucket",
+        "engine",
+        f"{RECEIVER}:Receiver._headers",
+        "after",
+        version=_second,
+    ),
     Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
     Point("loading", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine._load"),
-    Point("after the last bucket", "engine", f"{RECEIVER}:Receiver._check_sums", corrupt=_other_sum),
-    Point("packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"),
+    Point(
+        "after the last bucket", "engine", f"{RECEIVER}:Receiver._check_sums", corrupt=_other_sum
+    ),
+    Point(
+        "packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"
+    ),
     Point("joining the sync", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.connect_sync"),
     # A rank of the actor.
     Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
     Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
     Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
     Point("joining the sync", "trainer", f"{TRAINER_SENDER}:SendingEnd.connect_sync"),
-    Point("before the first bucket", "trainer", f"{TRAINER_SENDER}:SendingEnd.send_weights", version=_second),
+    Point(
+        "before the first bucket",
+        "trainer",
+        f"{TRAINER_SENDER}:SendingEnd.send_weights",
+        version=_second,
+    ),
     Point("between buckets", "trainer", f"{SENDER}:Sender._pack", only=_later_bucket),
     Point("after the last bucket", "trainer", f"{TRAINER_SENDER}:SendingEnd.send_weights", "after"),
     Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
     Point("checkpoint", "trainer", f"{FSDP}:TrainedWorker._write_state", only=_role("actor")),
-    Point("checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")),
+    Point(
+        "checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")
+    ),
     Point("starting", "trainer", f"{FSDP}:PolicyWorker.setup", only=_role("actor")),
     Point("resuming", "trainer", f"{FSDP}:TrainedWorker.load_state", only=_role("actor")),
     # A rank of the critic.
