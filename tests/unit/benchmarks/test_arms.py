@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 
 from agent_loop.base import Generated, Limits, Loops
-from benchmarks import command_line, learning, learning_arms, lengths, throughput, trl_comparison, update_phase
+from benchmarks import (
+    command_line,
+    learning,
+    learning_arms,
+    lengths,
+    throughput,
+    trl_comparison,
+    update_phase,
+)
 from benchmarks import throughput_cases as cases
 from benchmarks import throughput_report as report
 from benchmarks.trl_arm import settings_of
