@@ -30,9 +30,12 @@ from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.test_checkpoint import save
 from tests.unit.ray_trainer.test_ray_trainer import World, build
-from tests.unit.training.test_fsdp_workers import (
+from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+    checkpoints,
     config,
     make_batch,
+    one_thread,
+    single,
     whole,
 )
 
@@ -73,7 +76,7 @@ def taken(worker, cfg, step: int, samples=None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(checkpoints, tmp_path_factory):
+def made(checkpoints, tmp_path_factory):  # noqa: F811
     """A run folder with checkpoints of steps 5 and 10, and its config."""
     from tests.unit.training.test_fsdp_workers import end, start
 
@@ -87,7 +90,7 @@ def made(checkpoints, tmp_path_factory):
 
 
 @pytest.fixture
-def run(made, checkpoints, tmp_path):
+def run(made, checkpoints, tmp_path):  # noqa: F811
     """A copy of it: config, and the folder of step 10."""
     shutil.copytree(made.trainer.output_dir, tmp_path / "run")
     cfg = config(checkpoints["tied"], trainer__output_dir=str(tmp_path / "run"))
@@ -194,7 +197,7 @@ def test_another_format_is_named(run):
     assert_refused(run, "it has format 3, and this version of one_step_off reads 2")
 
 
-def test_another_model_is_named(run, checkpoints):
+def test_another_model_is_named(run, checkpoints):  # noqa: F811
     cfg, path = run
     cfg.model.path = checkpoints["untied"]
     with pytest.raises(
@@ -252,7 +255,7 @@ def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
 # ---- pickles ----------------------------------------------------------------------------------------------------
 
 
-def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, monkeypatch):
+def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, monkeypatch):  # noqa: F811
     cfg, path = run
     monkeypatch.chdir(path.parent)
     (path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil()))
@@ -270,7 +273,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, m
     assert Path("pwned").exists(), "it would have"
 
 
-def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):
+def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):  # noqa: F811
     cfg, path = run
     monkeypatch.chdir(path.parent)
     worker = single(cfg)
@@ -285,7 +288,7 @@ def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["actor_rank_0.npz", "samples.npz"])
-def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):
+def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):  # noqa: F811
     cfg, path = run
     monkeypatch.chdir(path.parent)
     np.savez(
@@ -304,7 +307,7 @@ def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):
 # ---- random numbers ---------------------------------------------------------------------------------------------
 
 
-def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run, single):
+def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run, single):  # noqa: F811
     cfg, path = run
     worker = single(cfg)
     torch.manual_seed(11)
@@ -324,7 +327,7 @@ def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run,
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, monkeypatch):
+def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, monkeypatch):  # noqa: F811
     cfg, path = run
     worker, batch = single(cfg), make_batch(checkpoints["tied"])
     worker.update(batch)
@@ -349,7 +352,7 @@ def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, mo
     assert (worker.version, worker.optimizer_steps) == (1, moments)
 
 
-def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):
+def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):  # noqa: F811
     cfg, path = run
     worker = single(cfg)
 
@@ -369,7 +372,7 @@ def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):
     ]
 
 
-def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, single, monkeypatch):
+def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, single, monkeypatch):  # noqa: F811
     cfg, path = run
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
     with pytest.raises(RuntimeError, match="killed"):
