@@ -8,7 +8,7 @@ A case is one combination of the flags --models, --lengths, --batches and --spli
 its flag is not given. Each arm of a case is a whole run of `one_step_off.main_ppo` without evaluation, on all the cores
 (or GPUs) that this process may use: the arms differ in nothing but placement.pools of the colocated arm,
 pipeline.staleness and weight_sync.overlap. Each repeat runs every arm once, and begins with another one.
-docs/benchmarks.md tells how to read the result.
+docs/measured/benchmarks.md tells how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the runs' folders.
 """

@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the schema, and the tables of docs/from_verl.md and docs/from_trl.md from
+"""Writes docs/reference/config.md from the schema, and the tables of docs/reference/from_verl.md and docs/reference/from_trl.md from
 one_step_off/config/other_keys.yaml: python docs/make_reference.py"""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from one_step_off.config.loading import KEYS, Key
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
-PAGE = Path(__file__).parent / "config.md"
-TABLED = [PAGE.parent.parent / page for page in PAGES.values()]  # pages with tables of other trainers' keys
+PAGE = Path(__file__).parent / "reference" / "config.md"
+TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]  # pages with tables of other trainers' keys
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
@@ -60,7 +60,7 @@ def _bounds(key: Key) -> str:
 
 
 def page() -> str:
-    """The whole text of docs/config.md."""
+    """The whole text of docs/reference/config.md."""
     lines = [HEAD]
     for section, cls in get_type_hints(Config).items():
         lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]

@@ -184,19 +184,23 @@ class RewardModelConfig(following(BackendConfig)):
 class AlgorithmConfig:
     """The objective. mu: the policy that made the tokens; theta: the one being trained."""
 
-    adv_estimator: str = key("grpo", "advantages: a name of docs/algorithms.md, or your own as module:function")
+    adv_estimator: str = key(
+        "grpo", "advantages: a name of docs/concepts/algorithms.md, or your own as module:function"
+    )
     adv_kwargs: dict[str, Any] = key({}, "the estimator's own settings, as {pass_k: 4}")
     norm_adv_by_std: bool = key(True, "GRPO, pass@k, GDPO: divide by the group's standard deviation")
     whiten_adv: Optional[bool] = key(None, "whiten advantages over all trained tokens; null: as the estimator's paper")
     gamma: float = key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = key(1.0, "GAE's lambda", low=0.0, high=1.0)
-    policy_loss: str = key("vanilla", "a name of docs/algorithms.md, or your own as module:function")
+    policy_loss: str = key("vanilla", "a name of docs/concepts/algorithms.md, or your own as module:function")
     policy_loss_kwargs: dict[str, Any] = key({}, "the loss's own settings, as {tau_pos: 1.0}")
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
     clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
     clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
     clip_ratio_c: Optional[float] = key(None, "dual clip: bound of bad tokens' ratio, as 3; null: none", above=1.0)
-    loss_agg: str = key("token-mean", "sum of the policy's token losses; docs/algorithms.md", choices=LOSS_AGGREGATIONS)
+    loss_agg: str = key(
+        "token-mean", "sum of the policy's token losses; docs/concepts/algorithms.md", choices=LOSS_AGGREGATIONS
+    )
     max_gen_batches: int = key(1, "dynamic sampling (DAPO): generations at most, to replace dull groups", low=1)
     filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
@@ -232,7 +236,9 @@ class RewardConfig:
 class AgentConfig:
     """Agent loops: how a prompt becomes a trajectory. data.max_response_length holds all its turns and tool outputs."""
 
-    loop: str = key("single_turn", "a loop of docs/agent_loop.md, or your own as module:Class; a row may name another")
+    loop: str = key(
+        "single_turn", "a loop of docs/tutorials/your_own_agent.md, or your own as module:Class; a row may name another"
+    )
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
     tools: str = key("", "of the loop tool, with commas: calculator, python, your own as module:function, mcp:URL")
     max_turns: int = key(8, "turns of the model in one trajectory", low=1)

@@ -117,7 +117,7 @@ def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
     """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
-    text = (ROOT / "docs" / "multinode.md").read_text() + (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
+    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
     assert len(commands) == 2 and len({*commands}) == 1, "in both places the same"
     keys = [word for word in commands[0].split() if "=" in word and not word.startswith("trainer.output_dir=")]
