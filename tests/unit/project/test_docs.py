@@ -21,6 +21,7 @@ from one_step_off.config.loading import KEYS, SECTIONS, find_key, load
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.validation import validate
 from one_step_off.main_ppo import FLAGS
+from one_step_off.monitoring.tracker import speed
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -265,6 +266,34 @@ def test_every_page_is_in_the_navigation() -> None:
     listed = [page for pages in sections if isinstance(pages, list) for entry in pages for page in entry.values()]
     listed += [page for page in sections if isinstance(page, str)]
     assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+
+
+PLACEHOLDERS = {
+    "GROUP": "(rollout|trainer)",
+    "ROLE": "(actor|critic)",
+    "WORKER": "(rollout|sync|actor|critic|ref|reward_model)",
+    "SET": r"val(/\w+)?",
+}
+
+
+def described_metrics() -> list[re.Pattern[str]]:
+    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for names."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    first_columns = re.findall(r"^\|((?: `[^`|]+`,?)+) \|", page, re.M)
+    names = re.findall(r"`([^`]+)`", " ".join(first_columns))
+
+    def values_of(placeholder: re.Match[str]) -> str:
+        return PLACEHOLDERS.get(placeholder[0], r"\w+")
+
+    return [re.compile(re.sub("[A-Z]+", values_of, name)) for name in names]
+
+
+def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
+    row = json.loads((ROOT / "tests/a_row.json").read_text())
+    summary = {"steps", "seconds", *speed([row, row])}
+    patterns = described_metrics()
+    missing = [name for name in [*row, *summary] if not any(pattern.fullmatch(name) for pattern in patterns)]
+    assert not missing, "describe them in docs/reference/metrics.md"
 
 
 def test_links_of_readme_and_contributing() -> None:
