@@ -20,7 +20,7 @@ from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.learning_arms import ARMS
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 CALLS = "agent/used_tools/mean"
 

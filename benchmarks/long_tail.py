@@ -22,7 +22,7 @@ from benchmarks.lengths import keys_of
 from benchmarks.throughput_cases import UNEVALUATED
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 PARTIAL = "pipeline.partial_rollout=true"
 Row = dict[str, Any]

@@ -41,9 +41,10 @@ from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout import replica_group as groups
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training import trainer_group as groups
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 ROOT = Path(__file__).parent.parent
@@ -277,8 +278,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         pipeline, log = built(cell, folder)
         gc.collect()
         gc.freeze()  # the samples made beforehand: a run has those of two steps, and no need to look through all
-        marks, record, real_put = [], pipeline.tracker.step, groups._put
-        groups._put = lambda batch: batch  # see `benchmarks.overhead_ray`
+        marks, record, real_put = [], pipeline.tracker.step, groups.put_batch
+        groups.put_batch = lambda batch: batch  # see `benchmarks.overhead_ray`
         profile = cProfile.Profile() if cell.profile else None
 
         def marked(*args: Any) -> None:
@@ -295,7 +296,7 @@ def measure(cell: Cell) -> dict[str, Any]:
                 if profile:
                     profile.disable()
         finally:
-            groups._put, pipeline.tracker.step = real_put, record
+            groups.put_batch, pipeline.tracker.step = real_put, record
         pipeline.tracker.close()
         rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
     found = summarised(cell, marks, rows)

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data import samples
-from one_step_off.data.samples import Batch, Sample
-from one_step_off.rollout import replica_group as groups
+from one_step_off.data.samples import NOWHERE, Batch, Sample
+from one_step_off.training import trainer_group as groups
 
 ROOT = Path(__file__).parent.parent
 GROUP = 8  # samples of a prompt
@@ -101,7 +101,7 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
         return [s for part, _ in parts for s in part]
 
     async def put() -> Any:
-        return groups._put(batch)
+        return groups.put_batch(batch)
 
     for _ in range(repeats + 1):
         found: dict[str, dict[str, float]] = {}
@@ -123,13 +123,13 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
 
 
 def unpacked(batch: Batch) -> Any:
-    """What `groups._put` gives to Ray."""
-    batch.stored = groups.NOWHERE
+    """What `groups.put_batch` gives to Ray."""
+    batch.stored = NOWHERE
     import ray
 
     real, ray.put = ray.put, lambda what: what
     try:
-        return groups._put(batch)
+        return groups.put_batch(batch)
     finally:
         ray.put = real
 

@@ -26,10 +26,11 @@ import numpy as np
 from benchmarks.command_line import ROOT, run_arm
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import resolved_device, validate
+from one_step_off.config.validation import resolved_device
 from one_step_off.monitoring.tracker import speed
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate
+from one_step_off.runtime.validation import validate
 
 # The weights hardly move, so that responses are as long in all arms and steps.
 FIXED = [

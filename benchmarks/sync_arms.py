@@ -18,10 +18,13 @@ import numpy as np
 
 from benchmarks import sync_trainer
 from benchmarks.sync_replica import slowest
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.remote_calls import every
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.ray_trainer import Roles
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup, every
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import RECEIVING, SENDING, WeightSync
 
 LIMIT_S = 600.0

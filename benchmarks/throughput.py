@@ -26,10 +26,19 @@ from typing import Any
 from benchmarks import throughput_report as report
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.lengths import keys_of
-from benchmarks.throughput_cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of, cases_of, model_path, what_model
+from benchmarks.throughput_cases import (
+    ARMS,
+    RANDOM,
+    UNEVALUATED,
+    Case,
+    arms_of,
+    cases_of,
+    model_path,
+    what_model,
+)
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:

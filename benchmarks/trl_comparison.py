@@ -33,7 +33,7 @@ from benchmarks.throughput_cases import UNEVALUATED
 from benchmarks.trl_arm import settings_of
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ARMS = {
     "ours": "one_step_off",

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.sync_replica import BenchReplica
 from one_step_off import main_ppo
+from one_step_off.cluster.remote_calls import every
 from one_step_off.data.samples import Stamp
-from one_step_off.rollout.replica_group import every
 from one_step_off.runtime import processes as roles
 from one_step_off.weight_sync.coordinator import WeightSync
 
