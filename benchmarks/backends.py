@@ -23,8 +23,8 @@ import numpy as np
 import psutil
 import transformers
 
-from benchmarks.processes import forget_peak, memory
-from benchmarks.weight_sync import SHAPE_05B
+from benchmarks.common.processes import forget_peak, memory
+from benchmarks.weight_sync.layout import SHAPE_05B
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.models import tiny_qwen

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 
 ARMS = {
     "rollout": ["algorithm.old_log_probs=rollout"],

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, run_arm
-from benchmarks.throughput_cases import UNEVALUATED
+from benchmarks.common.command_line import ROOT, run_arm
+from benchmarks.throughput.cases import UNEVALUATED
 
 TIMES = {
     "T_actor": "time/actor_update_s",

@@ -13,8 +13,8 @@ set -euo pipefail
 export EXTRA="${EXTRA:-cpu}"
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 name="${BENCHMARK:-throughput}"
-if [[ ! "$name" =~ ^[a-z_]+$ || ! -f "$root/benchmarks/$name.py" ]]; then
-    echo "bench: error: BENCHMARK=$name: there is no benchmarks/$name.py" >&2
+if [[ ! "$name" =~ ^[a-z_]+$ || ! -f "$root/benchmarks/$name.py" && ! -f "$root/benchmarks/$name/__main__.py" ]]; then
+    echo "bench: error: BENCHMARK=$name: there is no benchmarks/$name/ and no benchmarks/$name.py" >&2
     exit 2
 fi
 venv="$("$root/shell/setup.sh" --print-venv)"

@@ -46,7 +46,7 @@ from one_step_off.rollout.health import State
 from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 STEP_S = 10.0  # the step of which the overhead is a share in the table
 WARM_UP = 2
 GROUP = 8  # samples of a prompt

@@ -14,18 +14,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from benchmarks.sync_trainer import ROOT, give_back, leave
-from benchmarks.sync_vllm import TimedEngine
+from benchmarks.weight_sync.tied_head import repack_tied_head
+from benchmarks.weight_sync.trainer import ROOT, give_back, leave
+from benchmarks.weight_sync.vllm_transfer import TimedEngine
 from one_step_off.distributed_util import NetworkLink
 from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
-
-
-def mend_tied_head(model: Any, model_config: Any) -> None:
-    """On CPUs vLLM's reload leaves the packed copy of a tied lm_head as it was; pack it anew."""
-    head = getattr(model, "lm_head", None)
-    tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
-    if next(model.parameters()).device.type == "cpu" and tied and hasattr(head, "quant_method"):
-        head.quant_method.process_weights_after_loading(head)
 
 
 class BenchExtension(SyncWorkerExtension):
@@ -97,7 +90,7 @@ class BenchExtension(SyncWorkerExtension):
                 model.load_weights([(name, tensor)])
                 lap("load")
             finalize_layerwise_reload(model, self.vllm_config.model_config)
-            mend_tied_head(model, self.vllm_config.model_config)
+            repack_tied_head(model, self.vllm_config.model_config)
             lap("finish")
         return seconds
 
@@ -107,5 +100,5 @@ class BenchExtension(SyncWorkerExtension):
         self.reload_weights(weights_path=folder)
         loaded = time.perf_counter()
         with set_current_vllm_config(self.vllm_config):
-            mend_tied_head(self.model_runner.get_model(), self.vllm_config.model_config)
+            repack_tied_head(self.model_runner.get_model(), self.vllm_config.model_config)
         return {"load": loaded - begin, "finish": time.perf_counter() - loaded}

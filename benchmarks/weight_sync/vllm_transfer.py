@@ -24,7 +24,8 @@ from vllm.distributed.weight_transfer.nccl_engine import (
     NCCLWeightTransferEngine,
 )
 
-from benchmarks import sync_trainer
+from benchmarks.weight_sync import trainer as sync_trainer
+from benchmarks.weight_sync.tied_head import repack_tied_head
 from one_step_off.distributed_util import NetworkLink
 
 TIMEOUT_S = 300.0
@@ -139,9 +140,7 @@ class TimedEngine(NCCLWeightTransferEngine):
 
     def finish_weight_update(self) -> None:
         """As vLLM's; and a tied lm_head, which its reload leaves at the old weights on CPUs."""
-        from benchmarks.sync_engine import mend_tied_head
-
         begin = time.perf_counter()
         super().finish_weight_update()
-        mend_tied_head(self.model, self.model_config)
+        repack_tied_head(self.model, self.model_config)
         self.report["finish"] = time.perf_counter() - begin

@@ -17,9 +17,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
-from benchmarks.lengths import keys_of
-from benchmarks.throughput_cases import UNEVALUATED
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
+from benchmarks.common.lengths import keys_of
+from benchmarks.throughput.cases import UNEVALUATED
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import validate

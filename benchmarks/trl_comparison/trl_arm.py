@@ -1,7 +1,7 @@
 """One run of TRL's GRPOTrainer on the prompts, the model and the reward function of a config: an arm of
 `benchmarks.trl_comparison`, which starts it.
 
-    python -m benchmarks.trl_arm config=FILE [section.key=value ...] trainer.output_dir=DIR [--vllm] [--threads N]
+    python -m benchmarks.trl_comparison.trl_arm config=FILE [section.key=value ...] trainer.output_dir=DIR [--vllm] [--threads N]
 
 Writes metrics.jsonl (a row per step: seconds, samples, reward, response length) and settings.json into DIR.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import Parser
+from benchmarks.common.command_line import Parser
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command_line import ROOT, run_arm
+from benchmarks.common.command_line import ROOT, run_arm
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import resolved_device, validate

@@ -1,7 +1,7 @@
 """A run whose weight syncs cost nothing: after the first one only the replicas' stamp moves. Its engines keep old weights,
 so it is for timing alone (benchmarks/sync_exposed.py).
 
-    python -m benchmarks.zero_sync config=FILE [section.key=value ...]
+    python -m benchmarks.weight_sync.zero_sync config=FILE [section.key=value ...]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from benchmarks.sync_replica import BenchReplica
+from benchmarks.weight_sync.replica import BenchReplica
 from one_step_off import main_ppo
 from one_step_off.data.samples import Stamp
 from one_step_off.rollout.replica_group import every

@@ -28,9 +28,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
-from benchmarks.throughput_cases import UNEVALUATED
-from benchmarks.trl_arm import settings_of
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
+from benchmarks.throughput.cases import UNEVALUATED
+from benchmarks.trl_comparison.trl_arm import settings_of
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import validate
@@ -77,7 +77,7 @@ def run(arm: str, args: argparse.Namespace, keys: list[str], folder: Path) -> li
         rows = run_arm(args.config, [*keys, *more], folder, [], cores=args.cores)[:-1]  # beside the last none are made
     else:
         flags = {"trl-1": ["--threads", "1"], "trl-all": ["--threads", str(len(args.cores))], "trl-vllm": ["--vllm"]}
-        rows = run_arm(args.config, [*keys, *flags[arm]], folder, [], "benchmarks.trl_arm", args.cores)
+        rows = run_arm(args.config, [*keys, *flags[arm]], folder, [], "benchmarks.trl_comparison.trl_arm", args.cores)
     return rows[args.warmup :]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.throughput_cases import AHEAD, APART, COLOCATED, PLAIN
+from benchmarks.throughput.cases import AHEAD, APART, COLOCATED, PLAIN
 
 Row = dict[str, Any]
 TIMES = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "T_sync": "time/sync_s"}
@@ -111,7 +111,7 @@ def said(case: dict[str, Any]) -> str:
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    from benchmarks.command_line import machine_line
+    from benchmarks.common.command_line import machine_line
 
     lines = [machine_line(result["machine"]), ""]
     for case in result["cases"]:

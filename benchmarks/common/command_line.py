@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEY = re.compile(r"(config|[a-z_]+\.[^=/]+)=")
 
 
@@ -19,7 +19,8 @@ class Parser(argparse.ArgumentParser):
     """Like argparse's, but a fault is one line, without the usage before it."""
 
     def __init__(self, description: str | None) -> None:
-        name = f"python -m benchmarks.{Path(sys.argv[0]).stem}"
+        script = Path(sys.argv[0])
+        name = f"python -m benchmarks.{script.parent.name if script.stem == '__main__' else script.stem}"
         super().__init__(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:

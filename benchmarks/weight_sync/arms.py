@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import sync_trainer
-from benchmarks.sync_replica import slowest
+from benchmarks.weight_sync import trainer as sync_trainer
+from benchmarks.weight_sync import vllm_trainer
+from benchmarks.weight_sync.replica import slowest
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup, every
@@ -203,20 +204,20 @@ class VLLM(Arm):
             self.said += "; gloo in the place of NCCL, CUDA's streams left out, the tied lm_head packed anew"
 
     async def prepare(self) -> None:
-        await self.team.trainers(sync_trainer.import_vllm)
+        await self.team.trainers(vllm_trainer.import_vllm)
 
     async def setup(self) -> None:
         team = self.team
         await team.use(self.name, vllms=True)
         (port,) = await team.first(sync_trainer.address, team.host)
         host = team.host or (await team.trainers("free_address"))[0][0]
-        await team.trainers(sync_trainer.open_vllm, host, port, team.receivers, team.replicas)
+        await team.trainers(vllm_trainer.open_vllm, host, port, team.receivers, team.replicas)
 
     async def run(self, version: int) -> Took:
         team = self.team
         await team.use(self.name)
         begin = time.perf_counter()
-        sent = await team.trainers(sync_trainer.send_vllm)
+        sent = await team.trainers(vllm_trainer.send_vllm)
         seconds = time.perf_counter() - begin
         return Took(seconds, slowest(await team.engines("report")), sent[0])
 

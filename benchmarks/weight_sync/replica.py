@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.sync_trainer import configure
+from benchmarks.weight_sync.trainer import configure
 from one_step_off.data.samples import Stamp
 from one_step_off.rollout.vllm_replica import RolloutReplica
 

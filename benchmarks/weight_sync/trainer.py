@@ -167,25 +167,6 @@ def write_file(worker: Any, folder: str) -> dict[str, float]:
     return {"gather": gathered - begin, "write": time.perf_counter() - gathered}
 
 
-def import_vllm(worker: Any) -> None:
-    """It takes seconds and memory, which no arm but vLLM's is to pay, and that one not as part of a transfer."""
-    from benchmarks import sync_vllm  # noqa: F401
-
-
-def open_vllm(worker: Any, host: str, port: int, receivers: int, replicas: list[Any]) -> None:
-    """Make vLLM's own trainer engine, which shakes hands with the replicas' (collective)."""
-    from benchmarks.sync_vllm import trainer_engine
-
-    worker.bench_vllm = trainer_engine(worker, host, port, receivers, replicas)
-
-
-def send_vllm(worker: Any) -> dict[str, float]:
-    """One whole update by vLLM's own sender (collective), which drives the replicas. Returns seconds: gather, send."""
-    from benchmarks.sync_vllm import send
-
-    return send(worker)
-
-
 def address(worker: Any, host: str) -> int:
     """A free port of this process's node."""
     store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Generated
-from benchmarks.command_line import ROOT
+from benchmarks.common.command_line import ROOT
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt

@@ -13,9 +13,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, run_arm
-from benchmarks.sync_report import spread
-from benchmarks.throughput_cases import UNEVALUATED
+from benchmarks.common.command_line import ROOT, run_arm
+from benchmarks.throughput.cases import UNEVALUATED
+from benchmarks.weight_sync.report import spread
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.models import tiny_qwen
 
@@ -58,10 +58,10 @@ def arms() -> tuple[dict[str, tuple[str, list[str]]], dict[str, str]]:
     """Arm -> the module to run and its keys; and what cannot run -> why."""
     product = "one_step_off.main_ppo"
     if "overlap" not in {f.name for f in dataclasses.fields(WeightSyncConfig)}:
-        plain = {ZERO: ("benchmarks.zero_sync", []), PLAIN: (product, [])}
+        plain = {ZERO: ("benchmarks.weight_sync.zero_sync", []), PLAIN: (product, [])}
         return plain, {OVERLAPPED: "this version has no weight_sync.overlap"}
     off, on = ["weight_sync.overlap=false"], ["weight_sync.overlap=true"]
-    return {ZERO: ("benchmarks.zero_sync", off), PLAIN: (product, off), OVERLAPPED: (product, on)}, {}
+    return {ZERO: ("benchmarks.weight_sync.zero_sync", off), PLAIN: (product, off), OVERLAPPED: (product, on)}, {}
 
 
 def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:

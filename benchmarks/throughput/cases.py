@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks import lengths
+from benchmarks.common import lengths
 from one_step_off.config.schema import Config
 
 COLOCATED, APART = "colocated sync", "disaggregated sync"

@@ -1,7 +1,7 @@
 """How long responses are in a benchmark: fixed, as the model ends them, or with a long tail.
 
 Fixed ones go on behind the model's end token up to `data.max_response_length`. Long-tailed ones are made by an agent
-loop of this module, `benchmarks.lengths:LongTail`: each sample has a length of its own, drawn from a log-normal
+loop of this module, `benchmarks.common.lengths:LongTail`: each sample has a length of its own, drawn from a log-normal
 distribution and cut at `data.max_response_length`, and its engine request asks for exactly so many tokens. The draw
 depends on the prompt and on how many samples of it came before, not on the model or on time: all arms of a benchmark do
 the same work.
@@ -20,7 +20,7 @@ from agent_loop.base import AgentLoop, Generate, Limits, ScoreFunction, Trajecto
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 
-LOOP = "benchmarks.lengths:LongTail"
+LOOP = "benchmarks.common.lengths:LongTail"
 FORMS = "short, fixed:TOKENS or longtail:MOST_TOKENS"
 SHARE = 8
 """A long tail's median is this many times shorter than the longest; with sigma 1 two in a hundred are cut there."""

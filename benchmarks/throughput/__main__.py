@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import throughput_report as report
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
-from benchmarks.lengths import keys_of
-from benchmarks.throughput_cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of, cases_of, model_path, what_model
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, run_arm
+from benchmarks.common.lengths import keys_of
+from benchmarks.throughput import report
+from benchmarks.throughput.cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of, cases_of, model_path, what_model
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.validation import validate

@@ -4,7 +4,7 @@ the share of samples that call one.
     python -m benchmarks.learning --out DIR [--config config/ppo_gae.yaml] [--seeds 0 1 2] [--arms sync async]
         [--test-freq 5] [section.key=value ...]
 
-With `--arms sync async` it compares the two: reward at equal samples (benchmarks/learning_arms.py). Writes result.json, result.md and learning.png into DIR.
+With `--arms sync async` it compares the two: reward at equal samples (benchmarks/learning/comparison.py). Writes result.json, result.md and learning.png into DIR.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import learning_arms
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
-from benchmarks.learning_arms import ARMS
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, run_arm
+from benchmarks.learning import comparison
+from benchmarks.learning.comparison import ARMS
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import validate
@@ -128,10 +128,10 @@ def main(argv: list[str] | None = None) -> int:
         plot(own, args.out / ("learning.png" if alone else f"learning_{arm}.png"))
     result["runs"] = runs if len(runs) > 1 else own
     if {"sync", "async"} <= set(runs):
-        result |= {"comparison": learning_arms.compare(runs), "samples_per_step": samples}
+        result |= {"comparison": comparison.compare(runs), "samples_per_step": samples}
         steps = len(next(iter(runs["sync"].values()))["reward"])
-        parts.append(learning_arms.table(runs, samples * steps))
-        learning_arms.plot(runs, samples, args.out / "learning.png")
+        parts.append(comparison.table(runs, samples * steps))
+        comparison.plot(runs, samples, args.out / "learning.png")
     (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
     (args.out / "result.md").write_text("".join(parts))
     print("".join(parts))
