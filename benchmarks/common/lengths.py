@@ -44,7 +44,9 @@ def keys_of(lengths: str) -> tuple[list[str], str]:
     return keys, f"log-normal, median {most / SHARE:g}, sigma 1, cut at {most} tokens"
 
 
-def draw(seed: int, prompt: tuple[int, ...], count: int, median: float, sigma: float, most: int) -> int:
+def draw(
+    seed: int, prompt: tuple[int, ...], count: int, median: float, sigma: float, most: int
+) -> int:
     """Tokens of the `count`-th sample of a prompt, 1 to `most`."""
     rng = np.random.default_rng([seed, *prompt, count])
     return int(np.clip(round(rng.lognormal(np.log(median), sigma)), 1, most))
@@ -53,17 +55,25 @@ def draw(seed: int, prompt: tuple[int, ...], count: int, median: float, sigma: f
 class LongTail(AgentLoop):
     """One answer of a drawn length. Needs `rollout.sampling_kwargs={ignore_eos: true}`, else answers may end before."""
 
-    def __init__(self, cfg: Config, tokenizer: Any, *, median: float = 16.0, sigma: float = 1.0) -> None:
+    def __init__(
+        self, cfg: Config, tokenizer: Any, *, median: float = 16.0, sigma: float = 1.0
+    ) -> None:
         super().__init__(cfg, tokenizer)
         if median < 1 or sigma < 0 or not cfg.rollout.sampling_kwargs.get("ignore_eos"):
-            raise ValueError("median is 1 or more, sigma 0 or more, and rollout.sampling_kwargs has ignore_eos: true")
+            raise ValueError(
+                "median is 1 or more, sigma 0 or more, and rollout.sampling_kwargs has ignore_eos: true"
+            )
         self.median, self.sigma = median, sigma
         self.counts: dict[tuple[int, ...], itertools.count] = defaultdict(itertools.count)
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """See `AgentLoop.run`."""
         count = next(self.counts[prompt.id])
-        tokens = draw(self.cfg.trainer.seed, prompt.id, count, self.median, self.sigma, limits.tokens)
+        tokens = draw(
+            self.cfg.trainer.seed, prompt.id, count, self.median, self.sigma, limits.tokens
+        )
         talk = Trajectory(prompt.ids, replace(limits, tokens=tokens))
         await talk.say(generate)
         return talk

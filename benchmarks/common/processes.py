@@ -10,7 +10,9 @@ def memory(pid: int, field: str) -> int:
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except FileNotFoundError as e:
-        raise RuntimeError(f"process {pid} has ended; Ray ends the largest where memory runs out") from e
+        raise RuntimeError(
+            f"process {pid} has ended; Ray ends the largest where memory runs out"
+        ) from e
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 

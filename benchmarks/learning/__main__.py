@@ -20,7 +20,7 @@ from benchmarks.learning import comparison
 from benchmarks.learning.comparison import ARMS
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 CALLS = "agent/used_tools/mean"
 
@@ -44,7 +44,9 @@ def table(runs: dict[int, dict[str, Any]]) -> str:
     ]
     lines = ["| seed | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
     for seed, run in runs.items():
-        figures = [sum(part) / len(part) for name in names for part in (run[name][:5], run[name][-5:])]
+        figures = [
+            sum(part) / len(part) for name in names for part in (run[name][:5], run[name][-5:])
+        ]
         cells = [f"{figure:.3f}" for figure in figures]
         cells += [f"{run['held out'][i]:.3f}" if run["held out"] else "-" for i in (0, -1)]
         lines.append(f"| {seed} | " + " | ".join(cells) + " |")
@@ -61,7 +63,9 @@ def plot(runs: dict[int, dict[str, Any]], path: Path) -> None:
 
     titles = {"reward": "reward in training, sampled", "tool calls": "share that calls a tool"}
     names = [name for name in titles if name in next(iter(runs.values()))]
-    figure, panels = pyplot.subplots(1, len(names) + 1, figsize=(4 * len(names) + 4, 2.8), sharey=True)
+    figure, panels = pyplot.subplots(
+        1, len(names) + 1, figsize=(4 * len(names) + 4, 2.8), sharey=True
+    )
     right = panels[-1]
     for seed, run in runs.items():
         for name, axes in zip(names, panels, strict=False):
@@ -82,7 +86,11 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--config", default=str(ROOT / "config/ppo_gae.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument(
-        "--arms", nargs="+", choices=tuple(ARMS), default=["config"], help="sync async: compare the two"
+        "--arms",
+        nargs="+",
+        choices=tuple(ARMS),
+        default=["config"],
+        help="sync async: compare the two",
     )
     parser.add_argument("--test-freq", type=int, default=5, help="steps between evaluations")
     args, keys = parser.parse(argv)
@@ -90,18 +98,31 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         parser.error(f"--seeds {args.seeds} --arms {args.arms}: each one once")
     try:
         for arm in args.arms:
-            validate(load([f"config={args.config}", *keys, *ARMS[arm], f"trainer.test_freq={args.test_freq}"]))
+            validate(
+                load(
+                    [
+                        f"config={args.config}",
+                        *keys,
+                        *ARMS[arm],
+                        f"trainer.test_freq={args.test_freq}",
+                    ]
+                )
+            )
     except ConfigError as e:
         parser.error(str(e))
     return parser, args, keys
 
 
-def measure(args: argparse.Namespace, overrides: list[str]) -> tuple[dict[str, dict[int, dict[str, Any]]], float]:
+def measure(
+    args: argparse.Namespace, overrides: list[str]
+) -> tuple[dict[str, dict[int, dict[str, Any]]], float]:
     """Per arm and seed what `summarise` makes of a run, the arms in turns; and the samples of a step. Raises RunFailed."""
     runs: dict[str, dict[int, dict[str, Any]]] = {arm: {} for arm in args.arms}
     for turn, seed in enumerate(args.seeds):
         for arm in args.arms if turn % 2 == 0 else reversed(args.arms):
-            folder = args.out / (f"seed_{seed}" if args.arms == ["config"] else f"{arm}_seed_{seed}")
+            folder = args.out / (
+                f"seed_{seed}" if args.arms == ["config"] else f"{arm}_seed_{seed}"
+            )
             keys = [f"trainer.seed={seed}", f"trainer.test_freq={args.test_freq}", *ARMS[arm]]
             rows = run_arm(args.config, keys, folder, overrides)
             path = folder / "evaluations.jsonl"

@@ -42,7 +42,9 @@ def figures(run: Run, lag: int = 0) -> dict[str, float]:
     return found | ({"held out at the end": run["held out"][-1]} if run["held out"] else {})
 
 
-def compare(runs: dict[str, dict[int, Run]], base: str = "sync", other: str = "async") -> dict[str, dict[str, Any]]:
+def compare(
+    runs: dict[str, dict[int, Run]], base: str = "sync", other: str = "async"
+) -> dict[str, dict[str, Any]]:
     """Per figure: each arm's values by seed, the differences other - base of equal seeds, their mean, and the 95 %
     interval of that mean (None with one seed)."""
     found = {}
@@ -56,7 +58,12 @@ def compare(runs: dict[str, dict[int, Run]], base: str = "sync", other: str = "a
         if count > 1:
             half = quantile(count - 1) * statistics.stdev(differences) / count**0.5
             interval = [mean - half, mean + half]
-        found[name] = {"values": values, "differences": differences, "mean": mean, "interval": interval}
+        found[name] = {
+            "values": values,
+            "differences": differences,
+            "mean": mean,
+            "interval": interval,
+        }
     return found
 
 
@@ -79,7 +86,10 @@ def verdict(name: str, own: dict[str, Any]) -> str:
 def table(runs: dict[str, dict[int, Run]], samples: float) -> str:
     """The comparison in Markdown. `samples`: of each run."""
     found = compare(runs)
-    lines = ["| figure | arm | mean of the seeds | range | by seed |", "| --- | --- | --- | --- | --- |"]
+    lines = [
+        "| figure | arm | mean of the seeds | range | by seed |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for name, own in found.items():
         for arm, values in own["values"].items():
             each = [*values.values()]
@@ -115,7 +125,9 @@ def plot(runs: dict[str, dict[int, Run]], samples_per_step: float, path: Path) -
             for curve in curves:
                 axes.plot(at, curve, color=colour, alpha=0.3, linewidth=1)
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
-            axes.plot(at, mean, color=colour, linewidth=2, label=f"{arm}, mean of {len(curves)} seeds")
+            axes.plot(
+                at, mean, color=colour, linewidth=2, label=f"{arm}, mean of {len(curves)} seeds"
+            )
     left.set(xlabel="samples trained on", title="reward in training, sampled")
     right.set(xlabel="samples trained on", title="reward held out", ylim=(-0.02, 1.02))
     for axes in (left, right):

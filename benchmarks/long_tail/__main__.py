@@ -22,7 +22,7 @@ from benchmarks.common.lengths import keys_of
 from benchmarks.throughput.cases import UNEVALUATED
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 PARTIAL = "pipeline.partial_rollout=true"
 Row = dict[str, Any]
@@ -72,7 +72,12 @@ def summarise(runs: list[dict[str, float]]) -> dict[str, dict[str, Any]]:
     found = {}
     for name in COLUMNS:
         each = [run[name] for run in runs]
-        found[name] = {"median": statistics.median(each), "min": min(each), "max": max(each), "runs": each}
+        found[name] = {
+            "median": statistics.median(each),
+            "min": min(each),
+            "max": max(each),
+            "runs": each,
+        }
     return found
 
 
@@ -90,7 +95,9 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"| {arm} | " + " | ".join(cells) + f" | {rate['median'] / plain:.2f} |")
     told = f"Medians of {result['runs']} runs of each arm, in turns, the first {result['warmup']} steps dropped"
     told += ", the filling up at a run's beginning and the draining at its end included. "
-    return "\n".join([*lines, "", f"{told}{result['what']} {machine_line(result['machine'])}"]) + "\n"
+    return (
+        "\n".join([*lines, "", f"{told}{result['what']} {machine_line(result['machine'])}"]) + "\n"
+    )
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -100,14 +107,22 @@ def plot(result: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 0.5 * len(result["arms"]) + 1.2), sharey=True)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(9, 0.5 * len(result["arms"]) + 1.2), sharey=True
+    )
     for row, found in enumerate(result["arms"].values()):
         rate = found["samples/s"]
         left.barh(row, rate["median"], 0.6, color="#4878cf")
         left.plot([rate["min"], rate["max"]], [row, row], color="black")
-        for k, (name, colour) in enumerate({"carried groups": "#ee854a", "tokens older than 1": "#8c8c8c"}.items()):
+        for k, (name, colour) in enumerate(
+            {"carried groups": "#ee854a", "tokens older than 1": "#8c8c8c"}.items()
+        ):
             right.barh(
-                row + 0.3 * k - 0.15, 100 * found[name]["median"], 0.28, color=colour, label=name if not row else None
+                row + 0.3 * k - 0.15,
+                100 * found[name]["median"],
+                0.28,
+                color=colour,
+                label=name if not row else None,
             )
     left.set_yticks(range(len(result["arms"])), list(result["arms"]))
     left.invert_yaxis()
@@ -133,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     args, overrides = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
-        parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
+        parser.error(
+            f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up"
+        )
     try:
         arms = arms_of([float(factor) for factor in args.over.split(",") if factor])
         lengths, what = keys_of(f"longtail:{args.most}")
@@ -144,21 +161,32 @@ def main(argv: list[str] | None = None) -> int:
     except (ConfigError, ValueError) as e:
         parser.error(str(e))
     args.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"machine": machine(), "runs": args.runs, "warmup": args.warmup, "keys": keys}
-    result["what"] = f"{cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples a step; lengths {what}."
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "runs": args.runs,
+        "warmup": args.warmup,
+        "keys": keys,
+    }
+    result["what"] = (
+        f"{cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples a step; lengths {what}."
+    )
     collected: dict[str, list[dict[str, float]]] = {arm: [] for arm in arms}
     for run in range(args.runs):
         order = list(arms.items())
         for number, (arm, own) in enumerate(order[run % len(order) :] + order[: run % len(order)]):
             try:
-                rows = run_arm(args.config, [*keys, *own], args.out / f"run{run}_{number}", [])[args.warmup :]
+                rows = run_arm(args.config, [*keys, *own], args.out / f"run{run}_{number}", [])[
+                    args.warmup :
+                ]
             except RunFailed as e:
                 print(e, file=sys.stderr)
                 return e.code
             if not rows:
                 parser.error(f"--warmup {args.warmup}: leaves none of the steps")
             collected[arm].append(figures(rows, cfg.data.train_batch_size))
-            print(f"run {run + 1}, {arm}: {collected[arm][-1]['samples/s']:.1f} samples/s", flush=True)
+            print(
+                f"run {run + 1}, {arm}: {collected[arm][-1]['samples/s']:.1f} samples/s", flush=True
+            )
     result["arms"] = {arm: summarise(runs) for arm, runs in collected.items()}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "result.md").write_text(table(result))

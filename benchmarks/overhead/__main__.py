@@ -41,9 +41,10 @@ from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout import replica_group as groups
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training import trainer_group as groups
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,9 @@ class Cell:
 class Remote:
     """A method of a stand-in: `remote` answers what `make` gives, after `seconds`."""
 
-    def __init__(self, made: Callable[..., Any], seconds: float = 0.0, log: list | None = None) -> None:
+    def __init__(
+        self, made: Callable[..., Any], seconds: float = 0.0, log: list | None = None
+    ) -> None:
         self.made, self.seconds, self.log = made, seconds, log
 
     def remote(self, *args: Any) -> asyncio.Future:
@@ -103,7 +106,11 @@ class Replica:
 
     def __init__(self, number: int, cell: Cell, ready: dict[Any, list[Sample]], log: list) -> None:
         self.ready, self.away, self.waiting = ready, 0, []
-        waves = -(-cell.samples // (cell.replicas * cell.slots)) if cell.routing == "least_loaded" else 1
+        waves = (
+            -(-cell.samples // (cell.replicas * cell.slots))
+            if cell.routing == "least_loaded"
+            else 1
+        )
         self.rollout = Remote(self._rollout, cell.generate_s / waves, log)
         self.vacancy = Vacancy(self)
         self.ping = Remote(lambda: (0, 0), log=log)
@@ -123,7 +130,10 @@ class Replica:
         now, phases = time.time(), ("wait", "apply", "load")
         each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        return [{"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01} | dict.fromkeys(phases, 0.02)]
+        return [
+            {"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01}
+            | dict.fromkeys(phases, 0.02)
+        ]
 
 
 class Vacancy:
@@ -156,19 +166,31 @@ class Rank:
         self.update = Remote(self._update, cell.train_s, log)
         self.log_prob = self.values = Remote(lambda batch: share, cell.train_s / 10, log)
         first = number == 0
-        self.score = Remote(lambda seqs: [np.zeros(7, np.float32) for _ in seqs] if first else None, log=log)
-        self.release, self.connect_sync = Remote(lambda version: None, log=log), Remote(lambda *_: None, log=log)
+        self.score = Remote(
+            lambda seqs: [np.zeros(7, np.float32) for _ in seqs] if first else None, log=log
+        )
+        self.release, self.connect_sync = (
+            Remote(lambda version: None, log=log),
+            Remote(lambda *_: None, log=log),
+        )
         self.send_weights = Remote(functools.partial(self._send, cell), cell.sync_s, log)
 
     @staticmethod
     def _update(batch: Batch, learn: bool, profile: str) -> dict[str, float]:
-        return {f"actor/figure_{i}": 0.5 for i in range(30)} | {"ratio/mean": 1.0, "actor/sync_wait_s": 0.0}
+        return {f"actor/figure_{i}": 0.5 for i in range(30)} | {
+            "ratio/mean": 1.0,
+            "actor/sync_wait_s": 0.0,
+        }
 
     @staticmethod
     def _send(cell: Cell, _: Any) -> dict[str, Any]:
         now, phases = time.time(), ("gather", "checksum", "wire")
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        own = {"bytes": 1e9 / cell.ranks, "changed": 1.0, "each": [[i, 0.002] for i in range(cell.buckets)]}
+        own = {
+            "bytes": 1e9 / cell.ranks,
+            "changed": 1.0,
+            "each": [[i, 0.002] for i in range(cell.buckets)],
+        }
         return own | {"spans": spans[:200]} | dict.fromkeys(phases, 0.02)
 
 
@@ -209,7 +231,11 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
     cfg.agent.max_concurrency = cell.slots
     cfg.trainer.val_before_train = cfg.trainer.val_after_train = False
     if cell.full:
-        cfg.algorithm.adv_estimator, cfg.algorithm.kl_in_reward, cfg.algorithm.kl_coef = "gae", True, 0.01
+        cfg.algorithm.adv_estimator, cfg.algorithm.kl_in_reward, cfg.algorithm.kl_coef = (
+            "gae",
+            True,
+            0.01,
+        )
     rows, ids = cell.samples // GROUP * cell.steps, np.arange(128, dtype=np.int32)
     prompts = [Prompt((0, r), ids, "how many apples are there? " * 8, "27") for r in range(rows)]
     streams = [PromptStream(prompts, cell.samples // GROUP, True, 0, cell.steps) for _ in range(2)]
@@ -277,8 +303,8 @@ def measure(cell: Cell) -> dict[str, Any]:
         pipeline, log = built(cell, folder)
         gc.collect()
         gc.freeze()  # the samples made beforehand: a run has those of two steps, and no need to look through all
-        marks, record, real_put = [], pipeline.tracker.step, groups._put
-        groups._put = lambda batch: batch  # see `benchmarks.overhead_ray`
+        marks, record, real_put = [], pipeline.tracker.step, groups.put_batch
+        groups.put_batch = lambda batch: batch  # see `benchmarks.overhead_ray`
         profile = cProfile.Profile() if cell.profile else None
 
         def marked(*args: Any) -> None:
@@ -295,9 +321,11 @@ def measure(cell: Cell) -> dict[str, Any]:
                 if profile:
                     profile.disable()
         finally:
-            groups._put, pipeline.tracker.step = real_put, record
+            groups.put_batch, pipeline.tracker.step = real_put, record
         pipeline.tracker.close()
-        rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()
+        ]
     found = summarised(cell, marks, rows)
     calls = log[marks[WARM_UP - 1][2] : marks[-2][2]]
     for remote, _ in calls:
@@ -335,14 +363,23 @@ def in_a_process(cell: Cell, checkout: Path) -> dict[str, Any]:
     command = [sys.executable, "-P", __file__, "--cell", json.dumps(asdict(cell))]
     done = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"replicas {cell.replicas}, samples {cell.samples}: {done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"replicas {cell.replicas}, samples {cell.samples}: {done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def merged(runs: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over the repeats of a cell."""
-    middle = {k: statistics.median(run[k] for run in runs) for k, v in runs[0].items() if isinstance(v, (int, float))}
-    phases = {name: statistics.median(run["phases_ms"][name] for run in runs) for name in runs[0]["phases_ms"]}
+    middle = {
+        k: statistics.median(run[k] for run in runs)
+        for k, v in runs[0].items()
+        if isinstance(v, (int, float))
+    }
+    phases = {
+        name: statistics.median(run["phases_ms"][name] for run in runs)
+        for name in runs[0]["phases_ms"]
+    }
     return middle | {"phases_ms": phases, "runs": [run["cpu_ms"] for run in runs]}
 
 
@@ -350,14 +387,24 @@ def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     columns = ["replicas", "samples"]
     for who in result["arms"]:
-        columns += [f"{who}: CPU ms", f"% of {STEP_S:g} s", "step longer by, ms", "generation longer by, ms", "calls"]
+        columns += [
+            f"{who}: CPU ms",
+            f"% of {STEP_S:g} s",
+            "step longer by, ms",
+            "generation longer by, ms",
+            "calls",
+        ]
     lines = ["| " + " | ".join(columns) + " |", "| --- |" + " --- |" * (len(columns) - 1)]
     for key in next(iter(result["arms"].values())):
         cells = key.split(" x ")
         for arm in result["arms"].values():
             f = arm[key]
             cells += [f"{f['cpu_ms']:.0f}", f"{f['cpu_ms'] / 10 / STEP_S:.2f}"]
-            cells += [f"{f['excess_ms']:.0f}", f"{f['generate_excess_ms']:.0f}", f"{f['calls']:.0f}"]
+            cells += [
+                f"{f['excess_ms']:.0f}",
+                f"{f['generate_excess_ms']:.0f}",
+                f"{f['calls']:.0f}",
+            ]
         lines.append("| " + " | ".join(cells) + " |")
     cell = result["cell"]
     lines += [
@@ -370,7 +417,10 @@ def table(result: dict[str, Any]) -> str:
     ]
     for who, arm in result["arms"].items():
         key = list(arm)[-1]
-        lines += [f"- {who}, {key}: " + ", ".join(f"{name} {ms:.0f}" for name, ms in arm[key]["phases_ms"].items())]
+        lines += [
+            f"- {who}, {key}: "
+            + ", ".join(f"{name} {ms:.0f}" for name, ms in arm[key]["phases_ms"].items())
+        ]
     return "\n".join(lines) + "\n"
 
 
@@ -398,7 +448,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--samples", type=int, nargs="+", default=[64, 1024, 8192, 16384])
@@ -415,12 +467,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.cell:
         return print(json.dumps(measure(Cell(**json.loads(args.cell)))))
-    if not args.out or args.steps < WARM_UP + 2 or any(n < GROUP or n % GROUP for n in args.samples):
-        parser.error(f"--out is needed, --samples in multiples of {GROUP}, and --steps of {WARM_UP + 2} or more")
+    if (
+        not args.out
+        or args.steps < WARM_UP + 2
+        or any(n < GROUP or n % GROUP for n in args.samples)
+    ):
+        parser.error(
+            f"--out is needed, --samples in multiples of {GROUP}, and --steps of {WARM_UP + 2} or more"
+        )
     names = "tokens", "ranks", "steps", "routing", "full", "profile"
     how = {name: getattr(args, name) for name in names} | {"loggers": not args.no_loggers}
     checkouts = ({"before": args.against} if args.against else {}) | {"now": ROOT}
-    cells = [Cell(replicas, samples, **how) for replicas in args.replicas for samples in args.samples]
+    cells = [
+        Cell(replicas, samples, **how) for replicas in args.replicas for samples in args.samples
+    ]
     arms: dict[str, dict[str, Any]] = {who: {} for who in checkouts}
     for cell in cells:
         runs: dict[str, list] = {who: [] for who in checkouts}
@@ -428,7 +488,10 @@ def main() -> None:
             for who, checkout in checkouts.items():
                 runs[who].append(in_a_process(cell, checkout.resolve()))
                 if cell.profile:
-                    print(f"{who}, {cell.replicas} replicas, {cell.samples} samples", runs[who][-1]["profile"])
+                    print(
+                        f"{who}, {cell.replicas} replicas, {cell.samples} samples",
+                        runs[who][-1]["profile"],
+                    )
         for who, found in runs.items():
             arms[who][f"{cell.replicas} x {cell.samples}"] = merged(found)
     result = {"arms": arms, "repeats": args.repeats, "cell": asdict(cells[-1])}

@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data import samples
-from one_step_off.data.samples import Batch, Sample
-from one_step_off.rollout import replica_group as groups
+from one_step_off.data.samples import NOWHERE, Batch, Sample
+from one_step_off.training import trainer_group as groups
 
 ROOT = Path(__file__).parents[2]
 GROUP = 8  # samples of a prompt
@@ -41,7 +41,10 @@ def made(count: int, tokens: int) -> list[Sample]:
     for row in range(count // GROUP):
         prompt = rng.integers(0, 32000, 128, np.int32)
         for i in range(GROUP):
-            ids, log_probs = rng.integers(0, 32000, tokens, np.int32), -rng.random(tokens, np.float32)
+            ids, log_probs = (
+                rng.integers(0, 32000, tokens, np.int32),
+                -rng.random(tokens, np.float32),
+            )
             arrays = prompt, ids, log_probs, np.ones(tokens, bool), np.zeros(tokens, np.int32)
             text = f"{row}.{i} " + "so it is 27 " * (tokens // 3)
             found.append(Sample((0, row), i, *arrays, 0, 1.0, "stop", text))
@@ -86,7 +89,10 @@ async def timed(work: Callable[[], Awaitable[Any]]) -> tuple[dict[str, float], A
     """Milliseconds until it is done, on the clock and of the driver's CPU."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = await work()
-    return {"ms": 1e3 * (time.perf_counter() - wall), "cpu_ms": 1e3 * (time.process_time() - cpu)}, found
+    return {
+        "ms": 1e3 * (time.perf_counter() - wall),
+        "cpu_ms": 1e3 * (time.process_time() - cpu),
+    }, found
 
 
 async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -101,7 +107,7 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
         return [s for part, _ in parts for s in part]
 
     async def put() -> Any:
-        return groups._put(batch)
+        return groups.put_batch(batch)
 
     for _ in range(repeats + 1):
         found: dict[str, dict[str, float]] = {}
@@ -117,19 +123,21 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
         for way, figures in rounds[0].items()
     }
     ways["samples, one answer"] |= size_of(SAMPLES(whole))
-    ways["batch to the object store"] |= size_of(ray.get(reference) if SAMPLES is list else unpacked(batch))
+    ways["batch to the object store"] |= size_of(
+        ray.get(reference) if SAMPLES is list else unpacked(batch)
+    )
     ways["log-probs from the ranks"] |= size_of(SHARES(enumerate(s.log_probs for s in whole)))
     return ways
 
 
 def unpacked(batch: Batch) -> Any:
-    """What `groups._put` gives to Ray."""
-    batch.stored = groups.NOWHERE
+    """What `groups.put_batch` gives to Ray."""
+    batch.stored = NOWHERE
     import ray
 
     real, ray.put = ray.put, lambda what: what
     try:
-        return groups._put(batch)
+        return groups.put_batch(batch)
     finally:
         ray.put = real
 
@@ -151,7 +159,9 @@ def table(result: dict[str, Any]) -> str:
 
 def main() -> None:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--samples", type=int, default=8192)
     parser.add_argument("--tokens", type=int, default=512)
@@ -167,7 +177,9 @@ def main() -> None:
     if not args.out or args.samples < GROUP or args.samples % GROUP:
         parser.error(f"--out is needed, and --samples in multiples of {GROUP}")
     arms = {}
-    for who, checkout in (({"before": args.against} if args.against else {}) | {"now": ROOT}).items():
+    for who, checkout in (
+        ({"before": args.against} if args.against else {}) | {"now": ROOT}
+    ).items():
         env = os.environ | {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
         given = [f"--{name}={getattr(args, name)}" for name in ("samples", "tokens", "repeats")]
         command = [sys.executable, __file__, "--alone", *given]

@@ -26,10 +26,11 @@ import numpy as np
 from benchmarks.common.command_line import ROOT, run_arm
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import resolved_device, validate
+from one_step_off.config.validation import resolved_device
 from one_step_off.monitoring.tracker import speed
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate
+from one_step_off.runtime.validation import validate
 
 # The weights hardly move, so that responses are as long in all arms and steps.
 FIXED = [
@@ -41,7 +42,11 @@ FIXED = [
 ]
 FIXED += ["trainer.total_steps=20"]
 WHOLE, QUARTER = "in turns", "in turns, a quarter of the batch"
-FIGURES = {"step": "median/time/step_s", "generate": "median/time/generate_s", "train": "median/time/train_s"}
+FIGURES = {
+    "step": "median/time/step_s",
+    "generate": "median/time/generate_s",
+    "train": "median/time/train_s",
+}
 FIGURES |= {"idle rollout": "idle_share/rollout", "idle trainer": "idle_share/trainer"}
 
 
@@ -58,7 +63,9 @@ def arms_of(batch: int) -> dict[str, list[str]]:
         QUARTER: turns + of(batch // 4),
         "one step off": ahead + of(batch),
         "one step off, half of the batch": ahead + of(batch // 2),
-        "one step off, responses of 10 tokens at most": ahead + of(batch) + ["data.max_response_length=10"],
+        "one step off, responses of 10 tokens at most": ahead
+        + of(batch)
+        + ["data.max_response_length=10"],
         "in turns, half of the batch": turns + of(batch // 2),
         "colocated, two of each": turns + of(batch) + shared,
     }
@@ -79,7 +86,11 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
     """Run the rounds; writes the result and returns it in Markdown."""
     out, rounds = Path(args.out), []
     chosen = [WHOLE, QUARTER, *args.arms]
-    arms = {name: [*FIXED, *overrides, *keys] for name, keys in arms_of(args.batch).items() if name in chosen}
+    arms = {
+        name: [*FIXED, *overrides, *keys]
+        for name, keys in arms_of(args.batch).items()
+        if name in chosen
+    }
     for keys in arms.values():
         validate(load([f"config={args.config}", *keys]))
     out.mkdir(parents=True, exist_ok=True)
@@ -98,7 +109,10 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
         work = plan.by_runs([str(folders[WHOLE]), str(folders[QUARTER])])
         predicted = {name: predict(work, args.config, keys) for name, keys in arms.items()}
         rounds.append(
-            {"measured": measured, "predicted": {n: {k: p[k] for k in measured[n]} for n, p in predicted.items()}}
+            {
+                "measured": measured,
+                "predicted": {n: {k: p[k] for k in measured[n]} for n, p in predicted.items()},
+            }
         )
     result = {"config": args.config, "overrides": overrides, "rounds": rounds}
     (out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
@@ -108,7 +122,9 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
 
 def table(rounds: list[dict[str, Any]]) -> str:
     """Medians over the rounds, in Markdown: seconds a step, the error of each round, and the idle shares."""
-    lines = ["| arm | step measured, s | predicted, s | error | idle measured: rollout, trainer | predicted |"]
+    lines = [
+        "| arm | step measured, s | predicted, s | error | idle measured: rollout, trainer | predicted |"
+    ]
     lines += ["| --- | --- | --- | --- | --- | --- |"]
     for name in rounds[0]["measured"]:
         sides = {
@@ -119,7 +135,8 @@ def table(rounds: list[dict[str, Any]]) -> str:
         errors = [f"{p / m - 1:+.1%}" for m, p in zip(*steps, strict=True)]
         idle = [
             ", ".join(
-                f"{statistics.median(sides[side][FIGURES[f'idle {role}']]):.0%}" for role in ("rollout", "trainer")
+                f"{statistics.median(sides[side][FIGURES[f'idle {role}']]):.0%}"
+                for role in ("rollout", "trainer")
             )
             for side in sides
         ]
@@ -130,7 +147,12 @@ def table(rounds: list[dict[str, Any]]) -> str:
 
 
 def phases(
-    generate: float, train: float, tail: float = 0.0, fixed: float = 0.0, sync: float = 0.0, gpus: int = 1
+    generate: float,
+    train: float,
+    tail: float = 0.0,
+    fixed: float = 0.0,
+    sync: float = 0.0,
+    gpus: int = 1,
 ) -> Work:
     """The work of phases that took so long on `gpus` devices: of generation `tail`, of training `fixed`, do not get faster with more."""
     lengths = np.full((64, 1), 1000)  # all alike: nothing is known of them
@@ -156,23 +178,42 @@ NEMO = {
 
 def published() -> str:
     """Tables of what the simulation makes of them."""
-    lines = ["| verl | step published, s | simulated from its own phases, s | wait published, s | simulated, s |"]
+    lines = [
+        "| verl | step published, s | simulated from its own phases, s | wait published, s | simulated, s |"
+    ]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, runs in VERL.items():
-        (gen, _, train, step), (ahead_gen, ahead_train, wait, ahead_step) = runs["turns"], runs["ahead"]
-        turns, ahead = simulate(phases(gen, train), 0, 1), simulate(phases(ahead_gen, ahead_train), 1, 1)
+        (gen, _, train, step), (ahead_gen, ahead_train, wait, ahead_step) = (
+            runs["turns"],
+            runs["ahead"],
+        )
+        turns, ahead = (
+            simulate(phases(gen, train), 0, 1),
+            simulate(phases(ahead_gen, ahead_train), 1, 1),
+        )
         lines.append(f"| {name}, in turns on 16 | {step} | {beside(turns, step)} | | |")
         waited = f"{wait} | {ahead['median/time/wait_rollout_s']:.0f}"
-        lines.append(f"| {name}, one step off on 4 + 12 | {ahead_step} | {beside(ahead, ahead_step)} | {waited} |")
-    lines += ["", "| verl, 4 + 12 foretold by the run in turns on 16 | generation, s | training, s | step, s |"]
+        lines.append(
+            f"| {name}, one step off on 4 + 12 | {ahead_step} | {beside(ahead, ahead_step)} | {waited} |"
+        )
+    lines += [
+        "",
+        "| verl, 4 + 12 foretold by the run in turns on 16 | generation, s | training, s | step, s |",
+    ]
     lines.append("| --- | --- | --- | --- |")
     for name, runs in VERL.items():
         (_, g16, t16, _), (g4, t12, _, step) = runs["turns"], runs["ahead"]
-        tail, fixed = (4 * g16 - g4) / 3, 4 * t16 - 3 * t12  # of fixed + rest / n, by what both runs took
+        tail, fixed = (
+            (4 * g16 - g4) / 3,
+            4 * t16 - 3 * t12,
+        )  # of fixed + rest / n, by what both runs took
         lines.append(f"| {name}, published | {g4} | {t12} | {step} |")
         those = phases(g16, t16, tail, fixed, gpus=16)
         best = min(range(1, 16), key=lambda n: simulate(those, n, 16 - n)[FIGURES["step"]])
-        arms = [(4, phases(g16, t16, gpus=16), "if all gets faster with GPUs"), (4, those, "if the fixed parts do not")]
+        arms = [
+            (4, phases(g16, t16, gpus=16), "if all gets faster with GPUs"),
+            (4, those, "if the fixed parts do not"),
+        ]
         for n, work, what in [*arms, (best, those, f"the same on {best} + {16 - best}, the best")]:
             found = simulate(work, n, 16 - n)
             figures = " | ".join(f"{found[FIGURES[x]]:.0f}" for x in ("generate", "train", "step"))
@@ -184,7 +225,9 @@ def published() -> str:
     ]
     lines.append("| --- | --- | --- | --- | --- |")
     for name, (turns, ahead) in NEMO.items():
-        lines.append(f"| {name} | {turns} | {ahead} | {turns / ahead:.2f} | {needed(turns / 2, ahead)} |")
+        lines.append(
+            f"| {name} | {turns} | {ahead} | {turns / ahead:.2f} | {needed(turns / 2, ahead)} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -197,7 +240,10 @@ def needed(phase: float, ahead: float) -> str:
     """The least share of two phases of equal length that must take as long on half of the devices for such a step."""
     for share in range(101):
         fixed = share / 100 * phase
-        if simulate(phases(phase, phase, fixed, fixed, gpus=32), 16, 16, steps=4)[FIGURES["step"]] <= ahead:
+        if (
+            simulate(phases(phase, phase, fixed, fixed, gpus=32), 16, 16, steps=4)[FIGURES["step"]]
+            <= ahead
+        ):
             return "does not fit: slower than in turns" if ahead > 2 * phase else f"{share} %"
     return "does not fit: faster than either phase"
 
@@ -235,27 +281,40 @@ def paper() -> str:
             "lost to them: (10 min to restart + half of 5 steps) / that": f"{(600 + 750) / 3600 / stops:.1%}",
         }.items():
             rows.setdefault(name, []).append(value)
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())]) + "\n"
+    return (
+        "\n".join(
+            [*lines, *(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())]
+        )
+        + "\n"
+    )
 
 
 def main() -> None:
     """Parse, run, print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--out")
     which.add_argument("--published", action="store_true")
     which.add_argument("--paper", action="store_true")
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
-    parser.add_argument("--batch", type=int, default=16, help="prompts of a whole batch, at least 4")
+    parser.add_argument(
+        "--batch", type=int, default=16, help="prompts of a whole batch, at least 4"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     predicted = [name for name in arms_of(4) if name not in (WHOLE, QUARTER)]
     told = "the runs to predict, beside the two that calibrate"
     parser.add_argument("--arms", nargs="*", choices=predicted, default=predicted, help=told)
     args, overrides = parser.parse_known_args()
     if args.rounds < 1 or args.batch < 4:
-        parser.error(f"--rounds {args.rounds} --batch {args.batch}: at least 1 round, and 4 prompts")
+        parser.error(
+            f"--rounds {args.rounds} --batch {args.batch}: at least 1 round, and 4 prompts"
+        )
     try:
-        print(published() if args.published else paper() if args.paper else validated(args, overrides))
+        print(
+            published() if args.published else paper() if args.paper else validated(args, overrides)
+        )
     except ConfigError as e:
         parser.error(str(e))
 

@@ -26,10 +26,19 @@ from typing import Any
 from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.common.lengths import keys_of
 from benchmarks.throughput import report
-from benchmarks.throughput.cases import ARMS, RANDOM, UNEVALUATED, Case, arms_of, cases_of, model_path, what_model
+from benchmarks.throughput.cases import (
+    ARMS,
+    RANDOM,
+    UNEVALUATED,
+    Case,
+    arms_of,
+    cases_of,
+    model_path,
+    what_model,
+)
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:
@@ -38,28 +47,53 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
     random = ", ".join(RANDOM)
-    parser.add_argument("--models", nargs="+", default=[], help=f"directories, hub ids, tiny:qwen2; or {random}")
     parser.add_argument(
-        "--lengths", nargs="+", default=["short"], help="short (the config's), fixed:TOKENS, longtail:MOST_TOKENS"
+        "--models", nargs="+", default=[], help=f"directories, hub ids, tiny:qwen2; or {random}"
     )
-    parser.add_argument("--batches", nargs="+", default=[], help="of a step: PROMPTS or PROMPTSxSAMPLES, as 16 or 16x8")
-    parser.add_argument("--splits", nargs="+", default=[], help="processes that generate : that train, as 1:1 or 2:1")
+    parser.add_argument(
+        "--lengths",
+        nargs="+",
+        default=["short"],
+        help="short (the config's), fixed:TOKENS, longtail:MOST_TOKENS",
+    )
+    parser.add_argument(
+        "--batches",
+        nargs="+",
+        default=[],
+        help="of a step: PROMPTS or PROMPTSxSAMPLES, as 16 or 16x8",
+    )
+    parser.add_argument(
+        "--splits",
+        nargs="+",
+        default=[],
+        help="processes that generate : that train, as 1:1 or 2:1",
+    )
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
-    parser.add_argument("--steps", type=int, help="steps of each run; default: the config's trainer.total_steps")
+    parser.add_argument(
+        "--steps", type=int, help="steps of each run; default: the config's trainer.total_steps"
+    )
     args, keys = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
-        parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
+        parser.error(
+            f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up"
+        )
     return parser, args, keys
 
 
 def base_keys(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     """What all arms of all cases have over the config."""
-    return [*UNEVALUATED, *overrides, *([f"trainer.total_steps={args.steps}"] if args.steps is not None else [])]
+    return [
+        *UNEVALUATED,
+        *overrides,
+        *([f"trainer.total_steps={args.steps}"] if args.steps is not None else []),
+    ]
 
 
-def plan(args: argparse.Namespace, overrides: list[str]) -> list[tuple[Case, list[str], dict[str, list[str]]]]:
+def plan(
+    args: argparse.Namespace, overrides: list[str]
+) -> list[tuple[Case, list[str], dict[str, list[str]]]]:
     """The cases, the keys of each and of its arms; all are valid. A random model's path is not among the keys yet.
 
     Raises:
@@ -96,7 +130,9 @@ def what(case: Case, cfg: Config) -> str:
     )
 
 
-def run_case(args: argparse.Namespace, folder: Path, keys: list[str], arms: dict[str, list[str]]) -> dict[str, Any]:
+def run_case(
+    args: argparse.Namespace, folder: Path, keys: list[str], arms: dict[str, list[str]]
+) -> dict[str, Any]:
     """Per arm and run the rows after the warm-up. Raises RunFailed."""
     collected: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in arms}
     for run in range(args.runs):
@@ -123,7 +159,11 @@ def write(out: Path, result: dict[str, Any]) -> None:
     (out / "result.md").write_text(report.table(result))
     for case in result["cases"]:
         report.plot_case(case, out / f"throughput_{_slug(case['name'])}.png")
-    told = [case for case in result["cases"] if any(key.startswith("speedup/") for key in case["headline"])]
+    told = [
+        case
+        for case in result["cases"]
+        if any(key.startswith("speedup/") for key in case["headline"])
+    ]
     if told:
         report.plot_headline(told, out / "headline.png")
 
@@ -138,7 +178,12 @@ def main(argv: list[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     count = sum(len(arms) for _, _, arms in planned) * args.runs
     print(f"{len(planned)} case(s), {count} runs; a line comes after each", flush=True)
-    known = {"runs": args.runs, "warmup": args.warmup, "config": args.config, "overrides": overrides}
+    known = {
+        "runs": args.runs,
+        "warmup": args.warmup,
+        "config": args.config,
+        "overrides": overrides,
+    }
     result: dict[str, Any] = {"machine": machine(), **known, "cases": []}
     for case, keys, arms in planned:
         own = [*base_keys(args, overrides), *keys]

@@ -38,7 +38,11 @@ def arms_of(cfg: Config) -> dict[str, list[str]]:
     GPUs, or processes on a CPU, as the others have together."""
     most = [sum(node) for node in itertools.zip_longest(*cfg.placement.pools.values(), fillvalue=0)]
     roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
-    colocated = [f"placement.pools={{all: {most}}}", f"placement.roles={{{roles}}}", "pipeline.staleness=0"]
+    colocated = [
+        f"placement.pools={{all: {most}}}",
+        f"placement.roles={{{roles}}}",
+        "pipeline.staleness=0",
+    ]
     return {
         COLOCATED: colocated,
         APART: ["pipeline.staleness=0"],
@@ -68,7 +72,11 @@ class Case:
         Raises:
             ValueError: what a flag says has no meaning, in one line.
         """
-        return lengths.keys_of(self.length)[0] + batch_keys(self.batch, cfg) + split_keys(self.split, cfg)
+        return (
+            lengths.keys_of(self.length)[0]
+            + batch_keys(self.batch, cfg)
+            + split_keys(self.split, cfg)
+        )
 
 
 def batch_keys(batch: str, cfg: Config) -> list[str]:
@@ -77,7 +85,9 @@ def batch_keys(batch: str, cfg: Config) -> list[str]:
         return []
     numbers = batch.split("x")
     if len(numbers) > 2 or not all(n.isdecimal() and int(n) for n in numbers):
-        raise ValueError(f"--batches {batch}: must be prompts, or prompts x samples of each, as 16 or 16x8")
+        raise ValueError(
+            f"--batches {batch}: must be prompts, or prompts x samples of each, as 16 or 16x8"
+        )
     prompts, old = int(numbers[0]), cfg.data.train_batch_size
     updates = max(1, old // cfg.actor.ppo_mini_batch_size)
     mini = prompts // math.gcd(updates, prompts)
@@ -94,14 +104,24 @@ def split_keys(split: str, cfg: Config) -> list[str]:
         raise ValueError(f"--splits {split}: must be processes that generate : that train, as 2:1")
     own = cfg.placement.roles
     if "actor" not in own or own["rollout"] == own["actor"]:
-        raise ValueError(f"--splits {split}: the config has rollout and actor in one pool; give each its own")
-    pools = cfg.placement.pools | {own["rollout"]: [int(numbers[0])], own["actor"]: [int(numbers[1])]}
+        raise ValueError(
+            f"--splits {split}: the config has rollout and actor in one pool; give each its own"
+        )
+    pools = cfg.placement.pools | {
+        own["rollout"]: [int(numbers[0])],
+        own["actor"]: [int(numbers[1])],
+    }
     return [f"placement.pools={{{', '.join(f'{name}: {shape}' for name, shape in pools.items())}}}"]
 
 
-def cases_of(models: Sequence[str], length: Sequence[str], batches: Sequence[str], splits: Sequence[str]) -> list[Case]:
+def cases_of(
+    models: Sequence[str], length: Sequence[str], batches: Sequence[str], splits: Sequence[str]
+) -> list[Case]:
     """All combinations, in the flags' order."""
-    return [Case(*one) for one in itertools.product(models or [""], length, batches or [""], splits or [""])]
+    return [
+        Case(*one)
+        for one in itertools.product(models or [""], length, batches or [""], splits or [""])
+    ]
 
 
 def model_path(model: str) -> str:
@@ -109,7 +129,9 @@ def model_path(model: str) -> str:
     if not model.startswith("random:"):
         return model
     if model not in RANDOM:
-        raise ValueError(f"--models {model}: there are {', '.join(RANDOM)}; or a directory, a hub id, tiny:qwen2")
+        raise ValueError(
+            f"--models {model}: there are {', '.join(RANDOM)}; or a directory, a hub id, tiny:qwen2"
+        )
     from one_step_off.models import tiny_qwen
 
     target = tiny_qwen.cache_dir() / f"benchmark-{model.partition(':')[2]}"

@@ -10,8 +10,19 @@ from typing import Any
 from benchmarks.throughput.cases import AHEAD, APART, COLOCATED, PLAIN
 
 Row = dict[str, Any]
-TIMES = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "T_sync": "time/sync_s"}
-COLUMNS = (*TIMES.values(), "time/wait_rollout_s", "time/wait_trainer_s", "actor/sync_wait_s", "samples")
+TIMES = {
+    "step": "time/step_s",
+    "T_gen": "time/generate_s",
+    "T_train": "time/train_s",
+    "T_sync": "time/sync_s",
+}
+COLUMNS = (
+    *TIMES.values(),
+    "time/wait_rollout_s",
+    "time/wait_trainer_s",
+    "actor/sync_wait_s",
+    "samples",
+)
 COLUMNS += ("tokens/response", "response_length/mean", "response_length/max", "reward/mean")
 SECONDS = (*TIMES, "exposed sync")
 RATES, SHARES = ("samples/s", "tokens/s"), ("rollout idle", "trainer idle")
@@ -60,7 +71,12 @@ def summarise(runs: list[list[Row]], arm: str) -> dict[str, Any]:
     for name in each[0]:
         own = [statistics.median(run[name]) for run in each]
         over = own if len(own) > 1 else each[0][name]
-        found[name] = {"median": statistics.median(own), "min": min(over), "max": max(over), "runs": own}
+        found[name] = {
+            "median": statistics.median(own),
+            "min": min(over),
+            "max": max(over),
+            "runs": own,
+        }
     return found
 
 
@@ -75,19 +91,32 @@ def headline(arms: dict[str, dict[str, Any]]) -> dict[str, float]:
     if APART in arms:
         gen, train = median(APART, "T_gen"), median(APART, "T_train")
         limit = max(gen, train)
-        found |= {"gen_over_train": gen / train, "limit": limit, "speedup_at_the_limit": median(APART) / limit}
+        found |= {
+            "gen_over_train": gen / train,
+            "limit": limit,
+            "speedup_at_the_limit": median(APART) / limit,
+        }
         found |= {f"step_over_limit/{arm}": median(arm) / limit for arm in AHEADS if arm in arms}
         found |= {f"speedup/{arm}": median(APART) / median(arm) for arm in AHEADS if arm in arms}
     if COLOCATED in arms:
-        found |= {f"speedup_over_colocated/{arm}": median(COLOCATED) / median(arm) for arm in AHEADS if arm in arms}
+        found |= {
+            f"speedup_over_colocated/{arm}": median(COLOCATED) / median(arm)
+            for arm in AHEADS
+            if arm in arms
+        }
     return found
 
 
-def _rows(case: dict[str, Any], names: tuple[str, ...], text: Callable[[float], str]) -> dict[str, str]:
+def _rows(
+    case: dict[str, Any], names: tuple[str, ...], text: Callable[[float], str]
+) -> dict[str, str]:
     """Per arm its cells in Markdown."""
     found = {}
     for arm, own in case["arms"].items():
-        cells = (f"{text(own[n]['median'])} ({text(own[n]['min'])} to {text(own[n]['max'])})" for n in names)
+        cells = (
+            f"{text(own[n]['median'])} ({text(own[n]['min'])} to {text(own[n]['max'])})"
+            for n in names
+        )
         found[arm] = " | ".join(cells)
     return found
 
@@ -105,7 +134,9 @@ def said(case: dict[str, Any]) -> str:
             text = f"**{arm}: step / max(T_gen, T_train) = {h[f'step_over_limit/{arm}']:.2f}**"
             parts.append(f"{text}, {h[f'speedup/{arm}']:.2f} times as fast as {APART}.")
         if f"speedup_over_colocated/{arm}" in h:
-            parts.append(f"{arm}: {h[f'speedup_over_colocated/{arm}']:.2f} times as fast as {COLOCATED}.")
+            parts.append(
+                f"{arm}: {h[f'speedup_over_colocated/{arm}']:.2f} times as fast as {COLOCATED}."
+            )
     return "\n".join(parts)
 
 
@@ -120,14 +151,19 @@ def table(result: dict[str, Any]) -> str:
             if text:
                 rows = _rows(case, names, text)
             else:
-                rates, shares = _rows(case, RATES, "{:,.4g}".format), _rows(case, SHARES, "{:.0%}".format)
+                rates, shares = (
+                    _rows(case, RATES, "{:,.4g}".format),
+                    _rows(case, SHARES, "{:.0%}".format),
+                )
                 rows = {arm: f"{rates[arm]} | {shares[arm]}" for arm in rates}
             heads = " | ".join(f"{name}, s" if text else name for name in names)
             lines += [f"| arm | {heads} |", "| --- |" + " --- |" * len(names)]
             lines += [f"| {arm} | {cells} |" for arm, cells in rows.items()] + [""]
         lines += [said(case), ""] if case["headline"] else []
     runs = result["runs"]
-    spread = "the runs' medians" if runs > 1 else "the steps (of rates and shares there is one value)"
+    spread = (
+        "the runs' medians" if runs > 1 else "the steps (of rates and shares there is one value)"
+    )
     lines += [
         f"Medians over {runs} run(s) of each arm, in turns (range of {spread}); the first {result['warmup']} steps of each "
         "run are dropped, and the last, beside which nothing is generated. Exposed sync: by how much the sync made the "
@@ -147,7 +183,9 @@ def plot_case(case: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     arms = case["arms"]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 0.7 * len(arms) + 1.2), width_ratios=(2, 1), sharey=True)
+    figure, (left, right) = pyplot.subplots(
+        1, 2, figsize=(10, 0.7 * len(arms) + 1.2), width_ratios=(2, 1), sharey=True
+    )
     for y, (arm, own) in enumerate(arms.items()):
         sync, gen, train = (own[name]["median"] for name in ("T_sync", "T_gen", "T_train"))
         # In turns a phase begins where the one before ends; one step off both begin together, training beside the sync
@@ -175,7 +213,15 @@ def plot_case(case: dict[str, Any], path: Path) -> None:
     marks += [pyplot.Line2D([], [], color="black", linewidth=2)]
     marks += [pyplot.Line2D([], [], color="#c44e52", linestyle="--", linewidth=1)]
     names = [*COLOURS, "step (and its range)", "max(T_gen, T_train) in turns"]
-    figure.legend(marks, names, ncols=5, loc="lower center", bbox_to_anchor=(0.5, 0.98), frameon=False, fontsize=9)
+    figure.legend(
+        marks,
+        names,
+        ncols=5,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.98),
+        frameon=False,
+        fontsize=9,
+    )
     figure.tight_layout()
     # After the layout, which would make room for it.
     figure.suptitle(case["name"], y=0.98 + 0.55 / figure.get_figheight(), fontsize=11)
@@ -205,7 +251,10 @@ def plot_headline(cases: list[dict[str, Any]], path: Path) -> None:
         label = "at the limit" if y == 0 else None
         right.plot([limit] * 2, [y - 0.4, y + 0.4], color="#c44e52", linestyle="--", label=label)
     left.axvline(1.0, color="#c44e52", linestyle="--")
-    names = [f"{case['name']}\n(T_gen / T_train {case['headline']['gen_over_train']:.2f})" for case in cases]
+    names = [
+        f"{case['name']}\n(T_gen / T_train {case['headline']['gen_over_train']:.2f})"
+        for case in cases
+    ]
     left.set_yticks(range(len(cases)), names)
     left.invert_yaxis()
     left.set_xlabel("step / max(T_gen, T_train); 1.00 is the limit")
@@ -213,7 +262,15 @@ def plot_headline(cases: list[dict[str, Any]], path: Path) -> None:
     for axes in (left, right):
         axes.margins(x=0.15)
     handles, labels = right.get_legend_handles_labels()
-    figure.legend(handles, labels, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.98), frameon=False, fontsize=9)
+    figure.legend(
+        handles,
+        labels,
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.98),
+        frameon=False,
+        fontsize=9,
+    )
     figure.tight_layout()
     figure.savefig(path, dpi=130, bbox_inches="tight")
     pyplot.close(figure)

@@ -33,7 +33,7 @@ from benchmarks.throughput.cases import UNEVALUATED
 from benchmarks.trl_comparison.trl_arm import settings_of
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ARMS = {
     "ours": "one_step_off",
@@ -43,7 +43,12 @@ ARMS = {
 }
 ARMS |= {"trl-vllm": "TRL, vLLM colocate"}
 INSTALL = 'pip install --target trl_site --no-deps "trl>=1.16,<2", then PYTHONPATH=trl_site before the command'
-FIGURES = {"step, s": "{:.3f}", "samples/s": "{:,.0f}", "response tokens": "{:.1f}", "reward": "{:.3f}"}
+FIGURES = {
+    "step, s": "{:.3f}",
+    "samples/s": "{:,.0f}",
+    "response tokens": "{:.1f}",
+    "reward": "{:.3f}",
+}
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:
@@ -51,16 +56,23 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=["ours", "trl-1", "trl-all"])
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(ARMS), default=["ours", "trl-1", "trl-all"]
+    )
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
     parser.add_argument("--steps", type=int, help="steps of each run; default: the config's")
     parser.add_argument(
-        "--cores", type=int, nargs="+", help="those that every arm may use; default: all of this process"
+        "--cores",
+        type=int,
+        nargs="+",
+        help="those that every arm may use; default: all of this process",
     )
     args, keys = parser.parse(argv)
     if args.runs < 1 or args.warmup < 0:
-        parser.error(f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up")
+        parser.error(
+            f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up"
+        )
     mine = os.sched_getaffinity(0)
     args.cores = set(args.cores or mine)
     if not args.cores <= mine:
@@ -74,10 +86,23 @@ def run(arm: str, args: argparse.Namespace, keys: list[str], folder: Path) -> li
     """One run of one arm: its rows after the warm-up. Raises RunFailed."""
     if arm.startswith("ours"):
         more = ["pipeline.staleness=0"] if arm == "ours-sync" else []
-        rows = run_arm(args.config, [*keys, *more], folder, [], cores=args.cores)[:-1]  # beside the last none are made
+        rows = run_arm(args.config, [*keys, *more], folder, [], cores=args.cores)[
+            :-1
+        ]  # beside the last none are made
     else:
-        flags = {"trl-1": ["--threads", "1"], "trl-all": ["--threads", str(len(args.cores))], "trl-vllm": ["--vllm"]}
-        rows = run_arm(args.config, [*keys, *flags[arm]], folder, [], "benchmarks.trl_comparison.trl_arm", args.cores)
+        flags = {
+            "trl-1": ["--threads", "1"],
+            "trl-all": ["--threads", str(len(args.cores))],
+            "trl-vllm": ["--vllm"],
+        }
+        rows = run_arm(
+            args.config,
+            [*keys, *flags[arm]],
+            folder,
+            [],
+            "benchmarks.trl_comparison.trl_arm",
+            args.cores,
+        )
     return rows[args.warmup :]
 
 
@@ -96,26 +121,48 @@ def summarise(runs: list[dict[str, float]]) -> dict[str, Any]:
     found = {}
     for name in FIGURES:
         own = [one[name] for one in runs]
-        found[name] = {"median": statistics.median(own), "min": min(own), "max": max(own), "runs": own}
+        found[name] = {
+            "median": statistics.median(own),
+            "min": min(own),
+            "max": max(own),
+            "runs": own,
+        }
     return found
 
 
 def headline(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """How many times TRL's samples/s ours are, TRL's better arm taken. Empty where one of the two has not run."""
-    theirs = {arm: found["samples/s"]["median"] for arm, found in arms.items() if arm.startswith("TRL")}
+    theirs = {
+        arm: found["samples/s"]["median"] for arm, found in arms.items() if arm.startswith("TRL")
+    }
     if ARMS["ours"] not in arms or not theirs:
         return {}
     best = max(theirs, key=lambda arm: theirs[arm])
-    return {"best of TRL": best, "times as many samples/s": arms[ARMS["ours"]]["samples/s"]["median"] / theirs[best]}
+    return {
+        "best of TRL": best,
+        "times as many samples/s": arms[ARMS["ours"]]["samples/s"]["median"] / theirs[best],
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    lines = [machine_line(result["machine"]), "", "| arm | " + " | ".join(FIGURES) + " |", "| --- |" + " --- |" * 4]
+    lines = [
+        machine_line(result["machine"]),
+        "",
+        "| arm | " + " | ".join(FIGURES) + " |",
+        "| --- |" + " --- |" * 4,
+    ]
     for arm, found in result["arms"].items():
-        cells = (" to ".join(form.format(found[n][k]) for k in ("min", "max")) for n, form in FIGURES.items())
+        cells = (
+            " to ".join(form.format(found[n][k]) for k in ("min", "max"))
+            for n, form in FIGURES.items()
+        )
         middle = (form.format(found[n]["median"]) for n, form in FIGURES.items())
-        lines.append(f"| {arm} | " + " | ".join(f"{m} ({c})" for m, c in zip(middle, cells, strict=True)) + " |")
+        lines.append(
+            f"| {arm} | "
+            + " | ".join(f"{m} ({c})" for m, c in zip(middle, cells, strict=True))
+            + " |"
+        )
     lines += [f"| {arm} | failed: {why} |" + " |" * 3 for arm, why in result["failed"].items()]
     lines += [
         "",
@@ -130,7 +177,13 @@ def table(result: dict[str, Any]) -> str:
         ]
     lines += ["", "| TRL's setting | value |", "| --- | --- |"]
     lines += [f"| `{name}` | {value} |" for name, value in result["trl_settings"].items()]
-    lines += ["", "Keys of the run over " + f"`{Path(result['config']).name}`: " + ", ".join(result["keys"]) + "."]
+    lines += [
+        "",
+        "Keys of the run over "
+        + f"`{Path(result['config']).name}`: "
+        + ", ".join(result["keys"])
+        + ".",
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -148,7 +201,9 @@ def plot(result: dict[str, Any], path: Path) -> None:
         around = [[rate["median"] - rate["min"]], [rate["max"] - rate["median"]]]
         colour = "#ee854a" if arm.startswith("TRL") else "#4878cf"
         axes.barh(y, rate["median"], 0.6, xerr=around, color=colour, ecolor="black", capsize=3)
-        axes.text(rate["median"] / 2, y, f"{rate['median']:,.0f}", va="center", ha="center", color="white")
+        axes.text(
+            rate["median"] / 2, y, f"{rate['median']:,.0f}", va="center", ha="center", color="white"
+        )
     axes.set_yticks(range(len(arms)), list(arms))
     axes.invert_yaxis()
     axes.set_xlabel("samples/s")
@@ -159,13 +214,19 @@ def plot(result: dict[str, Any], path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Parse, run the arms in turns, write. Returns the exit code."""
     parser, args, overrides = arguments(argv)
-    keys = [*UNEVALUATED, *overrides, *([f"trainer.total_steps={args.steps}"] if args.steps is not None else [])]
+    keys = [
+        *UNEVALUATED,
+        *overrides,
+        *([f"trainer.total_steps={args.steps}"] if args.steps is not None else []),
+    ]
     try:
         cfg = load([f"config={args.config}", *keys])
         validate(cfg)
         settings = settings_of(cfg)
         if cfg.trainer.total_steps - args.warmup < 2:
-            raise ValueError(f"--warmup {args.warmup} leaves none of {cfg.trainer.total_steps} steps; raise --steps")
+            raise ValueError(
+                f"--warmup {args.warmup} leaves none of {cfg.trainer.total_steps} steps; raise --steps"
+            )
     except (ConfigError, ValueError) as e:
         parser.error(str(e))
     args.out.mkdir(parents=True, exist_ok=True)
@@ -190,9 +251,19 @@ def main(argv: list[str] | None = None) -> int:
             collected.setdefault(name, []).append(rows)
             rate = figures(rows)["samples/s"]
             print(f"run {turn + 1} of {args.runs}, {name}: {rate:,.0f} samples/s", flush=True)
-    arms = {ARMS[arm]: summarise([*map(figures, collected[ARMS[arm]])]) for arm in args.arms if ARMS[arm] in collected}
+    arms = {
+        ARMS[arm]: summarise([*map(figures, collected[ARMS[arm]])])
+        for arm in args.arms
+        if ARMS[arm] in collected
+    }
     result = {"machine": before, "cores": sorted(args.cores), "config": args.config, "keys": keys}
-    result |= {"runs": args.runs, "warmup": args.warmup, "arms": arms, "failed": failed, "headline": headline(arms)}
+    result |= {
+        "runs": args.runs,
+        "warmup": args.warmup,
+        "arms": arms,
+        "failed": failed,
+        "headline": headline(arms),
+    }
     result |= {"trl_settings": settings, "rows": collected}
     (args.out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / "result.md").write_text(table(result))

@@ -83,7 +83,9 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
     stream = prepare(cfg, lambda line: None).data.stream
     rows = []
-    for prompt in (prompt for _ in range(cfg.trainer.total_steps) for prompt in stream.next_batch()):
+    for prompt in (
+        prompt for _ in range(cfg.trainer.total_steps) for prompt in stream.next_batch()
+    ):
         text = tokenizer.decode(prompt.ids)
         if tokenizer(text)["input_ids"] != prompt.ids.tolist():
             raise ValueError(f"prompt {prompt.id}: its text becomes other tokens")
@@ -99,7 +101,8 @@ def reward_function(cfg: Config) -> Callable[..., list[float]]:
 
     def reward(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
         return [
-            function(c, ground_truth=g, **cfg.reward.kwargs) for c, g in zip(completions, ground_truth, strict=True)
+            function(c, ground_truth=g, **cfg.reward.kwargs)
+            for c, g in zip(completions, ground_truth, strict=True)
         ]
 
     return reward
@@ -157,8 +160,12 @@ def train(cfg: Config, settings: dict[str, Any], folder: Path) -> list[dict[str,
 def main() -> None:
     """Train, write."""
     parser = Parser(__doc__)
-    parser.add_argument("--vllm", action="store_true", help="generate by vLLM in TRL's process, not by transformers")
-    parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as torch takes")
+    parser.add_argument(
+        "--vllm", action="store_true", help="generate by vLLM in TRL's process, not by transformers"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=0, help="of torch; 0: as many as torch takes"
+    )
     args, keys = parser.parse()
     cfg = load(keys)
     folder = Path(cfg.trainer.output_dir)

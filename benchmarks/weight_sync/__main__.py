@@ -54,10 +54,15 @@ async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) ->
         forget_peak(pid)
     await arm.setup()
     await arm.run(version)
-    return {side: max(memory(pid, "VmHWM") - before[pid] for pid in those) for side, those in pids.items()}
+    return {
+        side: max(memory(pid, "VmHWM") - before[pid] for pid in those)
+        for side, those in pids.items()
+    }
 
 
-async def start(team: sync_arms.Team, arms: list[sync_arms.Arm], version: int) -> tuple[int, dict[str, Any]]:
+async def start(
+    team: sync_arms.Team, arms: list[sync_arms.Arm], version: int
+) -> tuple[int, dict[str, Any]]:
     """Each arm's setup and first updates, from weights that the canary tells from the engine's. Returns the version
     reached, and of each arm memory and what the canary found. Raises RuntimeError: an arm did not load, or the canary
     is blind."""
@@ -68,7 +73,9 @@ async def start(team: sync_arms.Team, arms: list[sync_arms.Arm], version: int) -
             version += 1
             await team.trainers(sync_trainer.flip, every, version)
             if loads and await team.canary_diff(version) is not None:
-                raise RuntimeError(f"{arm.name}: the canary does not see that one in {every} elements changed its sign")
+                raise RuntimeError(
+                    f"{arm.name}: the canary does not see that one in {every} elements changed its sign"
+                )
             if first == 0:
                 taken = await with_memory(team, arm, version)
             else:
@@ -94,7 +101,9 @@ async def repeats(
         for arm in arms[turn:] + arms[:turn]:
             runs[arm.name].append(await arm.run(version))
             if arm.name != "raw" and await team.canary_diff(version) is None:
-                raise RuntimeError(f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights")
+                raise RuntimeError(
+                    f"{arm.name}, repeat {repeat}: the engine does not hold the trainer's weights"
+                )
     return version, {name: took[1:] for name, took in runs.items()}
 
 
@@ -147,16 +156,31 @@ def heading(args: argparse.Namespace, total_bytes: int) -> str:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
-    parser.add_argument("--model", choices=tuple(SHAPES), default="tiny", help="whose shape; 7b and 32b are cut down")
+    parser.add_argument(
+        "--model",
+        choices=tuple(SHAPES),
+        default="tiny",
+        help="whose shape; 7b and 32b are cut down",
+    )
     parser.add_argument("--ranks", type=int, default=1, help="trainer ranks")
     parser.add_argument("--replicas", type=int, default=1, help="vLLM engines")
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of each engine")
-    parser.add_argument("--arms", nargs="+", choices=tuple(sync_arms.ARMS), default=list(sync_arms.ARMS))
-    parser.add_argument("--repeats", type=int, default=9, help="measured updates of each arm, after one")
-    parser.add_argument("--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size")
-    parser.add_argument("--changed", type=float, default=0.02, help="share of elements that change between repeats")
+    parser.add_argument(
+        "--arms", nargs="+", choices=tuple(sync_arms.ARMS), default=list(sync_arms.ARMS)
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=9, help="measured updates of each arm, after one"
+    )
+    parser.add_argument(
+        "--bucket-mb", type=int, default=64, help="weight_sync.bucket_mb, and the raw buffers' size"
+    )
+    parser.add_argument(
+        "--changed", type=float, default=0.02, help="share of elements that change between repeats"
+    )
     parser.add_argument(
         "--apart",
         action=argparse.BooleanOptionalAction,
@@ -164,19 +188,30 @@ def arguments() -> argparse.Namespace:
         "default: for all models but tiny",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--exposed", action="store_true", help="what a sync adds to the steps of a run")
+    parser.add_argument(
+        "--exposed", action="store_true", help="what a sync adds to the steps of a run"
+    )
     settings = list(sync_exposed.SETTINGS)
-    parser.add_argument("--settings", nargs="+", choices=settings, default=settings, help="of --exposed")
+    parser.add_argument(
+        "--settings", nargs="+", choices=settings, default=settings, help="of --exposed"
+    )
     syncs = [sync_exposed.PLAIN, sync_exposed.OVERLAPPED]
-    parser.add_argument("--against", nargs="+", choices=syncs, default=syncs, help="how --exposed synchronises")
+    parser.add_argument(
+        "--against", nargs="+", choices=syncs, default=syncs, help="how --exposed synchronises"
+    )
     fewest = sync_exposed.WARMUP + 2
     parser.add_argument(
-        "--steps", type=int, default=sync_exposed.STEPS, help=f"of a run of --exposed, {fewest} or more"
+        "--steps",
+        type=int,
+        default=sync_exposed.STEPS,
+        help=f"of a run of --exposed, {fewest} or more",
     )
     args = parser.parse_args()
     args.apart = args.model != "tiny" if args.apart is None else args.apart
     if not 0 < args.changed <= 0.5 or args.repeats < 1:
-        parser.error(f"--changed {args.changed} --repeats {args.repeats}: above 0 up to 0.5, and at least 1")
+        parser.error(
+            f"--changed {args.changed} --repeats {args.repeats}: above 0 up to 0.5, and at least 1"
+        )
     if args.steps < fewest:
         parser.error(
             f"--steps {args.steps}: at least {fewest}, since the first {sync_exposed.WARMUP} and the last drop out"
@@ -194,7 +229,8 @@ def main() -> None:
     if args.exposed:
         return sync_exposed.measure(args.out, args.repeats, args.steps, args.settings, args.against)
     print(
-        "making the model, starting trainer and engines, measuring: a minute or two for tiny, ten for 0.5b", flush=True
+        "making the model, starting trainer and engines, measuring: a minute or two for tiny, ten for 0.5b",
+        flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         layout = Layout(args.model, args.ranks, args.replicas, args.tp, args.bucket_mb, args.device)

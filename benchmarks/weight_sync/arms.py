@@ -19,10 +19,13 @@ import numpy as np
 from benchmarks.weight_sync import trainer as sync_trainer
 from benchmarks.weight_sync import vllm_trainer
 from benchmarks.weight_sync.replica import slowest
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.remote_calls import every
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.ray_trainer import Roles
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup, every
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import RECEIVING, SENDING, WeightSync
 
 LIMIT_S = 600.0
@@ -95,7 +98,9 @@ class Team:
 
     async def forget(self, arm: str) -> None:
         """Every process frees what the arm left in it."""
-        await asyncio.gather(self.trainers(sync_trainer.forget, arm), self.engines("rpc", "bench_forget", arm))
+        await asyncio.gather(
+            self.trainers(sync_trainer.forget, arm), self.engines("rpc", "bench_forget", arm)
+        )
 
     async def canary_diff(self, version: int) -> float | None:
         """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
@@ -145,7 +150,10 @@ class Arm:
 class Raw(Arm):
     """The yardstick."""
 
-    name, said = "raw", "broadcast of as many bytes by rank 0, bucket after bucket, over touched buffers; nothing else"
+    name, said = (
+        "raw",
+        "broadcast of as many bytes by rank 0, bucket after bucket, over touched buffers; nothing else",
+    )
 
     async def run(self, version: int) -> Took:
         """Loads nothing."""
@@ -168,7 +176,8 @@ class PerTensor(Arm):
     async def run(self, version: int) -> Took:
         team = self.team
         return await self._both(
-            team.trainers(sync_trainer.send_each), team.engines("updated", "bench_each", self.tensors)
+            team.trainers(sync_trainer.send_each),
+            team.engines("updated", "bench_each", self.tensors),
         )
 
 
@@ -201,7 +210,9 @@ class VLLM(Arm):
     def __init__(self, team: Team) -> None:
         super().__init__(team)
         if team.device == "cpu":
-            self.said += "; gloo in the place of NCCL, CUDA's streams left out, the tied lm_head packed anew"
+            self.said += (
+                "; gloo in the place of NCCL, CUDA's streams left out, the tied lm_head packed anew"
+            )
 
     async def prepare(self) -> None:
         await self.team.trainers(vllm_trainer.import_vllm)
@@ -255,14 +266,18 @@ class Product(Arm):
         actor.cfg = copy.deepcopy(team.cfg)
         sync_trainer.configure(actor.cfg, self.keys)
         near = list(range(len(team.replicas))) if self.near else []
-        self.sync = WeightSync(actor, team.rollout, team.canary, team.host, [near for _ in team.ranks])
+        self.sync = WeightSync(
+            actor, team.rollout, team.canary, team.host, [near for _ in team.ranks]
+        )
         await self.sync.connect()
 
     async def run(self, version: int) -> Took:
         await self.team.use(self.name, self.keys)
         expected, self.expected = self.expected, None
         found = await self.sync((0, version), expected)
-        split, sender = ({k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1]))
+        split, sender = (
+            {k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1])
+        )
         others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
         extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}
         return Took(found["sync/transfer_s"], split, sender, {"wire": found["sync/wire_s"]} | extra)
@@ -271,7 +286,10 @@ class Product(Arm):
 class Sharded(Product):
     """The product's default."""
 
-    name, said = "sharded", "every rank sends the rows that it owns, in buckets; checked by sums and names"
+    name, said = (
+        "sharded",
+        "every rank sends the rows that it owns, in buckets; checked by sums and names",
+    )
     keys = {}
 
 
@@ -293,10 +311,14 @@ class Delta(Product):
 class Shared(Product):
     """The product's colocated transport, here beside the others on a processor more."""
 
-    name, said = "shared", "as sharded, through memory that both sides map (on GPUs: CUDA IPC), without a network"
+    name, said = (
+        "shared",
+        "as sharded, through memory that both sides map (on GPUs: CUDA IPC), without a network",
+    )
     near = True
 
 
 ARMS: dict[str, type[Arm]] = {
-    arm.name: arm for arm in (Raw, PerTensor, Gather, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
+    arm.name: arm
+    for arm in (Raw, PerTensor, Gather, Sharded, Delta, Shared, File, VLLM, VLLMOnNCCL)
 }

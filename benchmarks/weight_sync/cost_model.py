@@ -60,7 +60,9 @@ class Layout:
     tp: int
     bucket: float = 64 * 2**20  # bytes
     gather: bool = False  # rank 0 gathers and sends
-    at_once: int | None = None  # senders whose parts are on their way at the same time; None: all of them
+    at_once: int | None = (
+        None  # senders whose parts are on their way at the same time; None: all of them
+    )
     changed: float | None = None  # share of the elements, in delta mode
     pipelined: bool = True  # a bucket travels while the one before it is loaded
 
@@ -96,8 +98,12 @@ def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
     if senders > 1:
         load += size / machine.copy
     if layout.changed is not None:
-        pack += 2 * size / senders / machine.host  # what was sent last is in host memory: read and written
-        load += size / machine.host  # and so is the receivers' mirror, out of which everything is loaded
+        pack += (
+            2 * size / senders / machine.host
+        )  # what was sent last is in host memory: read and written
+        load += (
+            size / machine.host
+        )  # and so is the receivers' mirror, out of which everything is loaded
     return {"pack": pack, "wire": wire, "load": load}
 
 
@@ -109,7 +115,9 @@ def total(machine: Machine, model: Model, layout: Layout) -> float:
         each = {"pack": each["pack"], "receive": each["wire"] + each["load"]}
     n = math.ceil(model.size / layout.bucket)
     longest = max(each.values())
-    return machine.fixed_s + model.size / machine.finish + longest + (sum(each.values()) - longest) / n
+    return (
+        machine.fixed_s + model.size / machine.finish + longest + (sum(each.values()) - longest) / n
+    )
 
 
 def step(generate: float, train: float, sync: float, overlap: bool) -> float:
@@ -149,11 +157,16 @@ def estimates(machine: Machine = H100) -> str:
     """Tables in Markdown."""
     lines = ["Estimates, not measurements. Seconds. Each stage alone, then the sync.", ""]
     for name, (model, layout) in CASES.items():
-        lines += [f"| {name}, {model.size / GB:.0f} GB in bf16 | pack | wire | load | sync |", "| --- |" + " --- |" * 4]
+        lines += [
+            f"| {name}, {model.size / GB:.0f} GB in bf16 | pack | wire | load | sync |",
+            "| --- |" + " --- |" * 4,
+        ]
         for variant, keys in VARIANTS.items():
             how = replace(layout, **keys)
             cells = [*phases(machine, model, how).values(), total(machine, model, how)]
-            lines.append(f"| {variant} | " + " | ".join(f"{seconds:.2f}" for seconds in cells) + " |")
+            lines.append(
+                f"| {variant} | " + " | ".join(f"{seconds:.2f}" for seconds in cells) + " |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -162,9 +175,14 @@ def cards(machine: Machine = H100) -> str:
     """The sync of the middle case by the number of senders that may be under way at once."""
     name, (model, layout) = list(CASES.items())[1]
     counts = (1, 2, 4, 8)
-    lines = [f"| senders at once, {name} | " + " | ".join(map(str, counts)) + " |", "| --- |" + " --- |" * 4]
+    lines = [
+        f"| senders at once, {name} | " + " | ".join(map(str, counts)) + " |",
+        "| --- |" + " --- |" * 4,
+    ]
     seconds = (total(machine, model, replace(layout, bucket=LARGE, at_once=n)) for n in counts)
-    return "\n".join([*lines, "| sync, s | " + " | ".join(f"{s:.2f}" for s in seconds) + " |"]) + "\n"
+    return (
+        "\n".join([*lines, "| sync, s | " + " | ".join(f"{s:.2f}" for s in seconds) + " |"]) + "\n"
+    )
 
 
 def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
@@ -172,7 +190,11 @@ def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
     points = sorted(points, key=lambda point: point[1])
     (i, x, s), (j, y, t) = points[0], points[-1]
     determinant = i * y - j * x
-    a, b = ((s * y - t * x) / determinant, (i * t - j * s) / determinant) if determinant else (0.0, t / y)
+    a, b = (
+        ((s * y - t * x) / determinant, (i * t - j * s) / determinant)
+        if determinant
+        else (0.0, t / y)
+    )
     if a < 0:
         return 0.0, t / y
     return (a, b) if b > 0 else (t / j, 1e-15)  # so little that its inverse counts for nothing
@@ -181,15 +203,22 @@ def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
 def fitted(results: list[dict[str, Any]]) -> Machine:
     """This machine's speeds, from the arms "raw" and "sharded" of one or two runs."""
     splits = [(r, r["arms"]["sharded"]["split"]) for r in results]
-    messages, per_byte = _two([(_messages(r), r["bytes"], r["arms"]["raw"]["seconds"]["median"]) for r in results])
+    messages, per_byte = _two(
+        [(_messages(r), r["bytes"], r["arms"]["raw"]["seconds"]["median"]) for r in results]
+    )
     tensor_s, load = _two([(r["tensors"], r["bytes"], split["load"]) for r, split in splits])
     _, pack = _two([(1, r["bytes"] / r["arguments"]["ranks"], _packing(r)) for r in results])
     _, check = _two([(1, r["bytes"], split["verify"]) for r, split in splits])
     fixed, finish = _two(
-        [(1, r["bytes"], sum(split[k] for k in ("pause", "prepare", "finish"))) for r, split in splits]
+        [
+            (1, r["bytes"], sum(split[k] for k in ("pause", "prepare", "finish")))
+            for r, split in splits
+        ]
     )
     speed = 1 / per_byte
-    return Machine(speed, 1, speed, speed, 1 / pack, 1 / load, 1 / check, tensor_s, messages, fixed, 1 / finish)
+    return Machine(
+        speed, 1, speed, speed, 1 / pack, 1 / load, 1 / check, tensor_s, messages, fixed, 1 / finish
+    )
 
 
 def _packing(result: dict[str, Any]) -> float:
@@ -220,9 +249,19 @@ def checked(results: list[dict[str, Any]], known: int = 2) -> str:
 
 def main() -> None:
     """Print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", nargs="+", type=Path, metavar="RESULT", help="result.json of benchmarks.weight_sync")
-    parser.add_argument("--known", type=int, choices=(1, 2), default=2, help="how many of them give the speeds")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check",
+        nargs="+",
+        type=Path,
+        metavar="RESULT",
+        help="result.json of benchmarks.weight_sync",
+    )
+    parser.add_argument(
+        "--known", type=int, choices=(1, 2), default=2, help="how many of them give the speeds"
+    )
     args = parser.parse_args()
     if args.check:
         print(checked([json.loads(path.read_text()) for path in args.check], args.known))

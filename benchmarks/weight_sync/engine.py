@@ -12,7 +12,10 @@ import torch.distributed as dist
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from benchmarks.weight_sync.tied_head import repack_tied_head
 from benchmarks.weight_sync.trainer import ROOT, give_back, leave
@@ -33,8 +36,15 @@ class BenchExtension(SyncWorkerExtension):
         if not hasattr(self, "bench_engines"):
             self.bench_engines: dict[str, Any] = {}
         if arm not in self.bench_engines:
-            own = self.vllm_config.weight_transfer_config, self.vllm_config, self.device, self.model_runner.get_model()
-            self.bench_engines[arm] = TimedEngine(*own) if vllms else WeightTransferEngineFactory.create_engine(*own)
+            own = (
+                self.vllm_config.weight_transfer_config,
+                self.vllm_config,
+                self.device,
+                self.model_runner.get_model(),
+            )
+            self.bench_engines[arm] = (
+                TimedEngine(*own) if vllms else WeightTransferEngineFactory.create_engine(*own)
+            )
         self.weight_transfer_engine = self.bench_engines[arm]
 
     def bench_forget(self, arm: str) -> None:
@@ -51,13 +61,20 @@ class BenchExtension(SyncWorkerExtension):
         """Of the last update by the engine that stands there."""
         return self.weight_transfer_engine.report
 
-    def bench_join(self, host: str, port: int, first: int, receivers: int, sizes: list[int], timeout_s: float) -> None:
+    def bench_join(
+        self, host: str, port: int, first: int, receivers: int, sizes: list[int], timeout_s: float
+    ) -> None:
         """Join the group {trainer rank 0} u engines; `first`: this replica's first receiver."""
         rank = 1 + first + get_tensor_model_parallel_rank()
         self.bench_store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
         device = torch.device(self.device)
-        self.bench_group = NetworkLink(self.bench_store, rank, receivers + 1, device, host, timeout_s, timeout_s).group
-        self.bench_sizes, self.bench_buffer = sizes, torch.ones(max(sizes), dtype=torch.uint8, device=device)
+        self.bench_group = NetworkLink(
+            self.bench_store, rank, receivers + 1, device, host, timeout_s, timeout_s
+        ).group
+        self.bench_sizes, self.bench_buffer = (
+            sizes,
+            torch.ones(max(sizes), dtype=torch.uint8, device=device),
+        )
 
     def bench_broadcast(self, tensor: torch.Tensor) -> None:
         """Receive one; it is there when this returns."""
@@ -78,7 +95,10 @@ class BenchExtension(SyncWorkerExtension):
 
         def lap(phase: str) -> None:
             nonlocal mark
-            seconds[phase], mark = seconds.get(phase, 0.0) + time.perf_counter() - mark, time.perf_counter()
+            seconds[phase], mark = (
+                seconds.get(phase, 0.0) + time.perf_counter() - mark,
+                time.perf_counter(),
+            )
 
         with set_current_vllm_config(self.vllm_config):
             initialize_layerwise_reload(model)

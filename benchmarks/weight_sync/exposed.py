@@ -50,8 +50,16 @@ SETTINGS = {
     ],
 }
 ZERO, PLAIN, OVERLAPPED = "no sync", "plain", "overlapped"
-COLUMNS = {"step": "time/step_s", "T_gen": "time/generate_s", "T_train": "time/train_s", "sync": "time/sync_s"}
-RATIO = 1.4, 3.5  # of the longer phase to the shorter one; outside of it a setting is not what its name says
+COLUMNS = {
+    "step": "time/step_s",
+    "T_gen": "time/generate_s",
+    "T_train": "time/train_s",
+    "sync": "time/sync_s",
+}
+RATIO = (
+    1.4,
+    3.5,
+)  # of the longer phase to the shorter one; outside of it a setting is not what its name says
 
 
 def arms() -> tuple[dict[str, tuple[str, list[str]]], dict[str, str]]:
@@ -61,7 +69,11 @@ def arms() -> tuple[dict[str, tuple[str, list[str]]], dict[str, str]]:
         plain = {ZERO: ("benchmarks.weight_sync.zero_sync", []), PLAIN: (product, [])}
         return plain, {OVERLAPPED: "this version has no weight_sync.overlap"}
     off, on = ["weight_sync.overlap=false"], ["weight_sync.overlap=true"]
-    return {ZERO: ("benchmarks.weight_sync.zero_sync", off), PLAIN: (product, off), OVERLAPPED: (product, on)}, {}
+    return {
+        ZERO: ("benchmarks.weight_sync.zero_sync", off),
+        PLAIN: (product, off),
+        OVERLAPPED: (product, on),
+    }, {}
 
 
 def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
@@ -69,13 +81,18 @@ def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
     same repeat. `runs`: per arm and repeat the rows after the warm-up."""
     each = {
         arm: {
-            name: [statistics.median(row[column] for row in rows) for rows in own] for name, column in COLUMNS.items()
+            name: [statistics.median(row[column] for row in rows) for rows in own]
+            for name, column in COLUMNS.items()
         }
         for arm, own in runs.items()
     }
-    found: dict[str, Any] = {arm: {name: spread(times) for name, times in own.items()} for arm, own in each.items()}
+    found: dict[str, Any] = {
+        arm: {name: spread(times) for name, times in own.items()} for arm, own in each.items()
+    }
     for arm, own in each.items():
-        found[arm]["exposed"] = spread([a - b for a, b in zip(own["step"], each[ZERO]["step"], strict=True)])
+        found[arm]["exposed"] = spread(
+            [a - b for a, b in zip(own["step"], each[ZERO]["step"], strict=True)]
+        )
     return found
 
 
@@ -83,7 +100,11 @@ def longer(setting: str, found: dict[str, Any]) -> str:
     """How much longer the one phase is than the other, without a sync; and whether that is what was wanted."""
     order = ("T_gen", "T_train") if setting.startswith("generation") else ("T_train", "T_gen")
     ratio = found[ZERO][order[0]]["median"] / found[ZERO][order[1]]["median"]
-    wanted = "" if RATIO[0] <= ratio <= RATIO[1] else f", NOT the {RATIO[0]} to {RATIO[1]} that this setting is to have"
+    wanted = (
+        ""
+        if RATIO[0] <= ratio <= RATIO[1]
+        else f", NOT the {RATIO[0]} to {RATIO[1]} that this setting is to have"
+    )
     return f"{setting}: {order[0]} / {order[1]} = {ratio:.2f} without a sync{wanted}."
 
 
@@ -92,11 +113,20 @@ def table(result: dict[str, Any]) -> str:
     names = [*COLUMNS, "exposed"]
     lines = [result["what"]]
     for setting, found in result["settings"].items():
-        lines += ["", f"| {setting} | " + " | ".join(f"{name}, s" for name in names) + " |", "| --- |" + " --- |" * 5]
+        lines += [
+            "",
+            f"| {setting} | " + " | ".join(f"{name}, s" for name in names) + " |",
+            "| --- |" + " --- |" * 5,
+        ]
         for arm, own in found.items():
-            cells = (f"{own[n]['median']:.3g} ({own[n]['min']:.3g} to {own[n]['max']:.3g})" for n in names)
+            cells = (
+                f"{own[n]['median']:.3g} ({own[n]['min']:.3g} to {own[n]['max']:.3g})"
+                for n in names
+            )
             lines.append(f"| {arm} | " + " | ".join(cells) + " |")
-        lines += [f"| {arm} | not run: {why} |" + " |" * 4 for arm, why in result["skipped"].items()]
+        lines += [
+            f"| {arm} | not run: {why} |" + " |" * 4 for arm, why in result["skipped"].items()
+        ]
         lines += ["", longer(setting, found)]
     lines += [
         "",
@@ -128,10 +158,19 @@ def measure(out: Path, repeats: int, steps: int, settings: list[str], against: l
                     rows = run_arm(CONFIG, all_keys, where, [], module)[WARMUP:-1]
                     kept[setting][arm].append(rows)
                     step = statistics.median(row["time/step_s"] for row in rows)
-                    print(f"run {repeat + 1} of {repeats}, {setting}, {arm}: {step:.3f} s/step", flush=True)
+                    print(
+                        f"run {repeat + 1} of {repeats}, {setting}, {arm}: {step:.3f} s/step",
+                        flush=True,
+                    )
     found = {setting: summarise(runs) for setting, runs in kept.items()}
     what = "A random model of 47M parameters, fp32, FSDP2, one trainer rank and one replica on a CPU core each."
-    result = {"what": what, "repeats": repeats, "steps": steps, "settings": found, "skipped": skipped}
+    result = {
+        "what": what,
+        "repeats": repeats,
+        "steps": steps,
+        "settings": found,
+        "skipped": skipped,
+    }
     (out / "exposed.json").write_text(json.dumps(result, indent=2) + "\n")
     (out / "exposed.md").write_text(table(result))
     print(table(result))

@@ -35,15 +35,24 @@ from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 RANK = 8
-WORK = {"tiny": (16, 4, 32), "0.5b": (4, 4, 16)}  # prompts of 64 tokens, samples of each, tokens of each sample
+WORK = {
+    "tiny": (16, 4, 32),
+    "0.5b": (4, 4, 16),
+}  # prompts of 64 tokens, samples of each, tokens of each sample
 
 
 class AdapterActor(ActorWorker):
     """Sends A and B themselves, by peft's names (on one rank)."""
 
     def _own_weights(self) -> list[tuple[WeightPiece, Any]]:
-        named = ((n.replace(".default", ""), p) for n, p in self.model.named_parameters() if ".lora_" in n)
-        return [(WeightPiece(n, self.cfg.model.dtype, tuple(p.shape), 0, len(p)), p) for n, p in named]
+        named = (
+            (n.replace(".default", ""), p)
+            for n, p in self.model.named_parameters()
+            if ".lora_" in n
+        )
+        return [
+            (WeightPiece(n, self.cfg.model.dtype, tuple(p.shape), 0, len(p)), p) for n, p in named
+        ]
 
 
 class AdapterExtension(SyncWorkerExtension):
@@ -61,7 +70,9 @@ class AdapterExtension(SyncWorkerExtension):
 
         report = self.weight_transfer_engine.receiver.receive(keep, version)
         settings = PEFTHelper(r=RANK, lora_alpha=32, target_modules="all-linear")
-        adapter = LoRAModel.from_lora_tensors(1, tensors, settings, str(own.device), own.lora_config.lora_dtype)
+        adapter = LoRAModel.from_lora_tensors(
+            1, tensors, settings, str(own.device), own.lora_config.lora_dtype
+        )
         own._adapter_manager.remove_adapter(1)
         own._adapter_manager.add_adapter(adapter)
         own._adapter_manager.activate_adapter(1)
@@ -71,7 +82,9 @@ class AdapterExtension(SyncWorkerExtension):
 class AdapterReplica(RolloutReplica):
     """An engine with vLLM's LoRA, whose requests all ask for the adapter."""
 
-    async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
+    async def start(
+        self, former: Sequence[tuple[int, float]] = ()
+    ) -> tuple[int, list[tuple[int, float]]]:
         """As `RolloutReplica.start`."""
         from vllm.lora.request import LoRARequest
 
@@ -87,9 +100,19 @@ class AdapterReplica(RolloutReplica):
         return [out async for out in self.engine.generate(*what, lora_request=self.lora)][-1]
 
 
-WAYS = {"merged by the trainer": (ActorWorker, RolloutReplica), "adapters into vLLM": (AdapterActor, AdapterReplica)}
-FIGURES = {"seconds": "sync/transfer_s", "bytes": "sync/bytes", "pack": "sync/gather_s", "load": "sync/load_s"}
-FIGURES |= {f"canary, {kind}": f"canary/logprob_diff_{kind}" for kind in ("max", "mean")} | {"tokens/s": ""}
+WAYS = {
+    "merged by the trainer": (ActorWorker, RolloutReplica),
+    "adapters into vLLM": (AdapterActor, AdapterReplica),
+}
+FIGURES = {
+    "seconds": "sync/transfer_s",
+    "bytes": "sync/bytes",
+    "pack": "sync/gather_s",
+    "load": "sync/load_s",
+}
+FIGURES |= {f"canary, {kind}": f"canary/logprob_diff_{kind}" for kind in ("max", "mean")} | {
+    "tokens/s": ""
+}
 
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, list[float]]]:
@@ -98,7 +121,9 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
     ids = np.random.default_rng(1).integers(0, 300, (prompts, 64)).astype(np.int32)
     teams: dict[str, Roles] = {}
     runs: list[Spawned] = []
-    found: dict[str, dict[str, list[float]]] = {name: {figure: [] for figure in FIGURES} for name in WAYS}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {figure: [] for figure in FIGURES} for name in WAYS
+    }
     for name, (roles.WORKERS["actor"], roles.RolloutReplica) in WAYS.items():
         runs.append(Spawned(launch.prepare(cfg, lambda line: None)))
         teams[name] = runs[-1].roles
@@ -108,8 +133,13 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
         await teams[name].actor.update(make_batch("0.5b"))
     for k in range(repeats + 1):
         for name, team in teams.items():
-            sync, work = await team.sync((0, 1)), [Prompt((k, i), row, "", "1") for i, row in enumerate(ids)]
-            samples, seconds = await team.rollout.generate(work, "measure", Sampling(n, 1.0, 0, max_tokens=length))
+            sync, work = (
+                await team.sync((0, 1)),
+                [Prompt((k, i), row, "", "1") for i, row in enumerate(ids)],
+            )
+            samples, seconds = await team.rollout.generate(
+                work, "measure", Sampling(n, 1.0, 0, max_tokens=length)
+            )
             sync[""] = sum(len(s.response_ids) for s in samples) / seconds
             for figure, key in FIGURES.items() if k else ():
                 found[name][figure].append(sync[key])
@@ -121,18 +151,28 @@ def main() -> None:
     """Parse, measure, write."""
     import ray
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--model", choices=tuple(WORK), default="tiny", help="0.5b: the shape of Qwen2.5-0.5B")
+    parser.add_argument(
+        "--model", choices=tuple(WORK), default="tiny", help="0.5b: the shape of Qwen2.5-0.5B"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         cfg = make_config(Layout(args.model), folder + "/model")
-        cfg.trainer.output_dir, cfg.actor.lr, cfg.rollout.sampling_kwargs = folder, 1e-3, {"ignore_eos": True}
+        cfg.trainer.output_dir, cfg.actor.lr, cfg.rollout.sampling_kwargs = (
+            folder,
+            1e-3,
+            {"ignore_eos": True},
+        )
         cfg.model.lora_rank, cfg.actor.log_prob_chunk = RANK, 128
         seats = {"rollout": [len(WAYS)], "actor": [len(WAYS)]}
-        launch.start_ray(dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, pools=seats)))
+        launch.start_ray(
+            dataclasses.replace(cfg, placement=dataclasses.replace(cfg.placement, pools=seats))
+        )
         try:
             found = asyncio.run(measure(cfg, args.model, args.repeats))
         finally:
@@ -142,8 +182,12 @@ def main() -> None:
         "| --- |" + " --- |" * len(FIGURES),
     ]
     for name, of in found.items():
-        lines.append(f"| {name} | {' | '.join(f'{statistics.median(of[figure]):.4g}' for figure in FIGURES)} |")
-    (args.out / "result.json").write_text(json.dumps({"repeats": args.repeats, "ways": found}, indent=2))
+        lines.append(
+            f"| {name} | {' | '.join(f'{statistics.median(of[figure]):.4g}' for figure in FIGURES)} |"
+        )
+    (args.out / "result.json").write_text(
+        json.dumps({"repeats": args.repeats, "ways": found}, indent=2)
+    )
     (args.out / "result.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
 

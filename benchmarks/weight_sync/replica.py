@@ -27,7 +27,9 @@ class BenchReplica(RolloutReplica):
         """Every worker's answer."""
         return await self.engine.collective_rpc(method, args=args)
 
-    async def join(self, host: str, port: int, receivers: int, sizes: list[int], timeout_s: float) -> None:
+    async def join(
+        self, host: str, port: int, receivers: int, sizes: list[int], timeout_s: float
+    ) -> None:
         """All workers join the benchmark's own group."""
         await self.rpc("bench_join", host, port, self.first_receiver, receivers, sizes, timeout_s)
 

@@ -22,7 +22,12 @@ PHASES = {
 
 def spread(values: list[float]) -> dict[str, Any]:
     """Median, range and all of them."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values), "all": values}
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+        "all": values,
+    }
 
 
 def medians(rows: list[dict[str, float]]) -> dict[str, float]:
@@ -45,7 +50,10 @@ def summarise(runs: list[Any], raws: list[float]) -> dict[str, Any]:
 
 
 def _phases(split: dict[str, float]) -> str:
-    return ", ".join(f"{name} {seconds:.3g}" for name, seconds in split.items() if seconds > 1e-5) or "-"
+    return (
+        ", ".join(f"{name} {seconds:.3g}" for name, seconds in split.items() if seconds > 1e-5)
+        or "-"
+    )
 
 
 def table(result: dict[str, Any]) -> str:
@@ -102,8 +110,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
             axes.barh(row + 0.36, beside, 0.12, color=PHASES["wire"], alpha=0.6, label=label)
             named.add("beside")
         label = "whole" if row == 0 else None
-        axes.plot([arm["seconds"]["median"]] * 2, [row - 0.4, row + 0.4], color="black", label=label)
-    axes.axvline(result["arms"]["raw"]["seconds"]["median"], color="black", linestyle=":", label="raw broadcast")
+        axes.plot(
+            [arm["seconds"]["median"]] * 2, [row - 0.4, row + 0.4], color="black", label=label
+        )
+    axes.axvline(
+        result["arms"]["raw"]["seconds"]["median"],
+        color="black",
+        linestyle=":",
+        label="raw broadcast",
+    )
     axes.set_yticks(range(len(arms)), list(arms))
     axes.invert_yaxis()
     axes.set_xlabel("seconds")

@@ -33,7 +33,9 @@ def process(worker: Any) -> int:
 
 def metadata(worker: Any) -> list[tuple[str, str, list[int]]]:
     """Name, dtype on the wire and shape of every tensor, in the order of `whole` (no collective)."""
-    return [(name, worker.cfg.model.dtype, list(p.shape)) for name, p in worker.model.named_parameters()]
+    return [
+        (name, worker.cfg.model.dtype, list(p.shape)) for name, p in worker.model.named_parameters()
+    ]
 
 
 @torch.no_grad()
@@ -121,7 +123,9 @@ def listen(worker: Any, host: str) -> int:
 
 def join(worker: Any, host: str, receivers: int, sizes: list[int], timeout_s: float) -> None:
     """Form the group {rank 0} u engines, and touch the buffer of the raw broadcast (rank 0)."""
-    link = NetworkLink(worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s, timeout_s)
+    link = NetworkLink(
+        worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s, timeout_s
+    )
     worker.bench_group = link.group
     worker.bench_sizes = sizes
     worker.bench_buffer = torch.ones(max(sizes), dtype=torch.uint8, device=worker.device)
@@ -169,5 +173,7 @@ def write_file(worker: Any, folder: str) -> dict[str, float]:
 
 def address(worker: Any, host: str) -> int:
     """A free port of this process's node."""
-    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    store = dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5)
+    )
     return store.port

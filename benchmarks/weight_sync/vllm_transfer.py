@@ -38,7 +38,9 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = NetworkLink(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S).group
+        self.group = NetworkLink(
+            self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S
+        ).group
         self.seconds = 0.0
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:
@@ -67,7 +69,9 @@ def stand_ins(device: torch.device) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(torch.accelerator, "current_device_index", lambda: 0))
         stack.enter_context(mock.patch.object(torch.accelerator, "synchronize", lambda: None))
-        streams = mock.patch.object(packed_tensor, "_get_streams", lambda device, n: (NoStream(),) * n)
+        streams = mock.patch.object(
+            packed_tensor, "_get_streams", lambda device, n: (NoStream(),) * n
+        )
         stack.enter_context(streams)
         gloo = mock.patch.object(
             nccl_common,
@@ -87,7 +91,10 @@ class Source(WeightSource):
 
     def metadata(self) -> list[ParamMeta]:
         """As declared to the engines."""
-        return [ParamMeta(n, getattr(torch, d), tuple(s)) for n, d, s in sync_trainer.metadata(self.worker)]
+        return [
+            ParamMeta(n, getattr(torch, d), tuple(s))
+            for n, d, s in sync_trainer.metadata(self.worker)
+        ]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         mark = time.perf_counter()
@@ -111,7 +118,10 @@ def send(worker: Any) -> dict[str, float]:
     engine.source.seconds = 0.0
     with stand_ins(worker.device):
         engine.send_weights()
-    return {"gather": engine.source.seconds, "send": time.perf_counter() - begin - engine.source.seconds}
+    return {
+        "gather": engine.source.seconds,
+        "send": time.perf_counter() - begin - engine.source.seconds,
+    }
 
 
 class TimedEngine(NCCLWeightTransferEngine):

@@ -12,8 +12,8 @@ from typing import Any
 
 from benchmarks.weight_sync.replica import BenchReplica
 from one_step_off import main_ppo
+from one_step_off.cluster.remote_calls import every
 from one_step_off.data.samples import Stamp
-from one_step_off.rollout.replica_group import every
 from one_step_off.runtime import processes as roles
 from one_step_off.weight_sync.coordinator import WeightSync
 
@@ -35,7 +35,11 @@ class ZeroSync(WeightSync):
         begin = time.perf_counter()
         await every(self.cfg.timeout_s, "stamp", self.rollout.all, "restamp", stamp)
         seconds = time.perf_counter() - begin
-        return self.first | {"time/sync_s": seconds, "sync/transfer_s": seconds, "time/canary_s": 0.0}
+        return self.first | {
+            "time/sync_s": seconds,
+            "sync/transfer_s": seconds,
+            "time/canary_s": 0.0,
+        }
 
 
 if __name__ == "__main__":

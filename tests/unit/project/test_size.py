@@ -18,4 +18,6 @@ def test_a_file_is_short_and_so_are_its_functions(path: Path) -> None:
     assert len(source.splitlines()) <= 600
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            assert node.end_lineno - node.lineno < 60, f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+            assert node.end_lineno - node.lineno < 60, (
+                f"{node.name} has {node.end_lineno - node.lineno + 1} lines"
+            )
