@@ -16,7 +16,7 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop import FakeEngine, looped
+from benchmarks.agent_loop.__main__ import FakeEngine, looped
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError

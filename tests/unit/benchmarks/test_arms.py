@@ -12,18 +12,14 @@ import numpy as np
 import pytest
 
 from agent_loop.base import Generated, Limits, Loops
-from benchmarks import (
-    command_line,
-    learning,
-    learning_arms,
-    lengths,
-    throughput,
-    trl_comparison,
-    update_phase,
-)
-from benchmarks import throughput_cases as cases
-from benchmarks import throughput_report as report
-from benchmarks.trl_arm import settings_of
+from benchmarks import update_phase
+from benchmarks.common import command_line, lengths
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning import comparison as learning_arms
+from benchmarks.throughput import __main__ as throughput
+from benchmarks.throughput import cases, report
+from benchmarks.trl_comparison import __main__ as trl_comparison
+from benchmarks.trl_comparison.trl_arm import settings_of
 from one_step_off.config.loading import load
 from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import Prompt

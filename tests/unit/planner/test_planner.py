@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import planner
+from benchmarks.planner import __main__ as planner
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load, resolved_yaml
 from one_step_off.planner import planner as plan

@@ -208,7 +208,7 @@ def test_the_question_leaves_nothing_behind(tmp_path):
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks import command_line
+    from benchmarks.common import command_line
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []
