@@ -131,7 +131,7 @@ class Replica:
         each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
         return [
-            {"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01}
+            {"bytes": 1e9, "bucket_wire": each, "spans": spans[:200], "bare_wire": 0.01}
             | dict.fromkeys(phases, 0.02)
         ]
 
@@ -189,7 +189,7 @@ class Rank:
         own = {
             "bytes": 1e9 / cell.ranks,
             "changed": 1.0,
-            "each": [[i, 0.002] for i in range(cell.buckets)],
+            "bucket_wire": [[i, 0.002] for i in range(cell.buckets)],
         }
         return own | {"spans": spans[:200]} | dict.fromkeys(phases, 0.02)
 
@@ -216,7 +216,11 @@ def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
 def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync, connected."""
     sync = WeightSync(actor, rollout, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
-    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, list(rollout.all)
+    sync.senders, sync.sending_ranks, sync.connected_replicas = (
+        actor.ranks,
+        actor.ranks,
+        list(rollout.all),
+    )
     sync.info, sync.total_bytes = {}, 10**9
     for health in rollout.health:
         health.to(State.HEALTHY)

@@ -31,7 +31,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.cluster import process_cleanup as leftovers
-from one_step_off.cluster.resource_usage import watching
+from one_step_off.cluster.resource_usage import watch_usage
 from one_step_off.config.loading import resolved_yaml, seats_per_node
 from one_step_off.config.schema import (
     Config,
@@ -430,7 +430,7 @@ def swept() -> Iterator[None]:
         command, stdin=subprocess.PIPE, start_new_session=True
     ):  # Ctrl-C is not for it
         # The second, or setproctitle would write over what others see of the environment.
-        os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
+        os.environ |= {leftovers.RUN_FOLDER_VARIABLE: folder, "SPT_NOENV": "1"}
         yield
 
 
@@ -453,7 +453,7 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     }
     groups["rollout"] = roles.rollout.all
     only = cfg.trainer.val_only
-    async with watching(groups, prepared.device == "cuda", tracker.report_usage):
+    async with watch_usage(groups, prepared.device == "cuda", tracker.report_usage):
         with (
             screen.working("evaluating")
             if only
@@ -517,14 +517,14 @@ class Died(Exception):
 async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone: Any) -> None:
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
     first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
-    from one_step_off.cluster.placement import created_text
+    from one_step_off.cluster.placement import describe_pools
     from one_step_off.runtime.processes import Spawned
 
     team: Spawned | None = None
     try:
         with tracker.screen.working("starting engines and trainers"):
             team = Spawned(prepared, not alone)
-            tracker.say("created " + created_text(prepared.cfg, team.pools))
+            tracker.say("created " + describe_pools(prepared.cfg, team.pools))
             await (
                 asyncio.gather(*(group.setup() for group in team.groups.values()))
                 if alone
