@@ -176,7 +176,7 @@ class Layout:
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.returning.values()):
+        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
         roles.sync.last = None
