@@ -148,7 +148,7 @@ class RolloutGroup:
         if i in self.restart_tasks:
             return
         self._give_up(i, why)
-        self.on_message(f"rollout {i} is lost ({why}); it is started anew")
+        self.on_message(f"rollout {i} failed ({why}); restarting it")
         self.restarts += 1
         self.restart_tasks[i] = asyncio.create_task(self._revive(i))
         self.restart_tasks[i].add_done_callback(

@@ -221,7 +221,7 @@ class Layout:
             await team.end()
             self.team = None
             ended = time.time()
-        restarted = [at for at, line in said if "it is started anew" in line]
+        restarted = [at for at, line in said if "; restarting it" in line]
         reacted = restarted[0] if case.expected == "replica" and restarted else ended
         case.reaction_s = reacted - json.loads(hit.read_text())["time"] - case.detected_s
         restarts = team.roles.rollout.restarts - before
