@@ -41,7 +41,7 @@ from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.health import State
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as groups
 from one_step_off.training.trainer_group import TrainGroup
@@ -112,7 +112,7 @@ class Replica:
             else 1
         )
         self.rollout = Remote(self._rollout, cell.generate_s / waves, log)
-        self.vacancy = Vacancy(self)
+        self.wait_for_capacity = Vacancy(self)
         self.ping = Remote(lambda: (0, 0), log=log)
         self.score = Remote(lambda sequences: [np.zeros(7, np.float32) for _ in sequences], log=log)
         self.sync = Remote(functools.partial(self._sync, cell), cell.sync_s, log)
@@ -122,7 +122,7 @@ class Replica:
         self.away += len(found)
         waiting, self.waiting = self.waiting, []
         for ask in waiting:
-            self.vacancy.answer(*ask)
+            self.wait_for_capacity.answer(*ask)
         return found
 
     @staticmethod
@@ -137,7 +137,7 @@ class Replica:
 
 
 class Vacancy:
-    """A replica's `vacancy`: answers when it has room."""
+    """A replica's `wait_for_capacity`: answers when it has room."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -219,11 +219,11 @@ def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     sync.senders, sync.sending_ranks, sync.connected_replicas = (
         actor.ranks,
         actor.ranks,
-        list(rollout.all),
+        list(rollout.replicas),
     )
     sync.info, sync.total_bytes = {}, 10**9
     for health in rollout.health:
-        health.to(State.HEALTHY)
+        health.transition_to(ReplicaState.HEALTHY)
     return sync
 
 

@@ -59,7 +59,7 @@ class Team:
         self.canary = canary
         self.host = host
         self.ranks = self.actor.ranks
-        self.replicas = self.rollout.all
+        self.replicas = self.rollout.replicas
         self.cfg = self.actor.cfg
         self.sizes: list[int] = []
         self.total_bytes = 0

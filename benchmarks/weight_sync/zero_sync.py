@@ -33,7 +33,7 @@ class ZeroSync(WeightSync):
             self.first = await super().__call__(stamp, expected)
             return self.first
         begin = time.perf_counter()
-        await call_all(self.cfg.timeout_s, "stamp", self.rollout.all, "restamp", stamp)
+        await call_all(self.cfg.timeout_s, "stamp", self.rollout.replicas, "restamp", stamp)
         seconds = time.perf_counter() - begin
         return self.first | {
             "time/sync_s": seconds,

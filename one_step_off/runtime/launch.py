@@ -451,7 +451,7 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     groups = {
         "trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()
     }
-    groups["rollout"] = roles.rollout.all
+    groups["rollout"] = roles.rollout.replicas
     only = cfg.trainer.val_only
     async with watch_usage(groups, prepared.device == "cuda", tracker.report_usage):
         with (

@@ -93,7 +93,7 @@ class Spawned:
             )
 
         def respawn(i: int) -> Any:
-            ray.kill(rollout.all[i])
+            ray.kill(rollout.replicas[i])
             self.actors.append(replica(i))
             return self.actors[-1]
 
@@ -181,7 +181,9 @@ class Spawned:
             for role, group in self.groups.items()
             for i, rank in enumerate(group.ranks)
         }
-        processes |= {f"rollout {i}": self.roles.rollout.all[i] for i in self.roles.rollout.active}
+        processes |= {
+            f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active
+        }
         return bool(await not_alive(processes))
 
     async def end(self) -> None:
