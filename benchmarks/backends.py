@@ -29,7 +29,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.models import tiny_qwen
 from one_step_off.runtime import launch
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -93,7 +93,7 @@ async def no_canary(*_: Any) -> dict[str, float]:
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     """One arm; the first update and the first sync warm up, and the first sync's memory is what counts."""
-    spawned = Spawned(launch.prepare(cfg, lambda line: None))
+    spawned = RunProcesses(launch.prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()

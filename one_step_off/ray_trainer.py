@@ -154,7 +154,7 @@ class Pipeline:
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
         self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.say = self.tracker.say
+        self.roles.rollout.say = self.tracker.log
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -299,7 +299,7 @@ class Pipeline:
         spans = [("checkpoint", "stall", 0.0, stall), ("checkpoint write", "write", stall, took)]
         self.tracker.trace([(lane, what, step, start + a, start + b) for lane, what, a, b in spans])
         waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
-        self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
+        self.tracker.log(f"checkpoint of step {step} in {path} ({waits})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""
@@ -447,7 +447,7 @@ class Pipeline:
         for found in await asyncio.gather(*updates):
             metrics |= found
         if batch.step == self.cfg.trainer.profile_step:
-            self.tracker.say(
+            self.tracker.log(
                 f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}"
             )
         self._note_skipped(batch, metrics)
@@ -466,7 +466,7 @@ class Pipeline:
         skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
         if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
             write_batch(batch, folder)
-            self.tracker.say(
+            self.tracker.log(
                 f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
             )
         self.empty = 0 if batch.samples else self.empty + 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from one_step_off.data.evaluation import MAIN, figures
 from one_step_off.data.samples import FAULTS, Batch, Sample, generated
-from one_step_off.monitoring.console import Screen, parts_text
+from one_step_off.monitoring.console import RunConsole, parts_text
 from one_step_off.monitoring.flops import Meter
 from one_step_off.monitoring.loggers import Loggers
 
@@ -82,15 +82,19 @@ class Tracker:
     resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(
-        self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None
+        self,
+        folder: str,
+        total_steps: int,
+        out: TextIO | None = None,
+        console: RunConsole | None = None,
     ) -> None:
         """`screen` None: plain lines to `out`."""
-        self.folder, self.total_steps, self.screen = (
+        self.folder, self.total_steps, self.console = (
             Path(folder),
             total_steps,
-            screen or Screen(out),
+            console or RunConsole(out),
         )
-        self.say = self.screen.say  # one line for the person at the screen
+        self.log = self.console.print_line  # one line for the person at the screen
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step = self.steps_before = 0
@@ -222,7 +226,7 @@ class Tracker:
                 for s in batch.samples + batch.dropped
                 if s.extra.get("fault") == name
             )
-            self.say(
+            self.log(
                 f"warning: {name} counts samples that were not scored; the first: {next(whose, 'a greedy one')}"
             )
         if self.meter:
@@ -240,7 +244,7 @@ class Tracker:
         self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
             self.loggers.step(row, batch)
-        self.screen.step(row, self.total_steps)
+        self.console.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
@@ -254,7 +258,7 @@ class Tracker:
         self._append("evaluations.jsonl", found)
         if self.loggers:
             self.loggers.evaluation(found, samples)
-        self.say(held_out_line(found))
+        self.log(held_out_line(found))
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""

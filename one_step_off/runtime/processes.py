@@ -47,7 +47,7 @@ ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
-class Spawned:
+class RunProcesses:
     """The roles of a run, and all actors behind them.
 
     Attributes:
@@ -165,7 +165,7 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def lost(self, error: Exception) -> bool:
+    async def is_process_failure(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
