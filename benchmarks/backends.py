@@ -55,7 +55,7 @@ def make_batch(model: str) -> Batch:
         ids = rng.integers(0, 300, (2, length)).astype(np.int32)
         logs, mask, made = np.full(length, -5.9, np.float32), np.ones(length, bool), np.zeros(length, np.int32)
         samples.append(Sample((0, i // n), i % n, ids[0], ids[1], logs, mask, made))
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=length).astype(np.float32) for _ in samples]
     return batch
 
@@ -108,7 +108,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     updates, syncs = [], []
     for k in range(repeats + 1):
         batch = make_batch(model)
-        batch.expected = (0, k)
+        batch.expected_stamp = (0, k)
         for sample in batch.samples:
             sample.versions[:] = k
         begin = time.perf_counter()

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks import learning_arms
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.learning_arms import ARMS
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -90,7 +90,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         parser.error(f"--seeds {args.seeds} --arms {args.arms}: each one once")
     try:
         for arm in args.arms:
-            validate(load([f"config={args.config}", *keys, *ARMS[arm], f"trainer.test_freq={args.test_freq}"]))
+            validate(load_config([f"config={args.config}", *keys, *ARMS[arm], f"trainer.test_freq={args.test_freq}"]))
     except ConfigError as e:
         parser.error(str(e))
     return parser, args, keys

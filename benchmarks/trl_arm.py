@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command_line import Parser
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 
 
@@ -93,9 +93,9 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's, as TRL calls it: of all samples at once."""
-    from one_step_off.rewards.scoring import BUILT_IN
+    from one_step_off.rewards.scoring import REWARD_FUNCTIONS
 
-    function = BUILT_IN.find(cfg.reward.function).function
+    function = REWARD_FUNCTIONS.find(cfg.reward.function).function
 
     def reward(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
         return [
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--vllm", action="store_true", help="generate by vLLM in TRL's process, not by transformers")
     parser.add_argument("--threads", type=int, default=0, help="of torch; 0: as many as torch takes")
     args, keys = parser.parse()
-    cfg = load(keys)
+    cfg = load_config(keys)
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     import torch

@@ -31,7 +31,7 @@ from typing import Any
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.throughput_cases import UNEVALUATED
 from benchmarks.trl_arm import settings_of
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -161,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
     parser, args, overrides = arguments(argv)
     keys = [*UNEVALUATED, *overrides, *([f"trainer.total_steps={args.steps}"] if args.steps is not None else [])]
     try:
-        cfg = load([f"config={args.config}", *keys])
+        cfg = load_config([f"config={args.config}", *keys])
         validate(cfg)
         settings = settings_of(cfg)
         if cfg.trainer.total_steps - args.warmup < 2:

@@ -139,7 +139,7 @@ def cleanup_after_run() -> Iterator[None]:
     command = [sys.executable, "-P", process_cleanup.__file__, folder, str(started_at)]
     # A session of its own, or Ctrl-C in the terminal would end it before the run.
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):
-        os.environ[process_cleanup.RUN] = folder
+        os.environ[process_cleanup.RUN_FOLDER_VARIABLE] = folder
         # Without it setproctitle would overwrite the environment by which the cleanup recognizes processes.
         os.environ["SPT_NOENV"] = "1"
         yield

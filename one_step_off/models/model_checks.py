@@ -6,7 +6,7 @@
 from importlib import metadata
 from typing import Any
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, first_line, tokenizer_of
+from one_step_off.config.schema import Config, ConfigError, as_config_error, first_line, load_section_tokenizer
 
 MODEL_SECTIONS = ("model", "critic", "ref", "reward_model")  # the sections of a config with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
@@ -45,7 +45,7 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
     what = f"{_key_and_path(cfg, section)}: its tokenizer cannot be loaded"
     fix = "give a model directory with its tokenizer, or a hub id that this machine can reach"
     with as_config_error(what, fix):
-        tokenizer = tokenizer_of(cfg, section)
+        tokenizer = load_section_tokenizer(cfg, section)
         # Where the files are missing transformers may create a tokenizer of the right class without a vocabulary.
         token_ids = tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]
         if not token_ids:

@@ -31,7 +31,7 @@ from rich.text import Text
 
 from one_step_off.config.loading import placement_text
 from one_step_off.config.schema import Config
-from one_step_off.config.validation import masked
+from one_step_off.config.validation import mask_secrets
 from one_step_off.monitoring.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]
@@ -102,13 +102,13 @@ class RunConsole(progress.Progress):
 
     def print_line(self, line: str) -> None:
         """One line without its secrets, left to the terminal to wrap: a command must copy as one line."""
-        self.console.print(Text(masked(line)), soft_wrap=True)
+        self.console.print(Text(mask_secrets(line)), soft_wrap=True)
 
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
         """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
             self.console.print(
-                Text.assemble((f"{name:<{_NAMES}}", "bold"), masked(text)), soft_wrap=True
+                Text.assemble((f"{name:<{_NAMES}}", "bold"), mask_secrets(text)), soft_wrap=True
             )
 
     @contextlib.contextmanager

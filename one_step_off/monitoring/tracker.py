@@ -11,8 +11,8 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from one_step_off.data.evaluation import MAIN, figures
-from one_step_off.data.samples import FAULTS, Batch, Sample, generated
+from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
+from one_step_off.data.samples import FAULT_METRICS, Batch, Sample, generated_tokens
 from one_step_off.monitoring.console import RunConsole, parts_text
 from one_step_off.monitoring.flops import Meter
 from one_step_off.monitoring.loggers import Loggers
@@ -78,7 +78,7 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 class Tracker:
     """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
-    `loggers`. `usage` is the latest of what `usage.watching` found. `evaluations` are all of the run, those before a
+    `loggers`. `usage` is the latest of what `usage.watch_usage` found. `evaluations` are all of the run, those before a
     resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Tracker:
         self.steps: list[Row] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}
-        self.val_names = [MAIN]
+        self.val_names = [MAIN_SET]
         self.passes_at = 1.0  # the reward with which a held-out sample passes, for pass@k
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
@@ -151,7 +151,7 @@ class Tracker:
                 self.loggers.evaluation(found, [])
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
-        """What `usage.watching` found; it goes into the rows from now on."""
+        """What `usage.watch_usage` found; it goes into the rows from now on."""
         self.usage |= metrics
         if self.meter and device_name:
             self.meter.device_name = device_name
@@ -213,14 +213,16 @@ class Tracker:
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        made, oldest, newest = generated(batch.samples)
+        made, oldest, newest = generated_tokens(batch.samples)
         row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples)
         row |= {"tokens/response": float(made.sum()), "staleness/min": version - newest}
         row |= (
             {"staleness/max": version - oldest} | metrics | self.spans | self.unwritten | self.usage
         )
         self.unwritten, self.spans = {}, {}
-        for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
+        for name in (
+            n for n in FAULT_METRICS if metrics.get(n) and not any(r.get(n) for r in self.steps)
+        ):
             whose = (
                 s.extra["error"]
                 for s in batch.samples + batch.dropped
@@ -249,7 +251,7 @@ class Tracker:
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
         all; the row of the step that ends next, beside which it ran, repeats the newest."""
-        found = {"val/version": float(version), "val/seconds": seconds} | figures(
+        found = {"val/version": float(version), "val/seconds": seconds} | evaluation_metrics(
             samples, self.val_names, self.passes_at
         )
         found |= {f"val/{name}": value for name, value in agent_stats(samples).items()}
@@ -295,7 +297,7 @@ class Tracker:
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
         found |= {
             name: sum(r.get(name, 0.0) for r in self.steps)
-            for name in (*FAULTS, "samples/dropped_groups")
+            for name in (*FAULT_METRICS, "samples/dropped_groups")
         }
         found |= {"device": self.meter.device_name or "cpu"} if self.meter else {}
         found = _without_nan(found)

@@ -31,19 +31,19 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.cluster import process_cleanup as leftovers
-from one_step_off.cluster.resource_usage import watching
-from one_step_off.config.loading import resolved_yaml, seats_per_node
+from one_step_off.cluster.resource_usage import watch_usage
+from one_step_off.config.loading import processes_per_node, resolved_yaml
 from one_step_off.config.schema import (
     Config,
     ConfigError,
     as_config_error,
     first_line,
-    path_of,
-    settings_of,
-    tokenizer_of,
+    load_section_tokenizer,
+    role_model_path,
+    role_settings,
 )
-from one_step_off.config.user_code import LOGS, place_in
-from one_step_off.config.validation import check_engine_names, masked, resolved_device
+from one_step_off.config.user_code import LOG_FOLDER, find_user_line
+from one_step_off.config.validation import check_engine_names, mask_secrets, resolved_device
 from one_step_off.data import prompt_stream as data_room
 from one_step_off.monitoring import report
 from one_step_off.monitoring.console import RunConsole, end_facts, quiet_libraries, start_facts
@@ -70,7 +70,7 @@ class Prepared:
 
     cfg: Config
     device: str
-    data: data_room.Data
+    data: data_room.RunData
     canary: list[np.ndarray]
     tokenizer: Any
     asked_for: dict[
@@ -125,7 +125,7 @@ def prepare(
     check_weights(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # a loop that does not fit is found out before the data is read, and a row's before any engine starts
-    data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
+    data = data_room.load_run_data(cfg, tokenizer, lambda name: loops.get(name).tools)
     for line in data.lines():
         say(line)
     used = check_rows(loops, data, say)
@@ -134,7 +134,7 @@ def prepare(
             f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0"
         )
     if scores:
-        reward_trial.check(cfg, data, say)
+        reward_trial.check_reward_functions(cfg, data, say)
     ADVANTAGE_ESTIMATORS.find(
         cfg.algorithm.adv_estimator
     )  # one of the user's own must be there before the engines
@@ -152,7 +152,7 @@ def prepare(
     return prepared
 
 
-def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
+def check_rows(loops: Loops, data: data_room.RunData, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
     first = {
         p.agent_loop or loops.cfg.agent.loop: p
@@ -208,9 +208,9 @@ def check_weights(cfg: Config) -> None:
     from one_step_off.training import fsdp_model
 
     dtype, needs = getattr(torch, cfg.model.dtype), {}
-    seats = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
+    seats = sum(processes_per_node(cfg, cfg.placement.roles["rollout"]))
     for role in (role for role in cfg.placement.roles if role != "rollout"):
-        if settings_of(cfg, role).backend == "megatron":
+        if role_settings(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
@@ -219,7 +219,7 @@ def check_weights(cfg: Config) -> None:
 
             megatron_model.read_config(cfg, role)
         elif (
-            os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code
+            os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
         ):  # its code may need numbers
             count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
             trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
@@ -330,7 +330,7 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
     with as_config_error(
         what, "give a model directory with its tokenizer, or a hub id that this machine can reach"
     ):
-        tokenizer = tokenizer_of(cfg, section)
+        tokenizer = load_section_tokenizer(cfg, section)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
             raise ValueError("no vocabulary")
@@ -345,7 +345,7 @@ def write_run_folder(prepared: Prepared) -> None:
     }
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     if prepared.state is None or cfg.trainer.val_only:  # else what processes printed before stays
-        shutil.rmtree(folder / LOGS, ignore_errors=True)
+        shutil.rmtree(folder / LOG_FOLDER, ignore_errors=True)
     versions = {"python": sys.version.split()[0], "device": prepared.device}
     for name in (
         "one_step_off",
@@ -430,7 +430,7 @@ def cleanup_after_run() -> Iterator[None]:
         command, stdin=subprocess.PIPE, start_new_session=True
     ):  # Ctrl-C is not for it
         # The second, or setproctitle would write over what others see of the environment.
-        os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
+        os.environ |= {leftovers.RUN_FOLDER_VARIABLE: folder, "SPT_NOENV": "1"}
         yield
 
 
@@ -453,7 +453,7 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     }
     groups["rollout"] = roles.rollout.all
     only = cfg.trainer.val_only
-    async with watching(groups, prepared.device == "cuda", tracker.report_usage):
+    async with watch_usage(groups, prepared.device == "cuda", tracker.report_usage):
         with (
             run_console.working("evaluating")
             if only
@@ -517,14 +517,14 @@ class Died(Exception):
 async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone: Any) -> None:
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
     first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
-    from one_step_off.cluster.placement import created_text
+    from one_step_off.cluster.placement import describe_pools
     from one_step_off.runtime.processes import RunProcesses
 
     team: RunProcesses | None = None
     try:
         with tracker.console.working("starting engines and trainers"):
             team = RunProcesses(prepared, not alone)
-            tracker.log("created " + created_text(prepared.cfg, team.pools))
+            tracker.log("created " + describe_pools(prepared.cfg, team.pools))
             await (
                 asyncio.gather(*(group.setup() for group in team.groups.values()))
                 if alone
@@ -610,7 +610,7 @@ def run(cfg: Config) -> int:
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
         if state:
-            schedule.announce(cfg, prepared.resume_from, total, run_console.print_line)
+            schedule.report_resumed_schedules(cfg, prepared.resume_from, total, run_console.print_line)
         started = started_first(cfg, state is not None)
         tracker = Tracker(cfg.trainer.output_dir, total, console=run_console)
         tracker.begin = begin  # reading and building belong to the run's time
@@ -661,8 +661,8 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     except asyncio.CancelledError as e:
         raise KeyboardInterrupt from e
     except Exception as e:
-        if (tracker.folder / LOGS).is_dir():
-            e.add_note(f"logs of the replicas and reward functions: {tracker.folder / LOGS}")
+        if (tracker.folder / LOG_FOLDER).is_dir():
+            e.add_note(f"logs of the replicas and reward functions: {tracker.folder / LOG_FOLDER}")
         e.add_note(f"logs of the other processes: {logs}")
         raise
     finally:
@@ -690,12 +690,12 @@ def report_failure(cfg: Config, error: Exception) -> str:
     path = Path(cfg.trainer.output_dir) / "error.log"
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
     whole = "".join(traceback.format_exception(error))
-    place = place_in(whole)
+    place = find_user_line(whole)
     if place and place not in str(
         error
     ):  # a message that comes from another process may have named the line already
         said.append(f"raised at {place}")
-    whole = masked(whole)
+    whole = mask_secrets(whole)
     try:
         path.parent.mkdir(
             parents=True, exist_ok=True
@@ -706,4 +706,4 @@ def report_failure(cfg: Config, error: Exception) -> str:
         said.append(
             f"no file could be written ({e.strerror}), so the traceback stands here:\n{whole}"
         )
-    return masked("\n  ".join(said + getattr(error, "__notes__", [])))
+    return mask_secrets("\n  ".join(said + getattr(error, "__notes__", [])))

@@ -61,7 +61,7 @@ class Prepared:
 
     cfg: Config
     device: str
-    data: prompt_stream.Data
+    data: prompt_stream.RunData
     canary: list[np.ndarray]
     tokenizer: Any
     named_models: dict[str, str]
@@ -100,13 +100,13 @@ def prepare(
     tokenizer = _check_models_and_engine(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # refuses a loop that cannot be loaded before the data is read
-    data = prompt_stream.build(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
+    data = prompt_stream.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
     _check_profile_step(cfg, data.stream.total_steps)
     if calls_rewards:
-        trial_call.check(cfg, data, print_line)
+        trial_call.check_reward_functions(cfg, data, print_line)
     # Functions of the user's own must be importable before the engines start.
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
@@ -162,7 +162,7 @@ def _check_models_and_engine(cfg: Config) -> Any:
     return tokenizer
 
 
-def _check_rows(loops: Loops, data: prompt_stream.Data, print_line: PrintLine) -> list[str]:
+def _check_rows(loops: Loops, data: prompt_stream.RunData, print_line: PrintLine) -> list[str]:
     """Let each agent loop check the first of its rows. Returns the names of the loops. Raises ConfigError."""
     first_prompts: dict[str, prompt_stream.Prompt] = {}
     for prompt in [*data.stream.prompts, *(data.val or ())]:
@@ -191,7 +191,7 @@ def _check_profile_step(cfg: Config, total_steps: int) -> None:
         )
 
 
-def _canary_sequences(cfg: Config, data: prompt_stream.Data) -> list[np.ndarray]:
+def _canary_sequences(cfg: Config, data: prompt_stream.RunData) -> list[np.ndarray]:
     """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one token are left out."""
     long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)
     chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)

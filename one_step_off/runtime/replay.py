@@ -12,7 +12,7 @@ import numpy as np
 
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import COLUMNS, Batch, Sample
+from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import launch
@@ -41,7 +41,7 @@ async def replay_update(
     mu, now = [s.log_probs for s in batch.samples], await team.groups["actor"].log_prob(batch)
     found = {"engine's log-prob": mu, "trainer's log-prob": now}
     found["ratio"] = [np.exp(x - y) for x, y in zip(now, mu, strict=True)]
-    found |= {name: getattr(batch, name) for name in COLUMNS if getattr(batch, name) is not None}
+    found |= {name: getattr(batch, name) for name in TRAINER_FIELDS if getattr(batch, name) is not None}
     for line in describe_quantities(batch.samples, found):
         tracker.log(line)
     for role, group in team.groups.items():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.config.loading import seats_per_node
-from one_step_off.config.schema import Config, ConfigError, path_of, settings_of
+from one_step_off.config.loading import processes_per_node
+from one_step_off.config.schema import Config, ConfigError, role_model_path, role_settings
 from one_step_off.config.validation import resolved_device
 
 # Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
@@ -28,7 +28,7 @@ def check_weights(cfg: Config) -> None:
     for role in cfg.placement.roles:
         if role == "rollout":
             continue
-        if settings_of(cfg, role).backend == "megatron":
+        if role_settings(cfg, role).backend == "megatron":
             _check_megatron_model(cfg, role)
         elif _has_readable_weights(cfg, role):
             num_parameters = _count_parameters(cfg, role)
@@ -51,7 +51,7 @@ def _check_megatron_model(cfg: Config, role: str) -> None:
 
 def _has_readable_weights(cfg: Config, role: str) -> bool:
     """A model's own code may compute with its weights, so they cannot be read without loading them."""
-    return os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code
+    return os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
 
 
 def _count_parameters(cfg: Config, role: str) -> int:
@@ -78,7 +78,7 @@ def _bytes_per_parameter(cfg: Config, role: str) -> int:
 
 def _rollout_bytes(cfg: Config, num_parameters: int) -> int:
     """Weights and KV cache of all replicas."""
-    num_replicas = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
+    num_replicas = sum(processes_per_node(cfg, cfg.placement.roles["rollout"]))
     kv_cache_bytes = cfg.rollout.kv_cache_mb << 20
     return num_replicas * (num_parameters * _weight_bytes(cfg) + kv_cache_bytes)
 

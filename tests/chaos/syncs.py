@@ -139,7 +139,7 @@ class Layout:
     """The processes of one layout, and the cases run over them."""
 
     def __init__(self, out: Path, ranks: int, replicas: int) -> None:
-        from one_step_off.config.loading import load
+        from one_step_off.config.loading import load_config
         from one_step_off.runtime import launch
 
         self.out, self.lines = out, []
@@ -150,7 +150,7 @@ class Layout:
             f"weight_sync.timeout_s={LIMIT_S}",
         ]
         more += [pools, "trainer.test_freq=-1", "trainer.val_before_train=false"]
-        self.cfg = load(real.settings(out / "run", STEPS, more=more))
+        self.cfg = load_config(real.settings(out / "run", STEPS, more=more))
         self.prepared = launch.prepare(self.cfg, lambda line: None)
         self.beginning = self.prepared.data.stream.state_dict()
         self.team: Any = None

@@ -61,7 +61,7 @@ def batch_for_update() -> Batch:
                 np.zeros(12, np.int32),
             )
         )
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]
     return batch
 
