@@ -124,7 +124,7 @@ class Replica:
         now, phases = time.time(), ("wait", "apply", "load")
         each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        return [{"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01} | dict.fromkeys(phases, 0.02)]
+        return [{"bytes": 1e9, "bucket_wire": each, "spans": spans[:200], "bare_wire": 0.01} | dict.fromkeys(phases, 0.02)]
 
 
 class Vacancy:
@@ -169,7 +169,7 @@ class Rank:
     def _send(cell: Cell, _: Any) -> dict[str, Any]:
         now, phases = time.time(), ("gather", "checksum", "wire")
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
-        own = {"bytes": 1e9 / cell.ranks, "changed": 1.0, "each": [[i, 0.002] for i in range(cell.buckets)]}
+        own = {"bytes": 1e9 / cell.ranks, "changed": 1.0, "bucket_wire": [[i, 0.002] for i in range(cell.buckets)]}
         return own | {"spans": spans[:200]} | dict.fromkeys(phases, 0.02)
 
 
@@ -195,7 +195,7 @@ def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
 def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync, connected."""
     sync = WeightSync(actor, rollout, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
-    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, list(rollout.all)
+    sync.senders, sync.sending_ranks, sync.connected_replicas = actor.ranks, actor.ranks, list(rollout.all)
     sync.info, sync.total_bytes = {}, 10**9
     for health in rollout.health:
         health.to(State.HEALTHY)

@@ -25,7 +25,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 )
 
 from benchmarks import sync_trainer
-from one_step_off.distributed_util import NetworkLink
+from one_step_off.distributed_util import DedicatedGroup
 
 TIMEOUT_S = 300.0
 
@@ -37,7 +37,7 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = NetworkLink(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S).group
+        self.group = DedicatedGroup(self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S).group
         self.seconds = 0.0
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any = None) -> None:

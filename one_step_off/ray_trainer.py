@@ -19,7 +19,7 @@ from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
-from one_step_off.cluster.remote_calls import now, within
+from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
@@ -292,7 +292,7 @@ class Pipeline:
 
     async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
         limit = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
-        path, size = await within(limit, f"checkpoint of step {step}, writing", written)
+        path, size = await with_time_limit(limit, f"checkpoint of step {step}, writing", written)
         took = now() - begin
         self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
         start = begin + self.tracker.epoch
@@ -453,7 +453,7 @@ class Pipeline:
             )
         self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
-        self.expected = self.roles.sync.expect()
+        self.expected = self.roles.sync.score_canary()
         waited = metrics.get(
             "actor/sync_wait_s", 0.0
         )  # for the weights to be sent: that is no training

@@ -78,7 +78,7 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 class Tracker:
     """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
-    `loggers`. `usage` is the latest of what `usage.watch_usage` found. `evaluations` are all of the run, those before a
+    `loggers`. `usage` is the latest of what `resource_usage.watch_usage` found. `evaluations` are all of the run, those before a
     resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(
@@ -151,7 +151,7 @@ class Tracker:
                 self.loggers.evaluation(found, [])
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
-        """What `usage.watch_usage` found; it goes into the rows from now on."""
+        """What `resource_usage.watch_usage` found; it goes into the rows from now on."""
         self.usage |= metrics
         if self.meter and device_name:
             self.meter.device_name = device_name

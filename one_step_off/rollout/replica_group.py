@@ -16,7 +16,14 @@ from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, TrainerDied
-from one_step_off.cluster.remote_calls import ATTEMPTS, every, named, not_alive, now, within
+from one_step_off.cluster.remote_calls import (
+    MAX_ATTEMPTS,
+    call_all,
+    name_failures,
+    not_alive,
+    now,
+    with_time_limit,
+)
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.health import Health, State
@@ -105,7 +112,7 @@ class RolloutGroup:
 
     async def setup(self) -> None:
         """Load all engines."""
-        started = await every(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
+        started = await call_all(self.cfg.trainer.start_timeout_s, "rollout", self.all, "start")
         at_once, self.families = map(list, zip(*started, strict=True))
         self.most = min(self.most, *at_once)
 
@@ -134,7 +141,9 @@ class RolloutGroup:
             self.lose(i, fault)
 
     def _ping(self, i: int) -> Awaitable[tuple[int, int]]:
-        return within(PING_S, f"rollout {i}", named(f"rollout {i}", self.all[i].ping.remote()))
+        return with_time_limit(
+            PING_S, f"rollout {i}", name_failures(f"rollout {i}", self.all[i].ping.remote())
+        )
 
     async def not_alive(self, numbers: list[int]) -> dict[int, str]:
         """Which of these replicas are gone or stopped, or have lost their engine: number -> why. A busy one is not."""
@@ -179,10 +188,10 @@ class RolloutGroup:
 
     async def _revive(self, i: int) -> None:
         limit, what, begin = self.cfg.trainer.start_timeout_s, f"rollout {i} anew", time.monotonic()
-        for left in reversed(range(ATTEMPTS)):
+        for left in reversed(range(MAX_ATTEMPTS)):
             try:
                 self.all[i] = self.respawn(i)
-                ((_, self.families[i]),) = await every(
+                ((_, self.families[i]),) = await call_all(
                     limit, what, [self.all[i]], "start", self.families[i]
                 )
                 self.health[i].to(State.STALE)
@@ -241,7 +250,9 @@ class RolloutGroup:
     async def _ask(self, i: int, what: str, method: str, *args: Any) -> Any:
         """Call a method of a replica. Raises Lost: it was given up meanwhile."""
         name, lost, begin = f"{what}, rollout {i}", self.losses[i], time.time()
-        call = asyncio.ensure_future(named(name, getattr(self.all[i], method).remote(*args)))
+        call = asyncio.ensure_future(
+            name_failures(name, getattr(self.all[i], method).remote(*args))
+        )
         try:
             await asyncio.wait([call, lost], return_when=asyncio.FIRST_COMPLETED)
             if lost.done():
@@ -270,7 +281,7 @@ class RolloutGroup:
             steps = (
                 2 + self.cfg.pipeline.max_carry if land else 1
             )  # in which these may be under way
-            samples = await within(
+            samples = await with_time_limit(
                 steps * self.cfg.trainer.step_timeout_s, f"{what}, rollout", work
             )
             seconds = now() - begin
@@ -307,9 +318,9 @@ class RolloutGroup:
             try:
                 samples = await self._ask(i, what, "rollout", own, sampling)
             except Lost as e:
-                if losses + 1 >= ATTEMPTS:  # they may be what replicas die of
+                if losses + 1 >= MAX_ATTEMPTS:  # they may be what replicas die of
                     raise ProcessDied(
-                        f"{e}: {ATTEMPTS} replicas in a row were lost with the same prompts"
+                        f"{e}: {MAX_ATTEMPTS} replicas in a row were lost with the same prompts"
                     ) from e
                 return await self._shared_out(own, what, sampling, land, losses + 1)
             load.back += len(samples)
@@ -367,7 +378,7 @@ class RolloutGroup:
 
     async def sleep(self) -> None:
         """Free the devices for another role's turn; the next sync wakes the replicas."""
-        await every(self.cfg.trainer.step_timeout_s, "rollout", self.all, "sleep")
+        await call_all(self.cfg.trainer.step_timeout_s, "rollout", self.all, "sleep")
 
     async def stop(self) -> None:
         """End all engines; what does not answer is left to be killed."""
@@ -376,4 +387,4 @@ class RolloutGroup:
         ends = asyncio.gather(
             *(replica.stop.remote() for replica in self.all), return_exceptions=True
         )
-        await within(STOP_S, "rollout, stop", ends)
+        await with_time_limit(STOP_S, "rollout, stop", ends)

@@ -13,7 +13,7 @@ from agent_loop.tools import LISTED
 from one_step_off.checkpoint.checkpoints import TRAINED
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.schema import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
@@ -65,7 +65,11 @@ class RunProcesses:
         self.env = COMMON_ENV | (
             {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
         )
-        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
+        self.env |= (
+            {"TMPDIR": os.environ[RUN_FOLDER_VARIABLE]}
+            if self.host and RUN_FOLDER_VARIABLE in os.environ
+            else {}
+        )
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
         logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOG_FOLDER))
         workers = range(cfg.reward.workers * generates)

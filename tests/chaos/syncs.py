@@ -179,9 +179,9 @@ class Layout:
         while any(not task.done() for task in roles.rollout.returning.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
-        roles.sync.last = None
+        roles.sync.last_sent = None
         if joins:
-            roles.sync.grouped = []
+            roles.sync.connected_replicas = []
         roles.rollout.syncing = False
         self.cfg.weight_sync.overlap = overlap
         self.prepared.data.stream.load_state_dict(self.beginning)

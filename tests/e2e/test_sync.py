@@ -216,7 +216,7 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     import ray
 
     from one_step_off.cluster.errors import RoleError, SyncError
-    from one_step_off.cluster.remote_calls import named
+    from one_step_off.cluster.remote_calls import name_failures
     from one_step_off.runtime import launch
     from one_step_off.runtime.processes import RunProcesses
 
@@ -231,9 +231,11 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         with pytest.raises(
             SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"
         ):
-            await named("rollout 0", replica.sync.remote((0, 1)))
+            await name_failures("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
-            await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
+            await name_failures(
+                "rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None))
+            )
 
     launch.start_ray(cfg)
     try:

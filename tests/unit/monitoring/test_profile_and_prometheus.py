@@ -43,7 +43,7 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
     checkpoints, single, tmp_path
-):  # noqa: F811
+):
     path = checkpoints["tied"]
     batch = make_batch(path)
     plain = single(config(path)).update(batch)

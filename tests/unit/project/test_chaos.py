@@ -116,7 +116,7 @@ def test_the_folder_of_a_run_leaves_room_for_the_names_of_sockets(tmp_path, monk
     for there in (deep, Path("/tmp")):
         monkeypatch.setattr(tempfile, "tempdir", str(there))
         with launch.cleanup_after_run():
-            folder = os.environ[leftovers.RUN]
+            folder = os.environ[leftovers.RUN_FOLDER_VARIABLE]
             assert len(folder) + 38 <= 107 and Path(folder).is_dir()
         assert not Path(folder).exists()
 
@@ -185,7 +185,7 @@ def test_another_run_is_left_alone(tmp_path):
     for folder in (mine, other):
         folder.mkdir()
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN: str(other)})
+    process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN_FOLDER_VARIABLE: str(other)})
     try:
         subprocess.run(
             [sys.executable, "-P", leftovers.__file__, str(mine), "0"],

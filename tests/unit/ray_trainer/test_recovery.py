@@ -79,7 +79,7 @@ class Lossy(WeightSync):
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
+        report = {"bytes": 8.0, "changed": 1.0, "bucket_wire": [[0, 0.1]], "spans": []}
         sends = {
             "connect_sync": None,
             "send_weights": lambda version: dict(report),
@@ -92,7 +92,7 @@ class Lossy(WeightSync):
         )
         rollout.families = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
-        self.senders = self.taking_part = group.ranks
+        self.senders = self.sending_ranks = group.ranks
         self.total_bytes, self.info, rollout.say = 8, {}, self.lines.append
 
     def replica(self, i: int, answers: bool) -> Actor:
@@ -101,7 +101,7 @@ class Lossy(WeightSync):
                 self.broken[i] -= 1
                 died.append(1)
                 raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}]
+            return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]
 
         async def alive():
             if died and not answers:
@@ -351,7 +351,7 @@ def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
         samples, _ = await group.generate(PROMPTS, "step 0", group.train)
         assert len(samples) == 24
         await asyncio.wait([group.returning[1]])
-        assert lives == [1] * groups.ATTEMPTS and group.active == [0] == await group.serving()
+        assert lives == [1] * groups.MAX_ATTEMPTS and group.active == [0] == await group.serving()
 
     asyncio.run(main())
 
@@ -417,7 +417,7 @@ def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(
     error, other, answer, monkeypatch
 ):
     """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
-    monkeypatch.setattr(groups, "LIVENESS_S", 0.2)
+    monkeypatch.setattr("one_step_off.cluster.remote_calls.LIVENESS_TIMEOUT_S", 0.2)
     ranks: list[Any] = [Actor(alive=None), Actor(alive=None)]
     ranks[1].alive = Method(
         other if other is GONE else None, delay=other if isinstance(other, float) else 0.0
