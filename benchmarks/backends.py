@@ -29,7 +29,7 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.models import tiny_qwen
 from one_step_off.runtime import launch
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -59,7 +59,7 @@ def make_batch(model: str) -> Batch:
             np.zeros(length, np.int32),
         )
         samples.append(Sample((0, i // n), i % n, ids[0], ids[1], logs, mask, made))
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=length).astype(np.float32) for _ in samples]
     return batch
 
@@ -97,7 +97,7 @@ async def no_canary(*_: Any) -> dict[str, float]:
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     """One arm; the first update and the first sync warm up, and the first sync's memory is what counts."""
-    spawned = Spawned(launch.prepare(cfg, lambda line: None))
+    spawned = RunProcesses(launch.prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()
@@ -112,7 +112,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     updates, syncs = [], []
     for k in range(repeats + 1):
         batch = make_batch(model)
-        batch.expected = (0, k)
+        batch.expected_stamp = (0, k)
         for sample in batch.samples:
             sample.versions[:] = k
         begin = time.perf_counter()

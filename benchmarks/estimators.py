@@ -16,7 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, Trajectories, estimate
+from one_step_off.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Trajectories,
+    estimate_advantages,
+)
 
 
 def trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:
@@ -44,7 +48,7 @@ def measure(repeats: int) -> dict[str, float]:
         for _ in range(repeats):
             fresh = dataclasses.replace(given)  # without what the last round had worked out
             begin = time.perf_counter()
-            estimate(name, fresh)
+            estimate_advantages(name, fresh)
             seconds.append(time.perf_counter() - begin)
         result[name] = 1000 * statistics.median(seconds)
     return result

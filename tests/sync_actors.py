@@ -240,13 +240,15 @@ class Team:
         stream = PromptStream(prompts, 2, True, 0, STEPS)
         self.said: list[str] = []
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.say = self.said.append
+        tracker.log = self.said.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
-    async def lost(self, error: Exception) -> bool:
-        from one_step_off.runtime.processes import Spawned
+    async def is_process_failure(self, error: Exception) -> bool:
+        from one_step_off.runtime.processes import RunProcesses
 
-        return await Spawned.lost(SimpleNamespace(roles=self.roles, groups=self.groups), error)
+        return await RunProcesses.is_process_failure(
+            SimpleNamespace(roles=self.roles, groups=self.groups), error
+        )
 
     def kill(self) -> None:
         for one in (*self.roles.actor.ranks, *self.rollout.replicas):

@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.learning import comparison
 from benchmarks.learning.comparison import ARMS
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -99,7 +99,7 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     try:
         for arm in args.arms:
             validate(
-                load(
+                load_config(
                     [
                         f"config={args.config}",
                         *keys,

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.common.lengths import keys_of
 from benchmarks.throughput.cases import UNEVALUATED
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -156,7 +156,7 @@ def main(argv: list[str] | None = None) -> int:
         lengths, what = keys_of(f"longtail:{args.most}")
         keys = [*UNEVALUATED, *lengths, *overrides]
         for own in arms.values():
-            cfg = load([f"config={args.config}", *keys, *own])
+            cfg = load_config([f"config={args.config}", *keys, *own])
             validate(cfg)
     except (ConfigError, ValueError) as e:
         parser.error(str(e))

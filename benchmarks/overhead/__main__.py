@@ -256,7 +256,7 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
     tracker = Tracker(folder, cell.steps, out=io.StringIO())
     tracker.meter = Meter(cfg, ModelShape(10**9, 24, 2048))
     if cell.loggers:
-        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.say, {})
+        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.log, {})
     return Pipeline(cfg, roles, streams[1], None, tracker), log
 
 

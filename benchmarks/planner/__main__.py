@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common.command_line import ROOT, run_arm
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import resolved_device
 from one_step_off.monitoring.tracker import speed
@@ -73,7 +73,7 @@ def arms_of(batch: int) -> dict[str, list[str]]:
 
 def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
     """What the simulation says of an arm, by the calibration's `work`."""
-    cfg = load([f"config={config}", *keys])
+    cfg = load_config([f"config={config}", *keys])
     lengths = np.minimum(work.lengths, cfg.data.max_response_length)
     work = replace(work, prompts=cfg.data.train_batch_size, lengths=lengths)
     replicas, ranks = plan.devices(cfg)
@@ -92,7 +92,7 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
         if name in chosen
     }
     for keys in arms.values():
-        validate(load([f"config={args.config}", *keys]))
+        validate(load_config([f"config={args.config}", *keys]))
     out.mkdir(parents=True, exist_ok=True)
     for number in range(args.rounds):
         order, measured, folders = list(arms), {}, {}

@@ -36,7 +36,7 @@ from benchmarks.throughput.cases import (
     model_path,
     what_model,
 )
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -105,11 +105,11 @@ def plan(
         if case.model.startswith("random:") and case.model not in RANDOM:
             model_path(case.model)
         model = [f"model.path={case.model}"] if case.model and case.model not in RANDOM else []
-        keys = [*model, *case.keys(load(base))]
-        arms = arms_of(load([*base, *keys]))
+        keys = [*model, *case.keys(load_config(base))]
+        arms = arms_of(load_config([*base, *keys]))
         chosen = {name: arms[name] for name in (ARMS[word] for word in args.arms)}
         for own in chosen.values():
-            cfg = load([*base, *keys, *own])
+            cfg = load_config([*base, *keys, *own])
             validate(cfg)
             steps = cfg.trainer.total_steps
             if steps is not None and steps - args.warmup < 2:
@@ -187,7 +187,7 @@ def main(argv: list[str] | None = None) -> int:
     result: dict[str, Any] = {"machine": machine(), **known, "cases": []}
     for case, keys, arms in planned:
         own = [*base_keys(args, overrides), *keys]
-        cfg = load([f"config={args.config}", *own])
+        cfg = load_config([f"config={args.config}", *own])
         name = case.name if case.model else f"{cfg.model.path.rpartition('/')[2]} {case.name}"
         print(f"{name}: {what(case, cfg)}", flush=True)
         if case.model in RANDOM:

@@ -30,8 +30,8 @@ from typing import Any
 
 from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.throughput.cases import UNEVALUATED
-from benchmarks.trl_comparison.trl_arm import settings_of
-from one_step_off.config.loading import load
+from benchmarks.trl_comparison.trl_arm import role_settings
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -220,9 +220,9 @@ def main(argv: list[str] | None = None) -> int:
         *([f"trainer.total_steps={args.steps}"] if args.steps is not None else []),
     ]
     try:
-        cfg = load([f"config={args.config}", *keys])
+        cfg = load_config([f"config={args.config}", *keys])
         validate(cfg)
-        settings = settings_of(cfg)
+        settings = role_settings(cfg)
         if cfg.trainer.total_steps - args.warmup < 2:
             raise ValueError(
                 f"--warmup {args.warmup} leaves none of {cfg.trainer.total_steps} steps; raise --steps"

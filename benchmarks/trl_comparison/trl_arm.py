@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command_line import Parser
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 
 
-def settings_of(cfg: Config, vllm: bool = False) -> dict[str, Any]:
+def role_settings(cfg: Config, vllm: bool = False) -> dict[str, Any]:
     """The fields of TRL's GRPOConfig that say what the config says. Raises ValueError: it says what they cannot."""
     a, algorithm, n, steps = cfg.actor, cfg.algorithm, cfg.rollout.n, cfg.trainer.total_steps
     same = {
@@ -95,9 +95,9 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's, as TRL calls it: of all samples at once."""
-    from one_step_off.rewards.scoring import BUILT_IN
+    from one_step_off.rewards.scoring import REWARD_FUNCTIONS
 
-    function = BUILT_IN.find(cfg.reward.function).function
+    function = REWARD_FUNCTIONS.find(cfg.reward.function).function
 
     def reward(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
         return [
@@ -167,14 +167,14 @@ def main() -> None:
         "--threads", type=int, default=0, help="of torch; 0: as many as torch takes"
     )
     args, keys = parser.parse()
-    cfg = load(keys)
+    cfg = load_config(keys)
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = settings_of(cfg, args.vllm)
+    settings = role_settings(cfg, args.vllm)
     rows = train(cfg, settings, folder)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     settings |= {"torch threads": torch.get_num_threads()}

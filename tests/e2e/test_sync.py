@@ -61,7 +61,7 @@ def batch_for_update() -> Batch:
                 np.zeros(12, np.int32),
             )
         )
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]
     return batch
 
@@ -116,7 +116,7 @@ def sync_and_compare(
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(
         mine,
@@ -130,7 +130,7 @@ def sync_and_compare(
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles = Spawned(prepared).roles
+        roles = RunProcesses(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -218,12 +218,12 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     from one_step_off.cluster.errors import RoleError, SyncError
     from one_step_off.cluster.remote_calls import name_failures
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
@@ -266,7 +266,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     mine, said = models(tied=True, seed=2), []
     own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
@@ -285,7 +285,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     )
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         roles.rollout.on_message = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()

@@ -21,7 +21,7 @@ from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout import replica_group as groups
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
 from one_step_off.weight_sync.coordinator import WeightSync
@@ -437,7 +437,7 @@ def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(
     )
     roles = SimpleNamespace(rollout=SimpleNamespace(replicas=[], active=[]))
     team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
-    assert asyncio.run(Spawned.lost(team, error)) is answer
+    assert asyncio.run(RunProcesses.is_process_failure(team, error)) is answer
 
 
 class Notes:

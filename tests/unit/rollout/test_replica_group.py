@@ -14,7 +14,7 @@ import pytest
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
+from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
@@ -549,7 +549,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
 def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch):
     put = []
     monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
-    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
+    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected_stamp=(0, 0))
     assert [room.put_batch(batch), room.put_batch(batch)] == [1, 1], (
         "the reference model's and the critic's"
     )
@@ -561,7 +561,7 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     assert (
         room.put_batch(batch) == 3
         and not put[2].samples[0].loss_mask.any()
-        and put[2].stored == NOWHERE
+        and put[2].stored == NOT_STORED
     )
 
 

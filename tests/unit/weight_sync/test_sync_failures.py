@@ -40,7 +40,7 @@ async def fails(team: Team, folder, kind: type[Exception]) -> tuple[Exception, b
     begin = time.monotonic()
     with pytest.raises(kind) as caught:
         await asyncio.wait_for(team.pipeline(folder).fit(), 60)
-    another = await asyncio.wait_for(team.lost(caught.value), SOON_S)
+    another = await asyncio.wait_for(team.is_process_failure(caught.value), SOON_S)
     assert time.monotonic() - begin < 2 * SOON_S
     if not another:
         ready = [rank.__ray_ready__.remote() for rank in team.roles.actor.ranks]
