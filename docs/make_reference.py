@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
-from one_step_off.config.loading import KEYS, Key
+from one_step_off.config.loading import KEYS, ConfigKey
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
@@ -32,7 +32,7 @@ run must at least set `model.path`, `data.train_files`, and one of `trainer.tota
 """
 
 
-def _type(key: Key) -> str:
+def _type(key: ConfigKey) -> str:
     words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
     return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
         " or `null`" if key.default is None else ""
@@ -49,7 +49,7 @@ def _default(value: object) -> str:
     )
 
 
-def _bounds(key: Key) -> str:
+def _bounds(key: ConfigKey) -> str:
     low, high, above = (key.meta.get(name) for name in ("low", "high", "above"))
     if low is not None and low == high:
         return f"only {low:g}"

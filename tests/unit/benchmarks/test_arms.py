@@ -12,19 +12,15 @@ import numpy as np
 import pytest
 
 from agent_loop.base import Generated, Limits, Loops
-from benchmarks import (
-    command_line,
-    learning,
-    learning_arms,
-    lengths,
-    throughput,
-    trl_comparison,
-    update_phase,
-)
-from benchmarks import throughput_cases as cases
-from benchmarks import throughput_report as report
-from benchmarks.trl_arm import settings_of
-from one_step_off.config.loading import load
+from benchmarks import update_phase
+from benchmarks.common import command_line, lengths
+from benchmarks.learning import __main__ as learning
+from benchmarks.learning import comparison as learning_arms
+from benchmarks.throughput import __main__ as throughput
+from benchmarks.throughput import cases, report
+from benchmarks.trl_comparison import __main__ as trl_comparison
+from benchmarks.trl_comparison.trl_arm import role_settings
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import Prompt
 from one_step_off.runtime.validation import validate
@@ -159,7 +155,7 @@ def test_a_run_may_use_the_cores_it_is_given():
 
 
 def test_the_colocated_arm_has_the_devices_of_all_pools():
-    cfg = load([TINY, "placement.pools={rollout: [2], actor: [3]}"])
+    cfg = load_config([TINY, "placement.pools={rollout: [2], actor: [3]}"])
     keys = cases.arms_of(cfg)[cases.COLOCATED]
     assert keys[:2] == ["placement.pools={all: [5]}", "placement.roles={rollout: all, actor: all}"]
     cfg.placement.device, cfg.placement.pools = "cuda", {"rollout": [2, 2], "actor": [4]}
@@ -167,7 +163,9 @@ def test_the_colocated_arm_has_the_devices_of_all_pools():
 
 
 def test_arms_differ_in_staleness_and_overlap_alone():
-    found = {arm: load([TINY, *keys]) for arm, keys in cases.arms_of(load([TINY])).items()}
+    found = {
+        arm: load_config([TINY, *keys]) for arm, keys in cases.arms_of(load_config([TINY])).items()
+    }
     told = {arm: (cfg.pipeline.staleness, cfg.weight_sync.overlap) for arm, cfg in found.items()}
     assert told[cases.PLAIN] == (1, False) and told[cases.AHEAD] == (1, True)
     assert told[cases.APART][0] == told[cases.COLOCATED][0] == 0
@@ -197,7 +195,7 @@ def test_flags_make_cases():
         *("short 8x4 2:1", "short 32 2:1"),
         *("longtail:64 8x4 2:1", "longtail:64 32 2:1"),
     ]
-    cfg = load([TINY, *found[2][1]])
+    cfg = load_config([TINY, *found[2][1]])
     assert (cfg.data.train_batch_size, cfg.actor.ppo_mini_batch_size, cfg.rollout.n) == (8, 8, 4)
     assert (
         cfg.placement.pools == {"rollout": [2], "actor": [1]} and cfg.data.max_response_length == 64
@@ -207,13 +205,13 @@ def test_flags_make_cases():
     assert [*found[0][2]] == [cases.COLOCATED, cases.APART, cases.PLAIN, cases.AHEAD]
     (only,) = plan("--arms", "overlapped", "--models", "tiny:qwen3", "--lengths", "fixed:20")
     assert [*only[2]] == [cases.AHEAD] and only[1][0] == "model.path=tiny:qwen3"
-    assert load([TINY, *only[1]]).rollout.sampling_kwargs == {"ignore_eos": True}
+    assert load_config([TINY, *only[1]]).rollout.sampling_kwargs == {"ignore_eos": True}
 
 
 @pytest.mark.parametrize(("batch", "mini"), [("16", 4), ("8", 2), ("6", 3), ("5", 5)], ids=str)
 def test_mini_batches_grow_with_the_batch(batch: str, mini: int):
     """The config makes four updates a step; where the prompts do not divide by them, fewer."""
-    keys = cases.batch_keys(batch, load([TINY, "actor.ppo_mini_batch_size=4"]))
+    keys = cases.batch_keys(batch, load_config([TINY, "actor.ppo_mini_batch_size=4"]))
     assert keys[1] == f"actor.ppo_mini_batch_size={mini}" and int(batch) % mini == 0
 
 
@@ -292,7 +290,7 @@ def test_long_tailed_lengths_are_what_they_say():
 
 def test_the_long_tail_asks_for_its_lengths():
     keys, told = lengths.keys_of("longtail:64")
-    cfg, asked = load([TINY, *keys]), []
+    cfg, asked = load_config([TINY, *keys]), []
     loop = Loops(cfg, None).get()
 
     async def generate(ids: np.ndarray, tokens: int) -> Generated:
@@ -312,7 +310,7 @@ def test_the_long_tail_asks_for_its_lengths():
     )
     assert "median 8" in told
     with pytest.raises(ConfigError, match="ignore_eos"):
-        Loops(load([TINY, *keys, "rollout.sampling_kwargs={}"]), None).get()
+        Loops(load_config([TINY, *keys, "rollout.sampling_kwargs={}"]), None).get()
 
 
 def test_the_update_phase_against_the_arithmetic():
@@ -416,7 +414,7 @@ def test_other_benchmarks_bad_flags(
 
 
 def test_trl_is_given_what_the_config_says():
-    found = settings_of(load([TINY, "trainer.total_steps=7"]))
+    found = role_settings(load_config([TINY, "trainer.total_steps=7"]))
     assert found["generation_batch_size"] == found["per_device_train_batch_size"] == 256
     assert (found["num_generations"], found["max_completion_length"], found["max_steps"]) == (
         16,
@@ -426,10 +424,10 @@ def test_trl_is_given_what_the_config_says():
     assert (found["learning_rate"], found["warmup_steps"], found["loss_type"]) == (2e-4, 5, "dapo")
     assert (
         not found["use_vllm"]
-        and settings_of(load([TINY]), vllm=True)["vllm_max_model_length"] == 160
+        and role_settings(load_config([TINY]), vllm=True)["vllm_max_model_length"] == 160
     )
     with pytest.raises(ValueError, match="actor.ppo_epochs=2: this comparison needs 1"):
-        settings_of(load([TINY, "actor.ppo_epochs=2"]))
+        role_settings(load_config([TINY, "actor.ppo_epochs=2"]))
 
 
 def test_trl_missing_is_one_line(capsys, monkeypatch):
@@ -476,7 +474,7 @@ def test_trl_table_and_headline(tmp_path):
         "failed": {"TRL, vLLM colocate": "AttributeError: x"},
         "headline": found,
     }
-    said = trl_comparison.table(result | {"trl_settings": settings_of(load([TINY]))})
+    said = trl_comparison.table(result | {"trl_settings": role_settings(load_config([TINY]))})
     assert "| one_step_off | 0.640 (0.500 to 0.800) | 400 (320 to 512) |" in said
     assert (
         "2.00 times the samples/s of TRL, 1 thread" in said and "failed: AttributeError: x" in said

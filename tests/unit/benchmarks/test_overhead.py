@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from benchmarks import overhead
-from benchmarks.overhead import Cell
+from benchmarks.overhead import __main__ as overhead
+from benchmarks.overhead.__main__ import Cell
 
 
 @pytest.mark.parametrize("how", [{}, {"routing": "static", "loggers": False}, {"full": True}])

@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import sync_arms, sync_exposed, sync_model, sync_report, sync_trainer, weight_sync
-from benchmarks.sync_model import H100, Layout, Model
+from benchmarks.weight_sync import __main__ as weight_sync
+from benchmarks.weight_sync import arms as sync_arms
+from benchmarks.weight_sync import cost_model as sync_model
+from benchmarks.weight_sync import exposed as sync_exposed
+from benchmarks.weight_sync import report as sync_report
+from benchmarks.weight_sync import trainer as sync_trainer
+from benchmarks.weight_sync.cost_model import H100, Layout, Model
 from one_step_off.config.schema import WeightSyncConfig
 
 MODEL = Model("32B", 32.8e9, 771)

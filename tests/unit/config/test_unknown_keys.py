@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.config import unknown_keys
-from one_step_off.config.loading import KEYS, find_key, load
+from one_step_off.config.loading import KEYS, find_key, load_config
 from one_step_off.config.schema import ConfigError
 
 # Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
@@ -30,7 +30,7 @@ RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.t
 
 def said(*argv: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load(list(argv))
+        load_config(list(argv))
     return str(error.value)
 
 
@@ -101,7 +101,7 @@ def test_what_is_recommended_exists() -> None:
             ours, equals, value = row.here.split("`")[1].partition("=")
             find_key(".".join(ours.split(".")[:2]))
             if equals:
-                load([f"{ours}={value}"])
+                load_config([f"{ours}={value}"])
 
 
 @given(

@@ -17,7 +17,7 @@ import yaml
 
 from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import KEYS, SECTIONS, find_key, load
+from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.main_ppo import FLAGS
 from one_step_off.monitoring.tracker import speed
@@ -94,10 +94,10 @@ def test_configs(text: str, workplace: Path) -> None:
         content = over(yaml.safe_load((ROOT / base[1]).read_text()), content)
     path = workplace / "config.yaml"
     path.write_text(yaml.safe_dump(content))
-    check(load([f"config={path}"]))
+    check(load_config([f"config={path}"]))
     # The block itself too: keys must not stand twice, and numbers must be numbers.
     path.write_text(text)
-    load([f"config={path}"])
+    load_config([f"config={path}"])
 
 
 def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
@@ -150,10 +150,10 @@ def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) 
             with monkeypatch.context() as patch:
                 if variables.get("BACKEND") == "megatron":
                     argv[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
-                    patch.setattr(config_checks, "_installed", lambda package: True)
+                    patch.setattr(config_checks, "is_installed", lambda package: True)
                 if "RAY_ADDRESS" in variables:
                     patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
-                check(load(argv))
+                check(load_config(argv))
 
 
 def code_spans(page: Path) -> Iterator[str]:
@@ -202,7 +202,7 @@ def run_with(*overrides: str) -> Config:
         "data.train_files=generator:word_problems",
         "trainer.total_steps=1",
     )
-    return load([*fixed, "placement.device=cuda", *overrides])
+    return load_config([*fixed, "placement.device=cuda", *overrides])
 
 
 @pytest.mark.parametrize("page", PAGES, **ids)
