@@ -121,13 +121,21 @@ class Trajectory:
             RuntimeError: weights of another incarnation made this turn than the turns before.
         """
         room = self.limits.tokens - self.length
-        spent = {"turns": self.turns >= self.limits.turns, "room": room < 1, "time": self.seconds_left == 0}
+        spent = {
+            "turns": self.turns >= self.limits.turns,
+            "room": room < 1,
+            "time": self.seconds_left == 0,
+        }
         if self.cut or any(spent.values()):
-            self.finish_reason = self.finish_reason if self.cut else next(name for name, up in spent.items() if up)
+            self.finish_reason = (
+                self.finish_reason if self.cut else next(name for name, up in spent.items() if up)
+            )
             return None
         out = await generate(self.ids, min(room, self.limits.turn_tokens or room))
         if self.turns and out.incarnation != self.incarnation:
-            raise RuntimeError(f"turn {self.turns}: weights of incarnation {out.incarnation}, not {self.incarnation}")
+            raise RuntimeError(
+                f"turn {self.turns}: weights of incarnation {out.incarnation}, not {self.incarnation}"
+            )
         self.incarnation, self.finish_reason = out.incarnation, out.finish_reason
         if self.cut and len(out.ids) < room:
             self.finish_reason = "turn_length"
@@ -156,11 +164,22 @@ class Trajectory:
         """
         last = max((i for i, s in enumerate(self.segments) if s.role == "assistant"), default=-1)
         if last < 0:
-            raise RuntimeError(f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy")
-        columns = ((s.ids, s.log_probs, np.full(len(s.ids), s.train), s.versions) for s in self.segments[: last + 1])
+            raise RuntimeError(
+                f"prompt {prompt.id}, sample {index}: its agent loop ended without a turn of the policy"
+            )
+        columns = (
+            (s.ids, s.log_probs, np.full(len(s.ids), s.train), s.versions)
+            for s in self.segments[: last + 1]
+        )
         own = (*map(np.concatenate, zip(*columns, strict=True)), self.incarnation)
-        extra = {"agent": {"turns": float(self.turns)} | self.facts} if self.facts or self.turns > 1 else {}
-        return Sample(prompt.id, index, self.prompt_ids, *own, finish_reason=self.finish_reason, extra=extra)
+        extra = (
+            {"agent": {"turns": float(self.turns)} | self.facts}
+            if self.facts or self.turns > 1
+            else {}
+        )
+        return Sample(
+            prompt.id, index, self.prompt_ids, *own, finish_reason=self.finish_reason, extra=extra
+        )
 
 
 class AgentLoop:
@@ -180,14 +199,18 @@ class AgentLoop:
         self._frame = lru_cache(64)(self._frame)
         if self.hears and (not tokenizer.chat_template or cfg.data.chat_template == "never"):
             mend = "use a model that has one, and not data.chat_template=never"
-            raise ConfigError(f"agent.loop: {type(self).__name__} has turns, which a chat template writes; {mend}")
+            raise ConfigError(
+                f"agent.loop: {type(self).__name__} has turns, which a chat template writes; {mend}"
+            )
         if self.hears:
             self._frame((self.hears,))
 
     async def check(self, prompt: Prompt) -> None:
         """Told the first row of this loop before any engine starts. Raises ConfigError where it cannot be used."""
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """Make one trajectory. What it raises ends the run; it must not block the event loop that all of them share."""
         raise NotImplementedError
 
@@ -198,7 +221,9 @@ class AgentLoop:
     @cached_property
     def _special(self) -> set[int]:
         added = self.tokenizer.added_tokens_decoder
-        return {i for i, token in added.items() if token.special} | set(self.tokenizer.all_special_ids)
+        return {i for i, token in added.items() if token.special} | set(
+            self.tokenizer.all_special_ids
+        )
 
     def _tokens(self, text: str, **how: bool) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False, **how)["input_ids"]
@@ -209,7 +234,9 @@ class AgentLoop:
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARKS[0]}]
         what = f"agent.loop: the model's chat template does not take {messages[0]['role']!r}"
         with as_config_error(what, "take another model"):
-            whole = self.tokenizer.apply_chat_template(before + messages, tokenize=False, add_generation_prompt=True)
+            whole = self.tokenizer.apply_chat_template(
+                before + messages, tokenize=False, add_generation_prompt=True
+            )
             if whole.count(_MARKS[0]) != 1:
                 raise ValueError("it does not show what the assistant said, once")
         return whole.partition(_MARKS[0])[2]
@@ -218,11 +245,19 @@ class AgentLoop:
         """What the template writes around contents, with their numbers between, and its special tokens. Raises
         ConfigError: it does not show each of them once and in order, so that the policy would miss what was said."""
         mark = _MARKS[1]
-        text = self._written([{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)])
+        text = self._written(
+            [{"role": role, "content": f"{mark}{i}."} for i, role in enumerate(roles)]
+        )
         parts = re.split(rf"{mark}(\d+)\.", text)
         if parts[1::2] != [str(i) for i in range(len(roles))]:
-            said = f"{len(roles)} messages in a row of {roles[0]!r}" if len(roles) > 1 else f"what {roles[0]!r} says"
-            raise ConfigError(f"agent.loop: the model's chat template does not show {said}; take another model")
+            said = (
+                f"{len(roles)} messages in a row of {roles[0]!r}"
+                if len(roles) > 1
+                else f"what {roles[0]!r} says"
+            )
+            raise ConfigError(
+                f"agent.loop: the model's chat template does not show {said}; take another model"
+            )
         return parts, sum(i in self._special for i in self._tokens(text))
 
     def turn(self, messages: list[dict[str, str]], said: np.ndarray) -> np.ndarray:
@@ -235,13 +270,22 @@ class AgentLoop:
             ConfigError: the template does not take such messages.
         """
         # A lone surrogate is no text that can be tokenised.
-        clean = [m | {"content": m["content"].encode("utf-8", "replace").decode()} for m in messages]
-        tail, (parts, special) = self._tokens(self._written(clean)), self._frame(tuple(m["role"] for m in clean))
-        if sum(i in self._special for i in tail) != special:  # more than the template's own: then part by part
+        clean = [
+            m | {"content": m["content"].encode("utf-8", "replace").decode()} for m in messages
+        ]
+        tail, (parts, special) = (
+            self._tokens(self._written(clean)),
+            self._frame(tuple(m["role"] for m in clean)),
+        )
+        if (
+            sum(i in self._special for i in tail) != special
+        ):  # more than the template's own: then part by part
             tail = []
             for i, part in enumerate(parts):
                 theirs = bool(i % 2)
-                tail += self._tokens(clean[int(part)]["content"] if theirs else part, split_special_tokens=theirs)
+                tail += self._tokens(
+                    clean[int(part)]["content"] if theirs else part, split_special_tokens=theirs
+                )
         if len(said) and int(said[-1]) in self._special and tail and tail[0] in self._special:
             tail = tail[1:]
         return np.asarray(tail, np.int32)
@@ -251,7 +295,9 @@ class AgentLoop:
 class SingleTurn(AgentLoop):
     """One prompt, one answer."""
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """See `AgentLoop.run`."""
         talk = Trajectory(prompt.ids, limits)
         await talk.say(generate)
@@ -266,14 +312,22 @@ class RetryWithFeedback(AgentLoop):
     hears = "user"
 
     def __init__(
-        self, cfg: Config, tokenizer: Any, *, feedback: str = AGAIN, passes_at: float = 1.0, discount: float = 1.0
+        self,
+        cfg: Config,
+        tokenizer: Any,
+        *,
+        feedback: str = AGAIN,
+        passes_at: float = 1.0,
+        discount: float = 1.0,
     ) -> None:
         """`feedback`: what the user says then. `passes_at`: the reward from which on an answer counts as right."""
         super().__init__(cfg, tokenizer)
         self.message = [{"role": "user", "content": feedback}]
         self.passes_at, self.discount = passes_at, discount
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """See `AgentLoop.run`."""
         talk = Trajectory(prompt.ids, limits)
         while said := await talk.say(generate):
@@ -304,7 +358,9 @@ class Loops:
         if name not in self.made:
             own, found = self.cfg.agent.loop_kwargs.get(name) or {}, LOOPS.find(name).function
             if not (isinstance(found, type) and issubclass(found, AgentLoop)):
-                raise ConfigError(f"agent.loop={name!r}: is no agent loop; name a class over agent_loop.base.AgentLoop")
+                raise ConfigError(
+                    f"agent.loop={name!r}: is no agent loop; name a class over agent_loop.base.AgentLoop"
+                )
             what = f"agent.loop_kwargs={{{name}: {own}}}: do not fit"
             with as_config_error(what, "mend these settings", (TypeError, ValueError)):
                 self.made[name] = found(self.cfg, self.tokenizer, **own)

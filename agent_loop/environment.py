@@ -62,7 +62,11 @@ class Puzzle:
             score = 0.0
         gain, self.left = max(0.0, score - self.best), self.left - 1
         self.best += gain
-        return f"That is not right (score {score:.2f}). Guess again.", gain, score >= 1.0 or self.left == 0
+        return (
+            f"That is not right (score {score:.2f}). Guess again.",
+            gain,
+            score >= 1.0 or self.left == 0,
+        )
 
 
 @LOOPS.register("environment")
@@ -76,7 +80,9 @@ class EnvironmentLoop(AgentLoop):
 
     hears = "user"
 
-    def __init__(self, cfg: Config, tokenizer: Any, *, env: str = "agent_loop.environment:Puzzle") -> None:
+    def __init__(
+        self, cfg: Config, tokenizer: Any, *, env: str = "agent_loop.environment:Puzzle"
+    ) -> None:
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
         self.env, made = env, registry.load("agent.loop_kwargs.environment.env", env)
@@ -90,35 +96,51 @@ class EnvironmentLoop(AgentLoop):
             async with self.processes.one() as streams:
                 await self._ask(streams, "reset", prompt.ground_truth)
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """See `AgentLoop.run`."""
         async with self.processes.one() as streams:
             await self._ask(streams, "reset", prompt.ground_truth)
-            talk = Trajectory(prompt.ids, limits, reward=0.0)  # its clock starts here, so that there is a first turn
+            talk = Trajectory(
+                prompt.ids, limits, reward=0.0
+            )  # its clock starts here, so that there is a first turn
             while said := await talk.say(generate):
                 talk.count("steps")
                 try:
                     # The wait for a core is never shorter than the step may take: the last one has a reward too.
                     wait = max(talk.seconds_left, self.cfg.agent.tool_timeout_s)
-                    observation, reward, done = await self._ask(streams, "step", self.text(said.ids), wait)
+                    observation, reward, done = await self._ask(
+                        streams, "step", self.text(said.ids), wait
+                    )
                 except NoAnswer:  # the model's doing, and no reason to end the run
                     talk.count("lost_steps")
                     break
                 talk.reward += reward
-                if done or not talk.hear("user", self.turn([{"role": "user", "content": observation}], said.ids)):
+                if done or not talk.hear(
+                    "user", self.turn([{"role": "user", "content": observation}], said.ids)
+                ):
                     break
         return talk
 
-    async def _ask(self, streams: Streams, method: str, argument: str, wait: float = LONGEST_QUEUE) -> Any:
+    async def _ask(
+        self, streams: Streams, method: str, argument: str, wait: float = LONGEST_QUEUE
+    ) -> Any:
         """What the method answers. Raises NoAnswer; RuntimeError: it raised, or returned what is none."""
-        (reader, writer), seconds, what = streams, self.cfg.agent.tool_timeout_s, f"{self.env}.{method}"
+        (reader, writer), seconds, what = (
+            streams,
+            self.cfg.agent.tool_timeout_s,
+            f"{self.env}.{method}",
+        )
         try:  # others than the confined may wait for servers, so they need no core
             async with core(wait) if self.confined else contextlib.nullcontext():
                 writer.write(json.dumps([method, argument]).encode() + b"\n")
                 line = await asyncio.wait_for(reader.readuntil(b"\n"), seconds)
             answer = json.loads(line)
         except TimeoutError as e:
-            raise NoAnswer(f"{what}: {str(e) or f'took longer than agent.tool_timeout_s={seconds:g}'}") from e
+            raise NoAnswer(
+                f"{what}: {str(e) or f'took longer than agent.tool_timeout_s={seconds:g}'}"
+            ) from e
         except (EOFError, ConnectionError) as e:
             raise NoAnswer(f"{what}: its process ended") from e
         except (ValueError, RecursionError, asyncio.LimitOverrunError):
@@ -128,7 +150,15 @@ class EnvironmentLoop(AgentLoop):
                 raise _failed(what, why, str(answer.get("traceback", "")))
             case str() if method == "reset":
                 return answer
-            case [str(text), int() | float() as reward, done] if method == "step" and abs(reward) <= LARGEST:
+            case [str(text), int() | float() as reward, done] if (
+                method == "step" and abs(reward) <= LARGEST
+            ):
                 return text, float(reward), bool(done)
-        wanted = "a text" if method == "reset" else "(observation, reward, done) with a text and a finite number"
-        raise (NoAnswer if self.confined else RuntimeError)(f"{what}: it returned {answer!r:.80}, not {wanted}")
+        wanted = (
+            "a text"
+            if method == "reset"
+            else "(observation, reward, done) with a text and a finite number"
+        )
+        raise (NoAnswer if self.confined else RuntimeError)(
+            f"{what}: it returned {answer!r:.80}, not {wanted}"
+        )

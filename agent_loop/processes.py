@@ -46,15 +46,25 @@ class Processes:
         """`spec`: `module:Class`, of which each process makes one object and answers calls; empty: it runs code."""
         self.spec, self.confined = spec, confined
         self.parent: subprocess.Popen | None = None
-        self.beginning = asyncio.Semaphore(8)  # a socket holds only so many others that nobody has fetched
+        self.beginning = asyncio.Semaphore(
+            8
+        )  # a socket holds only so many others that nobody has fetched
 
     def _start(self) -> None:
         if self.parent:
             self.end()
-        self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # whole messages
+        self.control, theirs = socket.socketpair(
+            socket.AF_UNIX, socket.SOCK_SEQPACKET
+        )  # whole messages
         command = [sys.executable, "-I", str(Path(__file__).with_name("sandbox.py"))]
-        command += [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()] if self.spec else []
-        env = ({"PATH": os.defpath} if self.confined else dict(os.environ)) | {"OMP_NUM_THREADS": "1"}
+        command += (
+            [self.spec, str(int(self.confined)), *filter(None, sys.path), os.getcwd()]
+            if self.spec
+            else []
+        )
+        env = ({"PATH": os.defpath} if self.confined else dict(os.environ)) | {
+            "OMP_NUM_THREADS": "1"
+        }
         with theirs:
             self.parent = subprocess.Popen(command, stdin=theirs, env=env, start_new_session=True)
         self.end = weakref.finalize(self, _end, self.parent, self.control)
@@ -75,16 +85,22 @@ class Processes:
                 try:
                     begun = await asyncio.wait_for(streams[0].readline(), LONGEST_START)
                 except TimeoutError as e:
-                    raise RuntimeError(f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s") from e
+                    raise RuntimeError(
+                        f"sandbox.py {self.spec}: no process began within {LONGEST_START:g} s"
+                    ) from e
             if not begun:
-                raise RuntimeError(f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why")
+                raise RuntimeError(
+                    f"sandbox.py {self.spec}: ended by {parent.wait(5)}; the log says why"
+                )
             yield streams
 
     async def _kill(self, control: socket.socket, name: bytes, streams: Streams) -> None:
         with contextlib.closing(streams[1]), contextlib.suppress(OSError, TimeoutError):
             control.send(name)  # an error: the parent has ended, and all with it
             async with asyncio.timeout(60):
-                while self.confined and await streams[0].read(1 << 16):  # ends when the process has ended
+                while self.confined and await streams[0].read(
+                    1 << 16
+                ):  # ends when the process has ended
                     pass
 
 

@@ -68,7 +68,11 @@ BY_ARGUMENT = (
     # fcntl and ioctl: F_SETOWN, F_SETSIG, F_SETOWN_EX, FIOSETOWN and SIOCSPGRP have the kernel send signals,
     # FS_IOC_SETFLAGS and FS_IOC_FSSETXATTR change metadata.
     (72, 1, [(EQUAL, "refuse", 0, command) for command in (8, 10, 15)]),
-    (16, 1, [(EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)]),
+    (
+        16,
+        1,
+        [(EQUAL, "refuse", 0, command) for command in (0x8901, 0x8902, 0x40086602, 0x401C5820)],
+    ),
 )
 
 # Rights of Landlock; each of its versions brought some, and it refuses those that it does not know.
@@ -85,18 +89,31 @@ def filter_program() -> bytes:
     """The BPF program: another architecture's calls kill, x32's and the forbidden ones are refused, clone makes only
     threads."""
     ends = {"allow": ALLOW, "refuse": ERROR | EPERM, "unknown": ERROR | ENOSYS, "kill": KILL}
-    steps = [(LOAD, 0, 0, 4), (EQUAL, 0, "kill", X86_64), (LOAD, 0, 0, 0), (AT_LEAST, "refuse", 0, X32)]
+    steps = [
+        (LOAD, 0, 0, 4),
+        (EQUAL, 0, "kill", X86_64),
+        (LOAD, 0, 0, 0),
+        (AT_LEAST, "refuse", 0, X32),
+    ]
     steps += [(EQUAL, "refuse", 0, int(call.split()[1])) for call in FORBIDDEN.split(",")]
     steps += [(EQUAL, "unknown", 0, number) for number in UNKNOWN.values()]
     for number, argument, asked in BY_ARGUMENT:
-        steps += [(EQUAL, 0, len(asked) + 2, number), (LOAD, 0, 0, 16 + 8 * argument), *asked, (RETURN, 0, 0, ALLOW)]
+        steps += [
+            (EQUAL, 0, len(asked) + 2, number),
+            (LOAD, 0, 0, 16 + 8 * argument),
+            *asked,
+            (RETURN, 0, 0, ALLOW),
+        ]
     place = {name: len(steps) + i for i, name in enumerate(ends)}
     steps += [(RETURN, 0, 0, value) for value in ends.values()]
 
     def jump(at: int, to: "int | str") -> int:
         return place[to] - at - 1 if isinstance(to, str) else to
 
-    return b"".join(struct.pack("HBBI", op, jump(i, yes), jump(i, no), k) for i, (op, yes, no, k) in enumerate(steps))
+    return b"".join(
+        struct.pack("HBBI", op, jump(i, yes), jump(i, no), k)
+        for i, (op, yes, no, k) in enumerate(steps)
+    )
 
 
 def _require(result: int, what: str) -> int:
@@ -117,7 +134,10 @@ def _see_only(folder: str | None) -> None:
     for path, rights in (rules | ({folder: all_rights} if folder else {})).items():
         if os.path.exists(path):
             fd = os.open(path, os.O_PATH)
-            _require(LIBC.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0), f"Landlock for {path}")
+            _require(
+                LIBC.syscall(add, ruleset, 1, struct.pack("=Qi", rights, fd), 0),
+                f"Landlock for {path}",
+            )
             os.close(fd)
     _require(LIBC.syscall(restrict, ruleset, 0), "Landlock")
     os.close(ruleset)
@@ -126,7 +146,9 @@ def _see_only(folder: str | None) -> None:
 def confine(folder: str | None, cpu_s: int, memory_mb: int = 512, file_mb: int = 16) -> None:
     """Limit this process for good. Raises OSError where this machine cannot."""
     if platform.machine() != "x86_64":
-        raise OSError(f"the filter of system calls is for x86-64, and this machine is {platform.machine()}")
+        raise OSError(
+            f"the filter of system calls is for x86-64, and this machine is {platform.machine()}"
+        )
     limits = {"CPU": cpu_s, "AS": memory_mb << 20, "FSIZE": file_mb << 20, "NOFILE": 64, "CORE": 0}
     for name, limit in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
@@ -151,7 +173,9 @@ def forked() -> socket.socket:
     """Returns in every child, with its socket, to which it has said that it is there. The parent is sent a name with a
     socket for a child to begin, the name alone for it to end; all end with it, and it with its standard input."""
     control, parent, children = socket.socket(fileno=0), os.getpid(), {}
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # else nobody can be waited for, and ids change hands
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # else nobody can be waited for, and ids change hands
     while True:
         name, fds, *_ = socket.recv_fds(control, 32, 1)
         if fds:
@@ -187,11 +211,16 @@ def answer_calls(make: Callable[[], object], confined: bool, lines: "socket.Sock
                 os.dup2(0, 1)  # what the model's text prints is not for the log
                 os.dup2(0, 2)
             made = made or make()
-            answer = json.dumps(getattr(made, method)(argument), default=float)  # numbers of numpy's types
+            answer = json.dumps(
+                getattr(made, method)(argument), default=float
+            )  # numbers of numpy's types
             if len(answer) >= LONGEST_LINE:
                 raise ValueError(f"the observation is longer than {LONGEST_LINE >> 20} MiB")
         except Exception as e:
-            failed = {"error": f"{type(e).__name__}: {e}"[:1000], "traceback": traceback.format_exc()[-10_000:]}
+            failed = {
+                "error": f"{type(e).__name__}: {e}"[:1000],
+                "traceback": traceback.format_exc()[-10_000:],
+            }
             answer = json.dumps(failed)
         lines.write(answer + "\n")
         lines.flush()

@@ -23,7 +23,9 @@ def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
     end = len(text)
     try:
         found, end = json.JSONDecoder().raw_decode(text, at)
-        arguments = found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        arguments = (
+            found.get("arguments", found.get("parameters", {})) if isinstance(found, dict) else None
+        )
         if isinstance(arguments, str):  # some models write JSON inside of JSON
             arguments = json.loads(arguments)
         if alone and end < len(text):
@@ -37,7 +39,10 @@ def _call(text: str, at: int = 0, alone: bool = False) -> tuple[Call, int]:
 
 def hermes_calls(text: str) -> list[Call]:
     """Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as often as there are calls."""
-    return [_call(inner.strip(), alone=True)[0] for inner in _TAGGED.findall(text.rpartition("</think>")[2])]
+    return [
+        _call(inner.strip(), alone=True)[0]
+        for inner in _TAGGED.findall(text.rpartition("</think>")[2])
+    ]
 
 
 def llama_calls(text: str) -> list[Call]:
@@ -62,20 +67,36 @@ class ToolLoop(AgentLoop):
     hears = "tool"
 
     def __init__(
-        self, cfg: Config, tokenizer: Any, *, format: str = "auto", max_calls: int = 8, taught: bool = False
+        self,
+        cfg: Config,
+        tokenizer: Any,
+        *,
+        format: str = "auto",
+        max_calls: int = 8,
+        taught: bool = False,
     ) -> None:
         """`format`: hermes, llama, or auto: what the chat template speaks of. `max_calls`: in one turn. `taught`: the
         model knows its tools by training, so that the chat template need not write them into prompts."""
         super().__init__(cfg, tokenizer)
-        self.box, self.max_calls, template = Toolbox(cfg.agent), max_calls, str(tokenizer.chat_template)
+        self.box, self.max_calls, template = (
+            Toolbox(cfg.agent),
+            max_calls,
+            str(tokenizer.chat_template),
+        )
         if not self.box.schemas:
-            raise ConfigError("agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator")
+            raise ConfigError(
+                "agent.loop=tool: agent.tools names none; set it, as agent.tools=calculator"
+            )
         if format not in (*FORMATS, "auto"):
             raise ValueError(f"format={format!r}: must be auto, {' or '.join(FORMATS)}")
-        llama = "<tool_call>" not in template and ("ipython" in template or "python_tag" in template)
+        llama = "<tool_call>" not in template and (
+            "ipython" in template or "python_tag" in template
+        )
         self.calls = FORMATS[("llama" if llama else "hermes") if format == "auto" else format]
         if self.calls is hermes_calls and "<tool_call>" in tokenizer.all_special_tokens:
-            raise ConfigError("agent.loop=tool: <tool_call> is a special token, which no text shows; take another")
+            raise ConfigError(
+                "agent.loop=tool: <tool_call> is a special token, which no text shows; take another"
+            )
         self.tools = self.box.schemas
         self._frame(("tool", "tool"))  # the answers to two calls in one turn
         if not taught:
@@ -85,14 +106,20 @@ class ToolLoop(AgentLoop):
         """Raises ConfigError: the chat template passes over the tools. The name asked for stands in no template."""
         mark, (first, *_) = secrets.token_hex(16), self.box.schemas
         marked = [first | {"function": first["function"] | {"name": mark}}]
-        with as_config_error("agent.loop: the model's chat template does not take the tools", "take another model"):
+        with as_config_error(
+            "agent.loop: the model's chat template does not take the tools", "take another model"
+        ):
             ask = [{"role": "user", "content": "?"}]
             shown = mark in self.tokenizer.apply_chat_template(ask, tools=marked, tokenize=False)
         if not shown:
             mend = "take another model, or, if this one was trained on them, agent.loop_kwargs={tool: {taught: true}}"
-            raise ConfigError(f"agent.loop: the model's chat template does not write the tools into prompts; {mend}")
+            raise ConfigError(
+                f"agent.loop: the model's chat template does not write the tools into prompts; {mend}"
+            )
 
-    async def run(self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits) -> Trajectory:
+    async def run(
+        self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
+    ) -> Trajectory:
         """See `AgentLoop.run`."""
         talk = Trajectory(prompt.ids, limits)
         talk.facts = {"tool_calls": 0, "tool_errors": 0, "used_tools": 0}
@@ -101,7 +128,9 @@ class ToolLoop(AgentLoop):
             if not calls:
                 break
             seconds, more = talk.seconds_left, max(0, len(calls) - self.max_calls)
-            answers = await asyncio.gather(*(self._answer(call, seconds) for call in calls[: self.max_calls]))
+            answers = await asyncio.gather(
+                *(self._answer(call, seconds) for call in calls[: self.max_calls])
+            )
             talk.count("tool_calls", len(calls))
             talk.count("tool_errors", sum(not good for _, good in answers) + more)
             talk.facts["used_tools"] = 1
@@ -115,4 +144,8 @@ class ToolLoop(AgentLoop):
 
     async def _answer(self, call: Call, seconds: float) -> tuple[str, bool]:
         name, arguments = call
-        return await self.box.call(name, arguments, seconds) if name else (f"error: {arguments}", False)
+        return (
+            await self.box.call(name, arguments, seconds)
+            if name
+            else (f"error: {arguments}", False)
+        )

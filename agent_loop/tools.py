@@ -64,7 +64,11 @@ async def calculator(expression: str) -> str:
     if len(expression) > 400:
         raise ValueError("the expression is longer than 400 characters")
     result = _value(ast.parse(expression.strip(), mode="eval").body)
-    return str(int(result) if isinstance(result, float) and result.is_integer() and abs(result) < 1e15 else result)
+    return str(
+        int(result)
+        if isinstance(result, float) and result.is_integer() and abs(result) < 1e15
+        else result
+    )
 
 
 _PROGRAMS = Processes()
@@ -85,7 +89,10 @@ async def python(code: str) -> str:
                 said += more
     finally:  # in a thread, because there may be many files
         _in_thread(lambda: shutil.rmtree(folder, ignore_errors=True))
-    text, good = said.removesuffix(END).decode(errors="replace"), said.endswith(END) or len(said) >= flood
+    text, good = (
+        said.removesuffix(END).decode(errors="replace"),
+        said.endswith(END) or len(said) >= flood,
+    )
     if not good:
         raise RuntimeError(text or "the program was killed, or ended itself, and said nothing")
     return text
@@ -107,7 +114,10 @@ async def _list(url: str) -> list[dict[str, Any]]:
         while page.next_cursor:
             page = await client.list_tools(cursor=page.next_cursor)
             tools += page.tools
-    return [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
+    return [
+        {"name": t.name, "description": t.description or "", "parameters": t.input_schema}
+        for t in tools
+    ]
 
 
 async def _call(url: str, name: str, /, **arguments: Any) -> str:
@@ -127,9 +137,14 @@ def served(url: str, seconds: float) -> list[tuple[dict[str, Any], Callable[...,
     Raises:
         ConfigError: the server does not list its tools within `seconds`.
     """
-    with as_config_error(f"agent.tools=mcp:{url}: the server lists no tools", "start it, or remove it"):
+    with as_config_error(
+        f"agent.tools=mcp:{url}: the server lists no tools", "start it, or remove it"
+    ):
         found = LISTED[url] = LISTED.get(url) or completed(asyncio.wait_for(_list(url), seconds))
-    return [({"type": "function", "function": own}, functools.partial(_call, url, own["name"])) for own in found]
+    return [
+        ({"type": "function", "function": own}, functools.partial(_call, url, own["name"]))
+        for own in found
+    ]
 
 
 def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
@@ -140,7 +155,9 @@ def _in_thread(function: Callable[[], Any]) -> asyncio.Future:
     def work() -> None:
         try:
             future.set_result(function())
-        except BaseException as e:  # SystemExit too: it is the tool's, not ours; and asyncio takes one for its own
+        except (
+            BaseException
+        ) as e:  # SystemExit too: it is the tool's, not ours; and asyncio takes one for its own
             future.set_exception(RuntimeError(repr(e)) if isinstance(e, StopIteration) else e)
 
     threading.Thread(target=work, daemon=True).start()
@@ -152,7 +169,9 @@ class Toolbox:
 
     def __init__(self, cfg: AgentConfig) -> None:
         """Raises ConfigError: no such tool, or one whose types and docstring make no schema."""
-        from transformers.utils import get_json_schema  # takes a second, which runs without tools need not wait for
+        from transformers.utils import (
+            get_json_schema,
+        )  # takes a second, which runs without tools need not wait for
 
         self.cfg, self.functions, self.schemas = cfg, {}, []
         for spec in (name.strip() for name in cfg.tools.split(",") if name.strip()):
@@ -161,12 +180,16 @@ class Toolbox:
             else:
                 function = BUILT_IN.get(spec) or load("agent.tools", spec)
                 mend = "give every argument a type and a line under Args: in the docstring"
-                with as_config_error(f"agent.tools={spec!r}: no JSON schema can be made of it", mend):
+                with as_config_error(
+                    f"agent.tools={spec!r}: no JSON schema can be made of it", mend
+                ):
                     found = [(get_json_schema(function), function)]
             for schema, function in found:
                 name = schema["function"]["name"]
                 if name in self.functions:
-                    raise ConfigError(f"agent.tools={spec!r}: a tool before it is named {name} too; rename one")
+                    raise ConfigError(
+                        f"agent.tools={spec!r}: a tool before it is named {name} too; rename one"
+                    )
                 self.functions[name] = function
                 self.schemas.append(schema)
         if python in self.functions.values():
@@ -175,11 +198,17 @@ class Toolbox:
             except Exception as e:
                 why = str(e).strip().splitlines()[-1]
                 mend = "needs Linux 5.13 with Landlock and seccomp, on x86-64; remove it"
-                raise ConfigError(f"agent.tools=python: programs cannot be confined here ({why}); it {mend}") from e
+                raise ConfigError(
+                    f"agent.tools=python: programs cannot be confined here ({why}); it {mend}"
+                ) from e
 
     async def call(self, name: str, arguments: Any, seconds: float) -> tuple[str, bool]:
         """What the tool answers, cut to `agent.tool_output_chars`, and whether it did well. Never raises."""
-        function, limit, loop = self.functions.get(name), asyncio.timeout(None), asyncio.get_running_loop()
+        function, limit, loop = (
+            self.functions.get(name),
+            asyncio.timeout(None),
+            asyncio.get_running_loop(),
+        )
         end = loop.time() + seconds
         if function is None:
             return f"error: no tool {name!r}; there are {', '.join(self.functions)}", False
@@ -190,9 +219,15 @@ class Toolbox:
                 seconds = min(end - loop.time(), self.cfg.tool_timeout_s)
                 limit.reschedule(loop.time() + seconds)
                 made = functools.partial(function, **arguments)
-                work = made() if inspect.iscoroutinefunction(function) else _in_thread(lambda: str(made()))
+                work = (
+                    made()
+                    if inspect.iscoroutinefunction(function)
+                    else _in_thread(lambda: str(made()))
+                )
                 answer, good = str(await work), True
-        except BaseException as e:  # whatever a tool raises is the model's to read, SystemExit and its cancelling too
+        except (
+            BaseException
+        ) as e:  # whatever a tool raises is the model's to read, SystemExit and its cancelling too
             if isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise
             answer, good = f"error: {traceback.format_exception_only(e)[-1].strip()}", False
@@ -202,4 +237,6 @@ class Toolbox:
             if isinstance(e, TimeoutError) and limit.expired():
                 answer = f"error: {name} took longer than {round(seconds, 2):g} s"
         most = self.cfg.tool_output_chars
-        return (answer if len(answer) <= most else answer[:most] + f" ... ({len(answer)} characters)"), good
+        return (
+            answer if len(answer) <= most else answer[:most] + f" ... ({len(answer)} characters)"
+        ), good

@@ -1,4 +1,4 @@
-"""Writes docs/reference/config.md from the schema, and the tables of docs/reference/from_verl.md and docs/reference/from_trl.md from
+"""Writes docs/config.md from the schema, and the tables of docs/from_verl.md and docs/from_trl.md from
 one_step_off/config/other_keys.yaml: python docs/make_reference.py"""
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
 PAGE = Path(__file__).parent / "reference" / "config.md"
-TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]  # pages with tables of other trainers' keys
+# Pages with tables of other trainers' keys.
+TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
@@ -43,7 +44,9 @@ def _default(value: object) -> str:
         return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
     if value == "":
         return "empty"
-    return "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
+    return (
+        "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
+    )
 
 
 def _bounds(key: Key) -> str:
@@ -60,14 +63,20 @@ def _bounds(key: Key) -> str:
 
 
 def page() -> str:
-    """The whole text of docs/reference/config.md."""
+    """The whole text of docs/config.md."""
     lines = [HEAD]
     for section, cls in get_type_hints(Config).items():
         lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
         for key in KEYS.values():
             if key.section == section:
-                cells = (f"`{key.dotted}`", _type(key), _default(key.default), _bounds(key), key.meta["help"])
+                cells = (
+                    f"`{key.dotted}`",
+                    _type(key),
+                    _default(key.default),
+                    _bounds(key),
+                    key.meta["help"],
+                )
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -6,33 +6,18 @@ stands for trainer.profile_step=STEP."""
 import errno
 import os
 import sys
-from collections.abc import Callable
 
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import USAGE, help_text, load, placement_text, resolved_yaml
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import lacks, masked, validate
+from one_step_off.config.validation import lacks, masked
 from one_step_off.runtime.run_folder import replaced_by
+from one_step_off.runtime.validation import validate
 
 # A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
 FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
 NO_ROOM = *FULL, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
 FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
-
-
-def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command with these arguments; returns its exit code, or that of bad input, Ctrl-C or a closed pipe."""
-    try:
-        return command(argv)
-    except ConfigError as e:
-        # Wherever it comes from, the user gets one line: other programs' messages may hold more.
-        print("error: " + masked(" ".join(str(e).split())), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # as in: --help | head
-        sys.stderr.close()
-        return 1
 
 
 def main(argv: list[str]) -> int:
@@ -49,7 +34,11 @@ def _main(argv: list[str]) -> int:
         return 0
     if "--profile" in argv:
         at = argv.index("--profile")
-        argv = [*argv[:at], f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}", *argv[at + 2 :]]
+        argv = [
+            *argv[:at],
+            f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}",
+            *argv[at + 2 :],
+        ]
     folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
     cfg = load([a for a in argv if a not in (*FLAGS, folder)])
     dry = "--dry-run" in argv
@@ -71,8 +60,14 @@ def _main(argv: list[str]) -> int:
         raise
     except Exception as e:
         own, at = cfg.trainer.output_dir, e.filename if isinstance(e, OSError) else None
-        ends = [os.path.realpath(str(path)) for path in (at or own, own)]  # the one in the other, or on the way to it
-        if isinstance(e, OSError) and os.path.commonpath(ends) in ends and e.errno in (NO_ROOM if at else FULL):
+        ends = [
+            os.path.realpath(str(path)) for path in (at or own, own)
+        ]  # the one in the other, or on the way to it
+        if (
+            isinstance(e, OSError)
+            and os.path.commonpath(ends) in ends
+            and e.errno in (NO_ROOM if at else FULL)
+        ):
             raise ConfigError(f"{at or own}: {e.strerror}; name another folder") from e
         print(report_failure(cfg, e), file=sys.stderr)
         return 1

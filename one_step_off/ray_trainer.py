@@ -18,12 +18,15 @@ import numpy as np
 from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
+from one_step_off.cluster.errors import RoleError
+from one_step_off.cluster.remote_calls import now, within
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.partial_rollouts import Pool
-from one_step_off.rollout.replica_group import NoReplica, RoleError, RolloutGroup, TrainGroup, now, within
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.training.reward_models import mix
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 KEPT_BATCHES = 5
@@ -70,13 +73,22 @@ def _parts(samples: list[Sample]) -> dict[str, np.ndarray] | None:
     found = [s.extra.get("reward_parts", {}) for s in samples]
     names = dict.fromkeys(name for one in found for name in one)
     blank = [0.0 if "error" in s.extra else np.nan for s in samples]
-    return {name: np.array([one.get(name, x) for one, x in zip(found, blank, strict=True)]) for name in names} or None
+    return {
+        name: np.array([one.get(name, x) for one, x in zip(found, blank, strict=True)])
+        for name in names
+    } or None
 
 
 def _shaped(samples: list[Sample], cfg: Config) -> np.ndarray:
     """The rewards with the punishment of overlong responses, float64 [B]."""
-    lengths, longest, own = [len(s.response_ids) for s in samples], cfg.data.max_response_length, cfg.reward
-    penalties = advantages.overlong_penalty(lengths, longest, own.overlong_buffer, own.overlong_penalty)
+    lengths, longest, own = (
+        [len(s.response_ids) for s in samples],
+        cfg.data.max_response_length,
+        cfg.reward,
+    )
+    penalties = advantages.overlong_penalty(
+        lengths, longest, own.overlong_buffer, own.overlong_penalty
+    )
     return np.array([s.reward for s in samples]) + penalties
 
 
@@ -99,11 +111,21 @@ class Pipeline:
         self.ahead = cfg.pipeline.staleness
         # Where another role shares the replicas' pool, they take turns, and nothing runs beside the sync.
         pools = list(cfg.placement.roles.values())
-        self.overlap = self.ahead and cfg.weight_sync.overlap and pools.count(cfg.placement.roles["rollout"]) == 1
+        self.overlap = (
+            self.ahead
+            and cfg.weight_sync.overlap
+            and pools.count(cfg.placement.roles["rollout"]) == 1
+        )
         # Prompts of several steps under way at once, see carry.py; None: each step waits for its own.
-        self.pool = Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry) if cfg.pipeline.partial_rollout else None
+        self.pool = (
+            Pool(cfg.data.train_batch_size, cfg.pipeline.max_carry)
+            if cfg.pipeline.partial_rollout
+            else None
+        )
         self.landed, self.carried = asyncio.Event(), resumed.carried if resumed else []
-        self.coming: asyncio.Future | None = None  # the samples of the next step, where each step waits for its own
+        self.coming: asyncio.Future | None = (
+            None  # the samples of the next step, where each step waits for its own
+        )
         self.expected: Any = None  # the trainer's half of the next canary
         self.start = resumed.step if resumed else 0
         # Without samples in flight the first ones are made by the first weights there are.
@@ -113,7 +135,9 @@ class Pipeline:
         if a.kl_target is not None and resumed and resumed.kl_coef is not None:
             self.kl.value = resumed.kl_coef
         self.synced = -1
-        self.trained = self.collected = self.start  # the trainer's version; the step whose samples come next
+        self.trained = self.collected = (
+            self.start
+        )  # the trainer's version; the step whose samples come next
         self.lost: NoReplica | None = None  # nothing can be generated any more
         self.positions: dict[int, Any] = {}  # step -> the data position before its first prompt
         self.canary: dict[str, float] = {}
@@ -158,7 +182,9 @@ class Pipeline:
             return
         await self._begin(total)
         if self.start == total and all(e["val/version"] < total for e in self.tracker.evaluations):
-            await self._finish(total)  # an earlier life was killed between its last step and its end
+            await self._finish(
+                total
+            )  # an earlier life was killed between its last step and its end
         for step in range(self.start, total):
             begin, batch = now(), None
             if self.ahead and not self._must_wait(step):
@@ -174,7 +200,10 @@ class Pipeline:
             if self.pool:  # then replicas generate all the time, unless they hold new weights up or wait for them
                 idle = metrics.get("time/sync_s", 0.0) + metrics.get("time/wait_trainer_s", 0.0)
                 metrics["time/generate_s"] = max(0.0, metrics["time/step_s"] - idle)
-            metrics |= {"restarts/replicas": self.roles.rollout.restarts, "restarts/trainer": self.incarnation}
+            metrics |= {
+                "restarts/replicas": self.roles.rollout.restarts,
+                "restarts/trainer": self.incarnation,
+            }
             try:
                 if step + 1 == total:
                     await self._finish(total)
@@ -186,7 +215,9 @@ class Pipeline:
     def _must_wait(self, step: int) -> bool:
         """With partial rollouts: whether the samples of `step` are not complete, so that the replicas had better go on with
         the newest weights and begin the next prompts. A checkpoint needs them before that."""
-        due = self.stopping or (self.checkpointer and step > self.start and self.checkpointer.is_due(step))
+        due = self.stopping or (
+            self.checkpointer and step > self.start and self.checkpointer.is_due(step)
+        )
         return bool(self.pool and not self.coming and not due and not self.pool.choose(step))
 
     async def _renew(self, step: int, total: int) -> dict[str, Any]:
@@ -194,7 +225,9 @@ class Pipeline:
         then generate with it."""
         try:
             metrics = await self._sync(step)
-        except NoReplica as e:  # the trainer is to finish the step: a checkpoint can be written after it
+        except (
+            NoReplica
+        ) as e:  # the trainer is to finish the step: a checkpoint can be written after it
             self.lost = e
             self.landed.set()
             await self.roles.sync.release(step)
@@ -218,7 +251,11 @@ class Pipeline:
 
     async def _checkpoint(self, step: int, batch: Batch | None) -> None:
         """Write a checkpoint if due; end the run if asked to. Trainer and samples are both complete here."""
-        if self.checkpointer and step > self.start and (self.stopping or self.checkpointer.is_due(step)):
+        if (
+            self.checkpointer
+            and step > self.start
+            and (self.stopping or self.checkpointer.is_due(step))
+        ):
             await self._save(step, batch)
         if self.stopping:
             await asyncio.gather(*self.writing)
@@ -233,9 +270,20 @@ class Pipeline:
         await asyncio.gather(*self.writing)
         if self.checkpointer.has(step):
             return
-        stream = self.stream.state_dict() if batch else self.positions.get(step, self.stream.state_dict())
-        state = {"stream": stream, "generate_s": self.last_generate_s if batch else 0.0, "kl_coef": self.kl.value}
-        state["carried"] = [*(self.pool.flights if self.pool else ()), *(p.id for p in self.carried)]
+        stream = (
+            self.stream.state_dict()
+            if batch
+            else self.positions.get(step, self.stream.state_dict())
+        )
+        state = {
+            "stream": stream,
+            "generate_s": self.last_generate_s if batch else 0.0,
+            "kl_coef": self.kl.value,
+        }
+        state["carried"] = [
+            *(self.pool.flights if self.pool else ()),
+            *(p.id for p in self.carried),
+        ]
         state |= {"evaluations": self.tracker.evaluations, "unwritten": self.tracker.unwritten}
         state["incarnation"] = self.incarnation
         written = await self.checkpointer.save(step, batch.samples if batch else None, state)
@@ -267,7 +315,9 @@ class Pipeline:
         if self.pool:
             return self._fill(step)
         self.positions = {step: self.stream.state_dict()}
-        self.coming = self.background.create_task(self._unless_lost(self._generate(step, self.stream.next_batch())))
+        self.coming = self.background.create_task(
+            self._unless_lost(self._generate(step, self.stream.next_batch()))
+        )
 
     def _fill(self, step: int) -> None:
         """Bring what is under way up to `rollout.oversample` batches for `step`, beside one that is still waited for; but
@@ -287,7 +337,9 @@ class Pipeline:
         if prompts:
             self.background.create_task(self._unless_lost(self._generate(step, prompts, land)))
 
-    async def _unless_lost(self, work: Awaitable[tuple[list[Sample], float]]) -> tuple[list[Sample], float]:
+    async def _unless_lost(
+        self, work: Awaitable[tuple[list[Sample], float]]
+    ) -> tuple[list[Sample], float]:
         """Await generation; if no replica is left, `lost` tells so when the trainer has ended its step."""
         try:
             return await work
@@ -296,21 +348,32 @@ class Pipeline:
             self.landed.set()
         return [], 0.0
 
-    async def _generate(self, step: int, prompts: list[Prompt], *land: Callable) -> tuple[list[Sample], float]:
+    async def _generate(
+        self, step: int, prompts: list[Prompt], *land: Callable
+    ) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
-            dull = advantages.uninformative([s.reward for s in sampled], [s.prompt_id for s in sampled])
+            dull = advantages.uninformative(
+                [s.reward for s in sampled], [s.prompt_id for s in sampled]
+            )
             wrong = {s.prompt_id for s in samples if "error" in s.extra}
-            dull = [prompt for prompt in dull if prompt not in wrong]  # those stay, to be counted and seen
+            dull = [
+                prompt for prompt in dull if prompt not in wrong
+            ]  # those stay, to be counted and seen
             if not dull:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
-            more, took = await rollout.generate(self.stream.next_batch(len(dull)), what, rollout.train)
+            more, took = await rollout.generate(
+                self.stream.next_batch(len(dull)), what, rollout.train
+            )
             more[0].extra["replaces"] = [list(prompt) for prompt in dull]
-            samples, seconds = [s for s in samples if s.prompt_id not in dull] + more, seconds + took
+            samples, seconds = (
+                [s for s in samples if s.prompt_id not in dull] + more,
+                seconds + took,
+            )
         self._rollouts_end("generate", step, seconds)
         return samples, seconds
 
@@ -334,7 +397,9 @@ class Pipeline:
             samples = self.pool.take(step)
         waited = now() - begin
         self.last_generate_s, self.collected = seconds, step + 1
-        resumed = self.resumed if self.resumed and self.resumed.samples and step == self.start else None
+        resumed = (
+            self.resumed if self.resumed and self.resumed.samples and step == self.start else None
+        )
         made_by = resumed.incarnation if resumed else self.incarnation
         found = {"time/generate_s": seconds, "time/wait_rollout_s": waited}
         batch = Batch(step, samples, expected=(made_by, max(self.oldest, step - self.ahead)))
@@ -365,24 +430,32 @@ class Pipeline:
         pools work at once, and those in one pool in turns: that is for the groups to see to."""
         begin, samples = now(), batch.samples
         await self._consult(batch)
-        metrics = {name: float([s.extra.get("fault") for s in samples].count(name)) for name in FAULTS}
+        metrics = {
+            name: float([s.extra.get("fault") for s in samples].count(name)) for name in FAULTS
+        }
         if self.cfg.reward.on_error == "drop":
             batch.drop({s.prompt_id for s in samples if "error" in s.extra})
         metrics["samples/dropped_groups"] = float(len({s.prompt_id for s in batch.dropped}))
         some = bool(batch.samples)  # without any the step counts, and nothing is learnt
         metrics |= self._advantages(batch) if some else {}
         prepared = now() - begin
-        updates = [self.roles.actor.update(batch, some and batch.step >= self.cfg.trainer.critic_warmup)]
+        updates = [
+            self.roles.actor.update(batch, some and batch.step >= self.cfg.trainer.critic_warmup)
+        ]
         if self.roles.critic is not None:
             updates.append(self.roles.critic.update(batch, some))
         for found in await asyncio.gather(*updates):
             metrics |= found
         if batch.step == self.cfg.trainer.profile_step:
-            self.tracker.say(f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}")
+            self.tracker.say(
+                f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}"
+            )
         self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
         self.expected = self.roles.sync.expect()
-        waited = metrics.get("actor/sync_wait_s", 0.0)  # for the weights to be sent: that is no training
+        waited = metrics.get(
+            "actor/sync_wait_s", 0.0
+        )  # for the weights to be sent: that is no training
         times = {"time/log_prob_s": prepared, "time/train_s": now() - begin - waited}
         return metrics | times | {"time/update_s": times["time/train_s"] - prepared}
 
@@ -393,12 +466,20 @@ class Pipeline:
         skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
         if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
             write_batch(batch, folder)
-            self.tracker.say(f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}")
+            self.tracker.say(
+                f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
+            )
         self.empty = 0 if batch.samples else self.empty + 1
         row = max(self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED))
         if row >= self.cfg.trainer.max_skipped_updates:
-            why = "all groups were dropped" if self.empty else "a loss or gradient is not finite, or too large"
-            raise RoleError(f"step {batch.step}: trainer.max_skipped_updates={row:.0f} were skipped in a row: {why}")
+            why = (
+                "all groups were dropped"
+                if self.empty
+                else "a loss or gradient is not finite, or too large"
+            )
+            raise RoleError(
+                f"step {batch.step}: trainer.max_skipped_updates={row:.0f} were skipped in a row: {why}"
+            )
 
     async def _consult(self, batch: Batch) -> None:
         """Ask every role for its view of the samples, all at once. Greedy responses are scored and become baselines."""
@@ -406,7 +487,10 @@ class Pipeline:
         batch.samples = [s for s in scored if "greedy" not in s.extra]
         if roles.ref is not None:
             calls["ref_log_probs"] = roles.ref.log_prob(batch)
-        if "prob_squares" in advantages.ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator).needs:
+        if (
+            "prob_squares"
+            in advantages.ADVANTAGE_ESTIMATORS.find(self.cfg.algorithm.adv_estimator).needs
+        ):
             calls["squares"] = roles.actor.log_prob_and_squares(batch)
         elif self.cfg.algorithm.old_log_probs == "recompute":
             calls["old_log_probs"] = roles.actor.log_prob(batch)
@@ -418,28 +502,48 @@ class Pipeline:
             if name == "scores":
                 mix(scored, found, self.cfg)
             elif name == "squares":
-                batch.old_log_probs, batch.prob_squares = [x[:, 0] for x in found], [x[:, 1] for x in found]
+                batch.old_log_probs, batch.prob_squares = (
+                    [x[:, 0] for x in found],
+                    [x[:, 1] for x in found],
+                )
             else:
                 setattr(batch, name, found)
         shaped = zip(scored, _shaped(scored, self.cfg).tolist(), strict=True)
-        baselines = {s.prompt_id: {"baseline": reward} for s, reward in shaped if "greedy" in s.extra}
+        baselines = {
+            s.prompt_id: {"baseline": reward} for s, reward in shaped if "greedy" in s.extra
+        }
         for s in batch.samples if baselines else ():
             s.extra |= baselines.get(s.prompt_id, {})
 
     def _advantages(self, batch: Batch) -> dict[str, float]:
         """Fill in `advantages` and, with a critic's `values`, `returns`. Returns what there is to report."""
-        a, samples, token_rewards, parts = self.cfg.algorithm, batch.samples, None, _parts(batch.samples)
-        metrics = {f"reward/{name}/mean": float(np.nanmean(part)) for name, part in (parts or {}).items()}
+        a, samples, token_rewards, parts = (
+            self.cfg.algorithm,
+            batch.samples,
+            None,
+            _parts(batch.samples),
+        )
+        metrics = {
+            f"reward/{name}/mean": float(np.nanmean(part)) for name, part in (parts or {}).items()
+        }
         if a.filter_overlong:
             cut = [s.finish_reason == "length" for s in samples]
             masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
-            samples = batch.samples = [replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)]
+            samples = batch.samples = [
+                replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)
+            ]
         # The policy about to be trained, where it was asked; else mu.
         log_probs = batch.old_log_probs or [s.log_probs for s in samples]
         if a.kl_in_reward:
-            log_ratios = [own - ref for own, ref in zip(log_probs, batch.ref_log_probs, strict=True)]
+            log_ratios = [
+                own - ref for own, ref in zip(log_probs, batch.ref_log_probs, strict=True)
+            ]
             token_rewards = [-self.kl.value * x for x in log_ratios]
-            sums = [x[s.loss_mask].sum() for x, s in zip(log_ratios, samples, strict=True) if s.loss_mask.any()]
+            sums = [
+                x[s.loss_mask].sum()
+                for x, s in zip(log_ratios, samples, strict=True)
+                if s.loss_mask.any()
+            ]
             metrics |= {"kl/response": float(np.mean(sums or [0.0])), "kl/coef": self.kl.value}
             self.kl.update(metrics["kl/response"], len(samples))
         groups, masks = [s.prompt_id for s in samples], [s.loss_mask for s in samples]
@@ -447,19 +551,27 @@ class Pipeline:
         known["log_probs"] = log_probs
         if all("baseline" in s.extra for s in samples):
             known["baselines"] = np.array([s.extra["baseline"] for s in samples])
-        trajectories = advantages.Trajectories(_shaped(samples, self.cfg), groups, masks, token_rewards, **known)
+        trajectories = advantages.Trajectories(
+            _shaped(samples, self.cfg), groups, masks, token_rewards, **known
+        )
         how = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std), a.whiten_adv
-        batch.advantages, batch.returns = advantages.estimate(a.adv_estimator, trajectories, *how, **a.adv_kwargs)
+        batch.advantages, batch.returns = advantages.estimate(
+            a.adv_estimator, trajectories, *how, **a.adv_kwargs
+        )
         return metrics
 
     def _start_evaluation(self, version: int) -> None:
         """Evaluate the replicas' weights beside training; the next sync waits for it."""
         if self.val:
-            self.evaluation = self.background.create_task(self._unless_lost(self._evaluate(version)))
+            self.evaluation = self.background.create_task(
+                self._unless_lost(self._evaluate(version))
+            )
 
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(self.val, f"evaluation of v{version}", rollout.val)
+        samples, seconds = await rollout.generate(
+            self.val, f"evaluation of v{version}", rollout.val
+        )
         self._rollouts_end("evaluate", version, seconds)
         assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)

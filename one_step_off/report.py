@@ -1,8 +1,9 @@
-"""The command `python -m one_step_off.report`; the program is `one_step_off/monitoring/report.py`."""
+"""The command `python -m one_step_off.report`; its program is `one_step_off/monitoring/report.py`."""
 
 import sys
 
+from one_step_off.config.command_line import exit_code
 from one_step_off.monitoring.report import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(exit_code(main, sys.argv[1:]))

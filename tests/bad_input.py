@@ -21,8 +21,17 @@ MENDS = re.compile(
     r"\b(add|ask|change|check|choose|did you mean|do without|free|give|install|lower|make|mend|must|name|needs|pass|put|"
     r"quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)\b"
 )
-EARLIER = {"metrics.jsonl": '{"step": 0}\n', "summary.json": "{}\n", "config.yaml": "{}\n", "error.log": "an error\n"}
-EARLIER |= {"samples/step_000000.jsonl": "{}\n", "tensorboard/events": "x", "hf_model/config.json": "{}"}
+EARLIER = {
+    "metrics.jsonl": '{"step": 0}\n',
+    "summary.json": "{}\n",
+    "config.yaml": "{}\n",
+    "error.log": "an error\n",
+}
+EARLIER |= {
+    "samples/step_000000.jsonl": "{}\n",
+    "tensorboard/events": "x",
+    "hf_model/config.json": "{}",
+}
 
 
 def base(folder: Path, model: str) -> list[str]:
@@ -65,7 +74,9 @@ def no_engines() -> Iterator[None]:
         yield
 
 
-def refused(argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pytest.CaptureFixture) -> str:
+def refused(
+    argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pytest.CaptureFixture
+) -> str:
     """Run the program with these arguments, and check that they are refused as they must be; returns the line."""
     children = {child.pid for child in psutil.Process().children(recursive=True)}
     capsys.readouterr()
@@ -83,7 +94,11 @@ def refused(argv: Sequence[str], parts: Sequence[str], folder: Path, capsys: pyt
     assert not left, f"left running: {left}"
     run = folder / "run"
     if run.is_dir():
-        found = {str(path.relative_to(run)): path.read_text() for path in run.rglob("*") if path.is_file()}
+        found = {
+            str(path.relative_to(run)): path.read_text()
+            for path in run.rglob("*")
+            if path.is_file()
+        }
         assert found == EARLIER, "an earlier run's folder was changed"
     return line
 
@@ -95,7 +110,9 @@ def without_privileges() -> Iterator[None]:
     header, saved = struct.pack("Ii", 0x20080522, 0), ctypes.create_string_buffer(24)
     assert libc.capget(header, saved) == 0
     low_effective, *rest = struct.unpack("6I", saved.raw)
-    fewer = struct.pack("6I", low_effective & ~0b1110, *rest)  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
+    fewer = struct.pack(
+        "6I", low_effective & ~0b1110, *rest
+    )  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER
     assert libc.capset(header, fewer) == 0
     try:
         yield

@@ -55,7 +55,11 @@ class Command:
     @property
     def keys(self) -> dict[str, str]:
         """Its `section.key=value`, and `config=FILE`."""
-        pairs = (word.partition("=") for word in self.arguments if re.match(r"(config|[a-z_]+\.[a-z_]+)=", word))
+        pairs = (
+            word.partition("=")
+            for word in self.arguments
+            if re.match(r"(config|[a-z_]+\.[a-z_]+)=", word)
+        )
         return {name: value for name, _, value in pairs}
 
     def __str__(self) -> str:
@@ -96,7 +100,12 @@ def read(line: str, page: str) -> Command | None:
     if program == "shell/bench.sh":
         program = f"benchmarks.{variables.pop('BENCHMARK', 'throughput')}"
     placeholders = ("[", "...")  # as in [section.key=value ...]
-    return Command(page, program, tuple(word for word in arguments if not word.startswith(placeholders)), variables)
+    return Command(
+        page,
+        program,
+        tuple(word for word in arguments if not word.startswith(placeholders)),
+        variables,
+    )
 
 
 def lines_of(text: str) -> Iterator[str]:

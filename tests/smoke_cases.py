@@ -53,23 +53,33 @@ class Smoke:
         return self.command.keys.get("trainer.output_dir", "")
 
 
-def run(name: str, *arguments: str, program: str = "one_step_off.main_ppo", **more: object) -> Smoke:
+def run(
+    name: str, *arguments: str, program: str = "one_step_off.main_ppo", **more: object
+) -> Smoke:
     """A run of two steps in outputs/NAME, with all that a run leaves."""
-    return Smoke(name, program, (*arguments, f"trainer.output_dir=outputs/{name}"), **{"writes": RUN, **more})
+    return Smoke(
+        name, program, (*arguments, f"trainer.output_dir=outputs/{name}"), **{"writes": RUN, **more}
+    )
 
 
 def benchmark(
     name: str, *arguments: str, program: str = "", writes: tuple[str, ...] = RESULTS, **more: object
 ) -> Smoke:
     """A benchmark that writes into outputs/NAME; its program is of the same name unless it says another."""
-    return Smoke(name, f"benchmarks.{program or name}", ("--out", f"outputs/{name}", *arguments), writes=writes, **more)
+    return Smoke(
+        name,
+        f"benchmarks.{program or name}",
+        ("--out", f"outputs/{name}", *arguments),
+        writes=writes,
+        **more,
+    )
 
 
 PROGRAM = [
     Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
     Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
-    # With what first_run.md and looking_at_a_run.md add. The next three look at it.
+    # With what quickstart.md and report.md add. The next three look at it.
     run(
         "plain",
         *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
@@ -78,17 +88,23 @@ PROGRAM = [
     ),
     Smoke(
         "view",
-        "one_step_off.view",
+        "one_step_off.monitoring.view",
         ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
         after=("plain",),
     ),
     Smoke(
         "view_evaluation",
-        "one_step_off.view",
+        "one_step_off.monitoring.view",
         ("outputs/plain", "--val", "2", "--worst", "1"),
         after=("plain",),
     ),
-    Smoke("report", "one_step_off.report", ("outputs/plain",), prints="report.html", after=("plain",)),
+    Smoke(
+        "report",
+        "one_step_off.report",
+        ("outputs/plain",),
+        prints="report.html",
+        after=("plain",),
+    ),
     run(
         "val_only",
         *(TINY, *SMALL, "trainer.val_only=true", "rollout.val_n=4", "rollout.val_temperature=1.0"),
@@ -103,20 +119,40 @@ PROGRAM = [
     ),
     run(
         "doubt_synchronous_bfloat16_lora",
-        *(TINY, *SMALL, "agent.loop=my_loop:Doubt", 'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}'),
+        *(
+            TINY,
+            *SMALL,
+            "agent.loop=my_loop:Doubt",
+            'agent.loop_kwargs={"my_loop:Doubt": {question: "Really?"}}',
+        ),
         *("pipeline.staleness=0", "model.lora_rank=8", "actor.lr=2e-3"),
         *("model.dtype=bfloat16", "rollout.temperature=0.7"),
     ),
     run(
         "script_megatron",
-        *(*SMALL, "actor.tensor_parallel_size=1", "actor.sequence_parallel=false", "actor.pipeline_parallel_size=2"),
+        *(
+            *SMALL,
+            "actor.tensor_parallel_size=1",
+            "actor.sequence_parallel=false",
+            "actor.pipeline_parallel_size=2",
+        ),
         program="shell/run_qwen_gsm8k.sh",
         variables={"BACKEND": "megatron"},
         needs="megatron.core",
     ),
     run("script_split", *SMALL, program="shell/run_split_placement.sh"),
-    run("script_tools", *SMALL, "agent.tools=calculator,my_tools:shout", program="shell/run_tool_agent.sh"),
-    Smoke("plan_times", "one_step_off.plan", (TINY, *"--times 458,445,1,177 --gpus 16".split()), prints="best:"),
+    run(
+        "script_tools",
+        *SMALL,
+        "agent.tools=calculator,my_tools:shout",
+        program="shell/run_tool_agent.sh",
+    ),
+    Smoke(
+        "plan_times",
+        "one_step_off.plan",
+        (TINY, *"--times 458,445,1,177 --gpus 16".split()),
+        prints="best:",
+    ),
     Smoke(
         "plan_runs",
         "one_step_off.plan",
@@ -133,22 +169,49 @@ BENCHMARKS = [
     Smoke(
         "throughput",
         "benchmarks.throughput",
-        ("--out", "outputs/throughput", "--config", "config/gsm8k_tiny_cpu.yaml", "--models", "tiny:qwen2")
-        + tuple("--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1 --warmup 0 --steps 2 --arms overlapped".split()),
+        (
+            "--out",
+            "outputs/throughput",
+            "--config",
+            "config/gsm8k_tiny_cpu.yaml",
+            "--models",
+            "tiny:qwen2",
+        )
+        + tuple(
+            "--lengths fixed:8 --batches 2x2 --splits 1:1 --runs 1 --warmup 0 --steps 2 --arms overlapped".split()
+        ),
         writes=RESULTS,
     ),
     benchmark(
         "learning",
-        *("--config", "config/gsm8k_tiny_cpu.yaml", "--arms", "async", "--seeds", "0", "--test-freq", "1"),
+        *(
+            "--config",
+            "config/gsm8k_tiny_cpu.yaml",
+            "--arms",
+            "async",
+            "--seeds",
+            "0",
+            "--test-freq",
+            "1",
+        ),
         *SMALL,
         writes=(*RESULTS, "learning.png"),
     ),
-    benchmark("mismatch", *"--arms rollout --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES),
+    benchmark(
+        "mismatch", *"--arms rollout --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES
+    ),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
     Smoke("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
     Smoke("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
-    benchmark("long_tail", *"--most 16 --over= --runs 1".split(), *SMALL, writes=(*RESULTS, "long_tail.png")),
-    benchmark("overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 4 --no-loggers".split()),
+    benchmark(
+        "long_tail",
+        *"--most 16 --over= --runs 1".split(),
+        *SMALL,
+        writes=(*RESULTS, "long_tail.png"),
+    ),
+    benchmark(
+        "overhead", *"--replicas 2 --samples 16 --tokens 8 --ranks 2 --steps 4 --no-loggers".split()
+    ),
     benchmark("overhead_ray", *"--samples 64 --tokens 16 --repeats 1".split()),
     benchmark(
         "weight_sync",
@@ -158,7 +221,17 @@ BENCHMARKS = [
     ),
     benchmark(
         "exposed",
-        *("--exposed", "--repeats", "1", "--steps", "4", "--settings", "training longer", "--against", "overlapped"),
+        *(
+            "--exposed",
+            "--repeats",
+            "1",
+            "--steps",
+            "4",
+            "--settings",
+            "training longer",
+            "--against",
+            "overlapped",
+        ),
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
@@ -170,7 +243,9 @@ BENCHMARKS = [
         prints="model / measured",
         after=("weight_sync",),
     ),
-    benchmark("update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"),
+    benchmark(
+        "update_phase", "--runs", "1", "--warmup", "0", *SMALL, "critic.ppo_mini_batch_size=4"
+    ),
     benchmark(
         "backends",
         *("--models", "tiny", "--arms", "Megatron, 2 ranks, TP=2", "--repeats", "1"),
@@ -178,7 +253,9 @@ BENCHMARKS = [
     ),
     benchmark("estimators", "--repeats", "1"),
     benchmark("agent_loop", *"--conversations 8 --reward-s 0.05 --repeats 1".split()),
-    benchmark("checkpoint", *"--model tiny:qwen2 --layers 1 --repeats 1".split(), writes=("result.json",)),
+    benchmark(
+        "checkpoint", *"--model tiny:qwen2 --layers 1 --repeats 1".split(), writes=("result.json",)
+    ),
     benchmark("lora", "--model", "tiny", "--repeats", "1"),
 ]
 
@@ -211,20 +288,26 @@ class Without:
 GPUS = "needs GPUs; tests/unit/project/test_docs.py reads its config and its keys"
 CLUSTER = "needs a cluster; tests/unit/project/test_shell.py runs it with tools that only record their calls"
 ITSELF = "what continuous integration begins with"
-PRETRAINED = "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
+PRETRAINED = (
+    "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
+)
 MAIN = "one_step_off.main_ppo"
 WITHOUT = [
     Without(ITSELF, "shell/setup.sh"),
     Without(ITSELF, "shell/test.sh"),
     Without(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
     Without(
-        "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA", "shell/run_qwen_gsm8k.sh", ("DATA",)
+        "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA",
+        "shell/run_qwen_gsm8k.sh",
+        ("DATA",),
     ),
     Without(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
     Without(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
     Without(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
     Without(
-        "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it", MAIN, flags=("--replay",)
+        "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it",
+        MAIN,
+        flags=("--replay",),
     ),
     Without(
         "two runs of ten steps; plan_runs reads two such runs, and tests/unit/planner/test_planner.py makes a calibration fail",
@@ -234,7 +317,10 @@ WITHOUT = [
     Without(CLUSTER, "shell/run_megatron_nodes.sh"),
     Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
-    Without("TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings", "benchmarks.trl_comparison"),
+    Without(
+        "TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings",
+        "benchmarks.trl_comparison",
+    ),
     Without("kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"),
     Without("tests/unit/project/test_docs.py compares what it writes", "docs/make_reference.py"),
 ]
@@ -265,7 +351,11 @@ def covers(case: Smoke, command: Command) -> bool:
     if keys.get("config") == "FILE":  # any
         del keys["config"]
     own = case.command
-    if program == MAIN and own.program == SCRIPTS.get(keys.get("config", "")) and "BACKEND" not in own.variables:
+    if (
+        program == MAIN
+        and own.program == SCRIPTS.get(keys.get("config", ""))
+        and "BACKEND" not in own.variables
+    ):
         program = own.program
         del keys["config"]
     same_backend = own.variables.get("BACKEND") == command.variables.get("BACKEND")

@@ -17,16 +17,18 @@ import numpy as np
 import ray
 import torch
 
+from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.placement import spawn
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.distributed_util import Receiver
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.replica_group import RolloutGroup, TrainGroup
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training.trainer_group import TrainGroup
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.receiver import Receiver
 from one_step_off.weight_sync.trainer_sender import SendingEnd
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -72,7 +74,10 @@ class LightTrainer(Faults, SendingEnd):
 
     def weight_plan(self) -> list[WeightPiece]:
         shape = (ROWS, WIDTH)
-        return [WeightPiece(n, "float32", shape, at, at + len(rows)) for n, (at, rows) in self.rows.items()]
+        return [
+            WeightPiece(n, "float32", shape, at, at + len(rows))
+            for n, (at, rows) in self.rows.items()
+        ]
 
     def weight_tensors(self):
         for name, (_, rows) in self.rows.items():
@@ -128,7 +133,9 @@ class LightReplica(Faults):
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
         self.reach("connect")
-        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in info["pieces"]]
+        pieces = [
+            [WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in info["pieces"]
+        ]
         if self.receiver is None:
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
             self.receiver = Receiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
@@ -180,7 +187,9 @@ class LightReplica(Faults):
 class Team:
     """A run's processes, and runs of the real pipeline over them."""
 
-    def __init__(self, ranks: int, replicas: int, timeout_s: float = 5.0, near: bool = True) -> None:
+    def __init__(
+        self, ranks: int, replicas: int, timeout_s: float = 5.0, near: bool = True
+    ) -> None:
         cfg = self.cfg = Config()
         cfg.placement.roles = {"rollout": "rollout", "actor": "actor"}
         cfg.trainer.step_timeout_s = 600.0  # no test waits for it
@@ -207,7 +216,9 @@ class Team:
         return replica
 
     async def connect(self) -> None:
-        await asyncio.gather(*(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks))  # no start counts
+        await asyncio.gather(
+            *(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks)
+        )  # no start counts
         await self.rollout.setup()
         await self.sync.connect()
 

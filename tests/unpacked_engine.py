@@ -18,5 +18,8 @@ class SyncWorkerExtension(vllm_receiver.SyncWorkerExtension):
         """Of the bits of all parameters."""
         digest = hashlib.blake2b()
         for name, tensor in self.weight_transfer_engine.model.named_parameters():
-            digest.update(name.encode() + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(
+                name.encode()
+                + tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
         return digest.hexdigest()

@@ -88,14 +88,18 @@ class Trajectories:
     @cached_property
     def totals(self) -> np.ndarray:
         """float64 [B]: the outcome's reward and those of the trained tokens together."""
-        return self.rewards + (self.rows(self.token_rewards).sum(1) if self.token_rewards is not None else 0.0)
+        return self.rewards + (
+            self.rows(self.token_rewards).sum(1) if self.token_rewards is not None else 0.0
+        )
 
     def rows(self, arrays: Arrays | None) -> np.ndarray:
         """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
         if arrays is not None:
             if [*map(len, arrays)] != [*map(len, self.masks)]:
-                raise ValueError("what is given for each token has other lengths than the responses")
+                raise ValueError(
+                    "what is given for each token has other lengths than the responses"
+                )
             result[self.alive] = np.concatenate([np.zeros(0, np.float32), *arrays])[self.trained]
         return result
 
@@ -138,7 +142,11 @@ register = ADVANTAGE_ESTIMATORS.register
 
 
 def estimate(
-    name: str, t: Trajectories, options: Options | None = None, whiten: bool | None = None, **own: Any
+    name: str,
+    t: Trajectories,
+    options: Options | None = None,
+    whiten: bool | None = None,
+    **own: Any,
 ) -> tuple[Arrays, Arrays | None]:
     """Advantages by the estimator `name`, registered or `module:function`, and what a critic is to learn (None without
     a critic): one float32 [R] per trajectory.
@@ -154,23 +162,33 @@ def estimate(
     entry = ADVANTAGE_ESTIMATORS.find(name)
     t = replace(t, rewards=np.asarray(t.rewards, dtype=np.float64))
     if not np.isfinite(t.rewards).all():
-        raise ValueError(f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite")
+        raise ValueError(
+            f"the reward of sample {int(np.flatnonzero(~np.isfinite(t.rewards))[0])} is not finite"
+        )
     for field in entry.needs:
         if getattr(t, field) is None:
             raise ConfigError(f"{ADVANTAGE_ESTIMATORS.key}={name}: needs {NEEDS.get(field, field)}")
     for part, values in t.parts.items() if "parts" in entry.needs else ():
         for i in np.flatnonzero(~np.isfinite(values))[:1]:
             lacking = f"sample {i}, of prompt {t.groups[i]}, has no part {part!r}"
-            raise ConfigError(f"{ADVANTAGE_ESTIMATORS.key}={name}: {lacking}; give every response the same parts")
+            raise ConfigError(
+                f"{ADVANTAGE_ESTIMATORS.key}={name}: {lacking}; give every response the same parts"
+            )
     result, returns = entry.function(t, options or Options(), **own), None
     if isinstance(result, tuple):
         result, returns = result
     lengths = [*map(len, t.masks)]
     if isinstance(result, np.ndarray):
         columns = zip(parts(result.astype(np.float32)), parts(t.masks), parts(lengths), strict=True)
-        result = [a for x, masks, own in columns for a in split(np.repeat(x, own) * np.concatenate(masks), own)]
+        result = [
+            a
+            for x, masks, own in columns
+            for a in split(np.repeat(x, own) * np.concatenate(masks), own)
+        ]
     if [*map(len, result)] != lengths:
-        raise ValueError(f"the advantage estimator {name} gave advantages of other lengths than the responses'")
+        raise ValueError(
+            f"the advantage estimator {name} gave advantages of other lengths than the responses'"
+        )
     if entry.whitens if whiten is None else whiten:
         result = t.placed(standardised(np.concatenate([np.zeros(0), *result])[t.trained]))
     return result, returns
@@ -277,11 +295,15 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     unknown = set(weights or {}) - set(t.parts)
     if unknown:
         no_part = f"{sorted(unknown)} is no part of the reward"
-        raise ConfigError(f"algorithm.adv_kwargs.weights={weights}: {no_part}; its parts are {sorted(t.parts)}")
+        raise ConfigError(
+            f"algorithm.adv_kwargs.weights={weights}: {no_part}; its parts are {sorted(t.parts)}"
+        )
     total = np.zeros(len(t.groups))
     for name, part in t.parts.items():
         part = np.asarray(part, dtype=np.float64)
-        total += (weights or {}).get(name, 1.0) * t.per_group(lambda r: standardised(r, o.norm_by_std), part)
+        total += (weights or {}).get(name, 1.0) * t.per_group(
+            lambda r: standardised(r, o.norm_by_std), part
+        )
     return standardised(total)
 
 
@@ -294,7 +316,9 @@ def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
 @register("remax", needs=("baselines",))
 def remax(t: Trajectories, o: Options) -> Arrays:
     """ReMax (arXiv:2310.10505, algorithm 1): A_t = reward-to-go of the token - reward of the greedy response."""
-    return t.per_token(discounted(t.step_rewards(), 1.0) - np.asarray(t.baselines, dtype=np.float64)[:, None])
+    return t.per_token(
+        discounted(t.step_rewards(), 1.0) - np.asarray(t.baselines, dtype=np.float64)[:, None]
+    )
 
 
 @register("optimal_token_baseline", needs=("log_probs", "prob_squares"), grouped=True)
@@ -307,16 +331,27 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     taken, the proximal one. Where one trajectory alone is so long, it would be its own baseline and learn nothing: B = 0.
     """
     to_go = discounted(t.step_rewards(), 1.0)
-    energy = np.cumsum((1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1) * t.alive
+    energy = (
+        np.cumsum(
+            (1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1
+        )
+        * t.alive
+    )
     order, sizes = np.concatenate(t.members), [len(index) for index in t.members]
     starts = np.cumsum([0, *sizes[:-1]])
-    weighted, weight, alive = (np.add.reduceat(x[order], starts) for x in (to_go * energy, energy, t.alive.astype(int)))
-    baseline = np.divide(weighted, weight, out=np.zeros(weight.shape), where=(alive > 1) & (weight > 0))
+    weighted, weight, alive = (
+        np.add.reduceat(x[order], starts) for x in (to_go * energy, energy, t.alive.astype(int))
+    )
+    baseline = np.divide(
+        weighted, weight, out=np.zeros(weight.shape), where=(alive > 1) & (weight > 0)
+    )
     to_go[order] -= np.repeat(baseline, sizes, axis=0)
     return t.per_token(to_go)
 
 
-def overlong_penalty(lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1) -> np.ndarray:
+def overlong_penalty(
+    lengths: Sequence[int] | np.ndarray, longest: int, buffer: int, penalty: float = 1
+) -> np.ndarray:
     """Soft overlong punishment (DAPO, arXiv:2503.14476, eq. 13), to be added to the rewards: float64 [B], <= 0. 0 up to
     longest - buffer tokens, then linearly down to -penalty at `longest` (and beyond)"""
     over = np.asarray(lengths, dtype=np.float64) - (longest - buffer)
@@ -329,7 +364,9 @@ def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
     return [np.zeros(len(m), dtype=bool) if c else m for m, c in zip(masks, cut, strict=True)]
 
 
-def uninformative(rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]) -> list[Hashable]:
+def uninformative(
+    rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]
+) -> list[Hashable]:
     """The groups whose samples all score alike, in order: those that dynamic sampling replaces (DAPO, eq. 11)."""
     members = Trajectories(np.zeros(0), groups, []).members
     return [groups[index[0]] for index in members if len({float(rewards[i]) for i in index}) == 1]

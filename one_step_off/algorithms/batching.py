@@ -23,7 +23,13 @@ def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> li
     return result
 
 
-def plan(lengths: Sequence[int] | np.ndarray, ranks: int, token_budget: int, packed: bool, rounds: int = 1) -> Plan:
+def plan(
+    lengths: Sequence[int] | np.ndarray,
+    ranks: int,
+    token_budget: int,
+    packed: bool,
+    rounds: int = 1,
+) -> Plan:
     """Share sequences over ranks and cut each share into micro-batches. Deterministic.
 
     Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. So their micro-batch
@@ -53,7 +59,9 @@ def _cut(share: list[int], lengths: list[int], budget: int, packed: bool) -> lis
     room: list[int] = []
     for i in share:
         tried = range(len(micros)) if packed else range(len(micros))[-1:]
-        k = next((k for k in tried if room[k] >= lengths[i if packed else micros[k][0]]), len(micros))
+        k = next(
+            (k for k in tried if room[k] >= lengths[i if packed else micros[k][0]]), len(micros)
+        )
         if k == len(micros):
             micros.append([])
             room.append(budget)
@@ -82,7 +90,9 @@ class MicroBatch:
     counts: list[int]
 
 
-def collate(sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool, multiple: int = 1) -> MicroBatch:
+def collate(
+    sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool, multiple: int = 1
+) -> MicroBatch:
     """Lay sequences out for the model.
 
     An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
@@ -108,7 +118,9 @@ def collate(sequences: list[np.ndarray], wanted: list[np.ndarray], packed: bool,
         starts = np.arange(len(sequences)) * width
         rows = [np.pad(s, (0, width - len(s))) for s in sequences]
         input_ids, position_ids = np.stack(rows).astype(np.int64), None
-    at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(np.int64)
+    at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(
+        np.int64
+    )
     tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
     return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])
 

@@ -29,7 +29,11 @@ Stats = dict[str, Tensor]
 
 
 def token_weights(
-    lengths: Sequence[int] | np.ndarray, agg: str, global_tokens: int, global_sequences: int, longest: int = 1
+    lengths: Sequence[int] | np.ndarray,
+    agg: str,
+    global_tokens: int,
+    global_sequences: int,
+    longest: int = 1,
 ) -> np.ndarray:
     """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
 
@@ -58,7 +62,9 @@ def token_weights(
     return np.where(n > 0, 1.0 / counts[agg], 0.0)
 
 
-def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def value_loss(
+    values: Tensor, old_values: Tensor, returns: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
     """Squared error of a critic; clipped as PPO's code has it (arXiv:2005.12729, section 3; not in the PPO paper).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
@@ -117,7 +123,9 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
     return {"k1": -log_r, "k2": k2, "k3": torch.expm1(near) - near, "abs": log_r.abs()}[estimator]
 
 
-def log_probs_and_entropy(logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none") -> Answer:
+def log_probs_and_entropy(
+    logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none"
+) -> Answer:
     """Log-prob of each token and a figure of its distribution, after temperature, in float32 nats.
 
     Args:
@@ -154,7 +162,10 @@ def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tup
     sums = {"ratio": ratio.sum(), "logprob_diff": difference.sum()}
     sums |= {"clip": clipped.double().sum(), "approx_kl": kl(mu, theta, "k3").sum()}
     zero = theta.new_zeros(1)
-    return sums, {"ratio": torch.cat([ratio, zero]).max(), "logprob_diff": torch.cat([difference, zero]).max()}
+    return sums, {
+        "ratio": torch.cat([ratio, zero]).max(),
+        "logprob_diff": torch.cat([difference, zero]).max(),
+    }
 
 
 def learning_rate(
@@ -176,5 +187,7 @@ def learning_rate(
     if schedule == "constant":
         return peak
     progress = Decay(total, warmup if begin is None else begin, done).progress(step)
-    share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[schedule]
+    share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[
+        schedule
+    ]
     return peak * (min_ratio + (1.0 - min_ratio) * share)

@@ -219,7 +219,9 @@ def _largest(values: Tensor, share: float) -> Tensor:
 
 
 @register("clip_cov")
-def clip_cov(x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0) -> Loss:
+def clip_cov(
+    x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
+) -> Loss:
     """Clip-Cov (arXiv:2505.22617): vanilla, but a random few tokens of high covariance get no gradient.
 
     `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that PPO does not
@@ -271,10 +273,16 @@ def correction_weights(
     log_w = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if mode == "geo-mask":
         log_mean, top = sequence_means(log_w, sequence), math.log(cap)
-        inside = log_mean.abs() <= abs(top) if low is None else (log_mean >= math.log(low)) & (log_mean <= top)
+        inside = (
+            log_mean.abs() <= abs(top)
+            if low is None
+            else (log_mean >= math.log(low)) & (log_mean <= top)
+        )
         return inside.to(log_w.dtype)
     if mode.startswith("seq-"):
         log_w = sequence_sums(log_w, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     w = log_w.exp()
     inside = (w >= (low or 0.0)) & (w <= cap)
-    return {"none": w.new_ones(len(w)), "tis": w.clamp(low, cap), "mis": w * inside}[mode.removeprefix("seq-")]
+    return {"none": w.new_ones(len(w)), "tis": w.clamp(low, cap), "mis": w * inside}[
+        mode.removeprefix("seq-")
+    ]

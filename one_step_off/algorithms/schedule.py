@@ -27,7 +27,11 @@ class Decay:
 
     def progress(self, step: int) -> float:
         """The share of its way that it has gone at `step`, 0 to 1."""
-        return min(self.done + (1.0 - self.done) * (step - self.begin) / max(self.total - 1 - self.begin, 1), 1.0)
+        return min(
+            self.done
+            + (1.0 - self.done) * (step - self.begin) / max(self.total - 1 - self.begin, 1),
+            1.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,9 @@ def announce(cfg: Config, checkpoint: Path, total_steps: int, say: Callable[[str
             _announce_one(role, own, saved, saved.decay, plan, say)
 
 
-def _announce_one(role: str, own: Any, saved: Saved, was: Decay, plan: Plan, say: Callable[[str], None]) -> None:
+def _announce_one(
+    role: str, own: Any, saved: Saved, was: Decay, plan: Plan, say: Callable[[str], None]
+) -> None:
     from one_step_off.algorithms.core_algos import learning_rate  # torch: slow to import
 
     decay, step = resumed(plan, own.warmup_steps, saved), saved.optimizer_steps
@@ -152,7 +158,9 @@ def _announce_one(role: str, own: Any, saved: Saved, was: Decay, plan: Plan, say
     if saved.plan is not None and saved.plan.lr_schedule != plan.lr_schedule:
         peak = learning_rate(decay.begin, decay.total, *how)
         begins = f"the decay begins at step {decay.begin}, with a rate of {peak:.3g}"
-        say(f"{name}: was {saved.plan.lr_schedule}; {begins}, and ends at step {decay.total - 1} with {end:.3g}")
+        say(
+            f"{name}: was {saved.plan.lr_schedule}; {begins}, and ends at step {decay.total - 1} with {end:.3g}"
+        )
         return
     untold = f"the checkpoint does not tell its schedule, and counts as {own.lr_schedule}"
     if decay.total == was.total:
@@ -165,5 +173,9 @@ def _announce_one(role: str, own: Any, saved: Saved, was: Decay, plan: Plan, say
     rate = learning_rate(step, decay.total, *how)
     if rate == 0.0:
         mend = f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, or resume an earlier checkpoint"
-        raise ConfigError(f"{change}; at step {step} it had come to its end, a rate of 0, and would stay there; {mend}")
-    say(f"{change}; it goes on from its rate at step {step}, {rate:.3g}, to {end:.3g}, without a jump")
+        raise ConfigError(
+            f"{change}; at step {step} it had come to its end, a rate of 0, and would stay there; {mend}"
+        )
+    say(
+        f"{change}; it goes on from its rate at step {step}, {rate:.3g}, to {end:.3g}, without a jump"
+    )

@@ -37,7 +37,13 @@ from one_step_off.data.samples import COLUMNS, Batch, Sample
 FORMAT = 2  # of what is described above; 1 had no manifest
 MANIFEST = "manifest.json"
 TRAINED = ("actor", "critic")
-ARRAYS = {"prompt_ids": "i4", "response_ids": "i4", "log_probs": "f4", "loss_mask": "?", "versions": "i4"}
+ARRAYS = {
+    "prompt_ids": "i4",
+    "response_ids": "i4",
+    "log_probs": "f4",
+    "loss_mask": "?",
+    "versions": "i4",
+}
 REST = tuple(f.name for f in fields(Sample) if f.name not in ARRAYS)
 
 # A resumed run must make the same batches of the same age; what may change (lr, total_steps, save_freq) is not here.
@@ -48,7 +54,11 @@ FIXED_KEYS = """pipeline.staleness pipeline.partial_rollout rollout.n trainer.se
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's. How long samples may
     be carried counts where they are."""
-    backends = {f"{role}.backend": settings_of(cfg, role).backend for role in TRAINED if role in cfg.placement.roles}
+    backends = {
+        f"{role}.backend": settings_of(cfg, role).backend
+        for role in TRAINED
+        if role in cfg.placement.roles
+    }
     keys = FIXED_KEYS + ["pipeline.max_carry"] * cfg.pipeline.partial_rollout
     return {key: attrgetter(key)(cfg) for key in keys} | backends
 
@@ -58,14 +68,22 @@ def empty_models(cfg: Config) -> dict[str, Any]:
     from one_step_off.training import fsdp_model  # torch and transformers: slow to import
 
     try:
-        return {role: fsdp_model.empty(cfg, role, None, None) for role in TRAINED if role in cfg.placement.roles}
+        return {
+            role: fsdp_model.empty(cfg, role, None, None)
+            for role in TRAINED
+            if role in cfg.placement.roles
+        }
     except Exception:  # code of others; the trainer says in its own words what does not fit
         return {}
 
 
 def shapes(cfg: Config) -> dict[str, list[int]]:
     """Of every parameter of the roles that learn; {} if they are not known."""
-    return {f"{role}: {name}": [*p.shape] for role, m in empty_models(cfg).items() for name, p in m.named_parameters()}
+    return {
+        f"{role}: {name}": [*p.shape]
+        for role, m in empty_models(cfg).items()
+        for name, p in m.named_parameters()
+    }
 
 
 def folder_of(cfg: Config) -> Path:
@@ -105,13 +123,17 @@ def find(cfg: Config, say: Callable[[str], None] = lambda line: None) -> Path | 
     for path in found:
         if fault := fault_of(path, model):
             if path == found[-1]:
-                raise ConfigError(f"trainer.resume={wish}: checkpoint {path}: {fault}; name a good one, or {anew}")
+                raise ConfigError(
+                    f"trainer.resume={wish}: checkpoint {path}: {fault}; name a good one, or {anew}"
+                )
             say(f"warning: checkpoint {path}: {fault}; the one before it is taken")
             continue
         made_with = read_state(path)["fixed"]
         for key, value in fixed_keys(cfg).items():
             if (made := made_with.get(key, "none")) != value:
-                raise ConfigError(f"{key}={value}: checkpoint {path} was made with {made}; resume with it, or {anew}")
+                raise ConfigError(
+                    f"{key}={value}: checkpoint {path} was made with {made}; resume with it, or {anew}"
+                )
         return path
     return None
 
@@ -123,7 +145,11 @@ def read_state(path: Path) -> dict[str, Any]:
 
 def sealed(path: Path) -> dict[str, dict[str, Any]]:
     """Bytes and XXH3-128 of every file but the manifest."""
-    files = {p.relative_to(path).as_posix(): p for p in path.rglob("*") if p.is_file() and p.name != MANIFEST}
+    files = {
+        p.relative_to(path).as_posix(): p
+        for p in path.rglob("*")
+        if p.is_file() and p.name != MANIFEST
+    }
 
     def checksum(file: Path) -> str:
         with open(file, "rb") as f:
@@ -157,8 +183,14 @@ def fault_of(path: Path, model: dict[str, list[int]]) -> str | None:
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
     """`samples.npz` and `samples.jsonl`."""
-    arrays = {name: np.concatenate([getattr(s, name) for s in samples]).astype(d) for name, d in ARRAYS.items()}
-    arrays |= {f"{n}_lengths": np.array([len(getattr(s, f"{n}_ids")) for s in samples]) for n in ("prompt", "response")}
+    arrays = {
+        name: np.concatenate([getattr(s, name) for s in samples]).astype(d)
+        for name, d in ARRAYS.items()
+    }
+    arrays |= {
+        f"{n}_lengths": np.array([len(getattr(s, f"{n}_ids")) for s in samples])
+        for n in ("prompt", "response")
+    }
     np.savez(folder / "samples.npz", **arrays)
     rows = (json.dumps({name: getattr(s, name) for name in REST}) + "\n" for s in samples)
     (folder / "samples.jsonl").write_text("".join(rows))
@@ -169,7 +201,9 @@ def read_samples(folder: Path) -> list[Sample]:
     rows = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     with np.load(folder / "samples.npz", allow_pickle=False) as arrays:
         for name in ARRAYS:
-            ends = np.cumsum(arrays["prompt_lengths" if name == "prompt_ids" else "response_lengths"])
+            ends = np.cumsum(
+                arrays["prompt_lengths" if name == "prompt_ids" else "response_lengths"]
+            )
             for row, part in zip(rows, np.split(arrays[name], ends[:-1]), strict=True):
                 row[name] = part
     return [Sample(**row | {"prompt_id": tuple(row["prompt_id"])}) for row in rows]
@@ -179,16 +213,28 @@ def write_batch(batch: Batch, folder: Path) -> None:
     """What an update takes: the samples, and in `batch.npz` what goes with each of their tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
-    found = {name: np.concatenate(getattr(batch, name)) for name in COLUMNS if getattr(batch, name) is not None}
+    found = {
+        name: np.concatenate(getattr(batch, name))
+        for name in COLUMNS
+        if getattr(batch, name) is not None
+    }
     np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected, batch.older), **found)
 
 
 def read_batch(folder: Path) -> Batch:
     """What `write_batch` wrote, equal bit for bit. Raises ConfigError: there is none, or it is torn."""
     mend = "name a folder as OUTPUT_DIR/skipped/step_000012"
-    with as_config_error(f"--replay {folder}: no batch", mend):  # broken bytes end in errors of any kind
-        samples, arrays = read_samples(folder), dict(np.load(folder / "batch.npz", allow_pickle=False))
-        (step, *expected, older), ends = arrays.pop("stamp").tolist(), np.cumsum([len(s.response_ids) for s in samples])
+    with as_config_error(
+        f"--replay {folder}: no batch", mend
+    ):  # broken bytes end in errors of any kind
+        samples, arrays = (
+            read_samples(folder),
+            dict(np.load(folder / "batch.npz", allow_pickle=False)),
+        )
+        (step, *expected, older), ends = (
+            arrays.pop("stamp").tolist(),
+            np.cumsum([len(s.response_ids) for s in samples]),
+        )
         columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
         return Batch(step, samples, tuple(expected), older, **columns)
 
@@ -205,11 +251,18 @@ class Checkpointer:
     def __init__(self, cfg: Config, save_trainer: Callable[[str], Awaitable[Awaitable]]) -> None:
         """`save_trainer`: async (path) -> awaitable. When it returns the trainers have copied their part; when the
         answer has been awaited, it is written."""
-        self.cfg, self.save_trainer, self.folder, self.model = cfg, save_trainer, folder_of(cfg), shapes(cfg)
+        self.cfg, self.save_trainer, self.folder, self.model = (
+            cfg,
+            save_trainer,
+            folder_of(cfg),
+            shapes(cfg),
+        )
 
     def is_due(self, step: int) -> bool:
         """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
-        return self.cfg.trainer.save_freq > 0 and step > 0 and step % self.cfg.trainer.save_freq == 0
+        return (
+            self.cfg.trainer.save_freq > 0 and step > 0 and step % self.cfg.trainer.save_freq == 0
+        )
 
     def has(self, step: int) -> bool:
         """Whether there is one of this step. It is this run's: see `put_aside`."""
@@ -220,7 +273,9 @@ class Checkpointer:
         """Whether this run writes checkpoints, or has; then its end is one too, or it would be resumed from before."""
         return self.cfg.trainer.save_freq > 0 or bool(finished(self.folder))
 
-    async def save(self, step: int, samples: list[Sample] | None, state: dict[str, Any]) -> Awaitable[tuple[Path, int]]:
+    async def save(
+        self, step: int, samples: list[Sample] | None, state: dict[str, Any]
+    ) -> Awaitable[tuple[Path, int]]:
         """Take the checkpoint of `step`; `samples` None where none are in flight. The run may go on when this returns.
         The answer, awaited, is its folder and its bytes: then it is whole and on the disk."""
         work = self.folder / f".step_{step:06d}.unfinished"
@@ -233,7 +288,11 @@ class Checkpointer:
         own = asyncio.to_thread(write_samples, samples, work) if samples else asyncio.sleep(0)
         writing, _ = await asyncio.gather(self.save_trainer(str(work.resolve())), own)
         best = self.cfg.trainer.keep_best
-        scores = {f"step_{e['val/version']:06.0f}": e[best] for e in state.get("evaluations", ()) if best in e}
+        scores = {
+            f"step_{e['val/version']:06.0f}": e[best]
+            for e in state.get("evaluations", ())
+            if best in e
+        }
 
         async def finish() -> tuple[Path, int]:
             await writing

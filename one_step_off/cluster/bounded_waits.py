@@ -103,7 +103,9 @@ class AbortSignal:
 
     def _look(self, keys: list[str]) -> tuple[bool, str]:
         there = bool(keys) and self.store.check(keys)
-        reason = self.store.get(ABORTED).decode(errors="replace") if self.store.check([ABORTED]) else ""
+        reason = (
+            self.store.get(ABORTED).decode(errors="replace") if self.store.check([ABORTED]) else ""
+        )
         return there, reason
 
     def _ask(self, function: Callable[..., T], *args: Any) -> T | None:

@@ -1,6 +1,5 @@
 """Resource pools as Ray placement groups, and the processes of each role in them."""
 
-import contextlib
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +8,10 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from one_step_off.cluster.core_binding import pin_process
 from one_step_off.config.loading import seat_cores, seats_per_node
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import redirect_output
-from one_step_off.distributed_util import ALL_CORES
 
 
 @dataclass(frozen=True)
@@ -25,24 +24,15 @@ class Seat:
     cores: tuple[int, ...]
 
 
-def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and all it starts later, to `cores`; what it could use before is kept in the
-    environment for the weight sync."""
-    if not cores:
-        return
-    os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
-            os.sched_setaffinity(int(thread), cores)
-
-
 def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
     """Reserve every pool; returns pool name -> its seats, node by node. Each node's share of a pool is one placement
     group that must lie on one node. Raises ConfigError: the cluster has too little; says which pool, what it wants and
     what there is."""
     resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
     seats: dict[tuple[str, int], list[Seat]] = {}
-    shares = [(pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))]
+    shares = [
+        (pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))
+    ]
     # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
     for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == cfg.placement.roles["rollout"] else 1
@@ -52,10 +42,15 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
             free = ray.available_resources().get(resource, 0)
             needs = f"node {node} needs {count * width} {resource}s on one node"
             has = f"the cluster has {free:g} free in all; give the pool less or the cluster more"
-            raise ConfigError(f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}")
+            raise ConfigError(
+                f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}"
+            )
         own = cores[pool][sum(before) :]
         seats[pool, node] = [Seat(group, i, node, tuple(own[i])) for i in range(count)]
-    return {pool: [seat for at in shares if at[0] == pool for seat in seats[at]] for pool in cfg.placement.pools}
+    return {
+        pool: [seat for at in shares if at[0] == pool for seat in seats[at]]
+        for pool in cfg.placement.pools
+    }
 
 
 def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
@@ -64,14 +59,25 @@ def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
     parts = []
     for pool, seats in pools.items():
         groups = {seat.node: seat.group for seat in seats}
-        where = [hosts[placement_group_table(group)["bundles_to_node_id"][0]] for group in groups.values()]
+        where = [
+            hosts[placement_group_table(group)["bundles_to_node_id"][0]]
+            for group in groups.values()
+        ]
         roles = [role for role, at in cfg.placement.roles.items() if at == pool]
-        parts.append(f"pool {pool} {cfg.placement.pools[pool]} on {' '.join(where)}: {', '.join(roles)}")
+        parts.append(
+            f"pool {pool} {cfg.placement.pools[pool]} on {' '.join(where)}: {', '.join(roles)}"
+        )
     return "; ".join(parts)
 
 
 def spawn(
-    cls: type, args: tuple, seat: Seat | None, device: str, share: float = 1.0, env: dict | None = None, log: str = ""
+    cls: type,
+    args: tuple,
+    seat: Seat | None,
+    device: str,
+    share: float = 1.0,
+    env: dict | None = None,
+    log: str = "",
 ) -> Any:
     """Start `cls(*args)` as a Ray actor in a seat (or anywhere), pinned to the seat's cores. `share`: part of the
     seat's GPUs and cores that Ray books for it; several roles may share a seat. `log`: the file that its output goes to;
@@ -92,10 +98,16 @@ def spawn(
         threads = max(1, (os.cpu_count() or 1) // max(1, len(seat.group.bundle_specs)))
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": {"env_vars": variables | (env or {})}}
-    options |= {"max_restarts": getattr(cls, "restarts", 0), "max_concurrency": getattr(cls, "calls_at_once", None)}
+    options |= {
+        "max_restarts": getattr(cls, "restarts", 0),
+        "max_concurrency": getattr(cls, "calls_at_once", None),
+    }
     if seat:
         bundle = seat.group.bundle_specs[seat.bundle]
         options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(seat.group, seat.bundle)
-        options |= {"num_gpus": bundle.get("GPU", 0) * share, "num_cpus": bundle.get("CPU", 0) * share}
+        options |= {
+            "num_gpus": bundle.get("GPU", 0) * share,
+            "num_cpus": bundle.get("CPU", 0) * share,
+        }
     wrap = ray.remote(concurrency_groups=cls.threads) if hasattr(cls, "threads") else ray.remote
     return wrap(Pinned).options(**options).remote(*args)

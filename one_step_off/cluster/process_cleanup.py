@@ -25,7 +25,11 @@ def in_use() -> set[int]:
     found: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            found |= {int(line.split()[4]) for line in path.read_text().splitlines() if " /dev/shm/" in line}
+            found |= {
+                int(line.split()[4])
+                for line in path.read_text().splitlines()
+                if " /dev/shm/" in line
+            }
     return found
 
 
@@ -35,7 +39,11 @@ def sweep(folder: str, begun: float) -> None:
     `begun`, a time of the clock on the wall."""
     sys.stdin.read()
     for _ in range(100):
-        alive = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(RUN) == folder]
+        alive = [
+            p
+            for p in psutil.process_iter(["environ"])
+            if (p.info["environ"] or {}).get(RUN) == folder
+        ]
         for process in alive:
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -45,7 +53,9 @@ def sweep(folder: str, begun: float) -> None:
     for path in SHARED.iterdir():
         with contextlib.suppress(OSError):
             file = path.stat()
-            mine = file.st_uid == os.geteuid() and file.st_mtime >= begun and file.st_ino not in used
+            mine = (
+                file.st_uid == os.geteuid() and file.st_mtime >= begun and file.st_ino not in used
+            )
             if mine and KINDS.fullmatch(path.name):
                 path.unlink()
     shutil.rmtree(folder, ignore_errors=True)

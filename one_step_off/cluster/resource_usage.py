@@ -29,14 +29,19 @@ class UsageProbe:
         has one, else of all the GPUs that it sees, else resident. `device`: the GPU's name, of a class with that method,
         else "". With NVML also `gpu_utilisation`: mean of the GPUs that it sees since the last call, 0 to 1."""
         own = getattr(self, "peak_memory_bytes", None)
-        found: dict[str, Any] = {"memory_bytes": own() if own else peak_resident_bytes(), "device": ""}
+        found: dict[str, Any] = {
+            "memory_bytes": own() if own else peak_resident_bytes(),
+            "device": "",
+        }
         if cuda and own:
             from torch.cuda import get_device_name
 
             found["device"] = get_device_name()
         if cuda and self._busy is None:
             self._busy = []
-            threading.Thread(target=_watch_gpus, args=(self._busy,), name="gpu-usage", daemon=True).start()
+            threading.Thread(
+                target=_watch_gpus, args=(self._busy,), name="gpu-usage", daemon=True
+            ).start()
         if self._busy:
             busy, used = zip(*self._busy, strict=True)
             found["gpu_utilisation"], self._peak = fmean(busy), max(self._peak, *used)
@@ -54,7 +59,12 @@ def peak_resident_bytes() -> int:
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(OSError, AttributeError):  # it ended meanwhile
             # psutil tells what is resident now, and the peak only in releases newer than those we ask for.
-            total += int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]) * 1024
+            total += (
+                int(
+                    re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]
+                )
+                * 1024
+            )
     return total
 
 
@@ -71,10 +81,14 @@ def _watch_gpus(busy: list[tuple[float, int]]) -> None:
             time.sleep(_GPU_INTERVAL_S)
 
 
-async def look(group: str, actors: list[Any], cuda: bool, report: Callable[[dict[str, float], str], None]) -> None:
+async def look(
+    group: str, actors: list[Any], cuda: bool, report: Callable[[dict[str, float], str], None]
+) -> None:
     """Ask every process of a group once, and report the largest peak and the mean utilisation, and the name of its GPUs if
     there are any. One that does not answer is the pipeline's affair."""
-    answers = await asyncio.gather(*(actor.usage.remote(cuda) for actor in actors), return_exceptions=True)
+    answers = await asyncio.gather(
+        *(actor.usage.remote(cuda) for actor in actors), return_exceptions=True
+    )
     if good := [a for a in answers if isinstance(a, dict)]:
         found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in good))}
         if busy := [a["gpu_utilisation"] for a in good if "gpu_utilisation" in a]:
@@ -83,7 +97,9 @@ async def look(group: str, actors: list[Any], cuda: bool, report: Callable[[dict
 
 
 @contextlib.asynccontextmanager
-async def watching(groups: dict[str, list[Any]], cuda: bool, report: Callable) -> AsyncIterator[None]:
+async def watching(
+    groups: dict[str, list[Any]], cuda: bool, report: Callable
+) -> AsyncIterator[None]:
     """Look at all groups every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
 
     def all_at_once() -> asyncio.Future:

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 Parts = list[list[int]]
 
 
-def plan_cores(rollout: int, trainers: int, cores: Sequence[int], in_turns: bool = False) -> tuple[Parts, Parts]:
+def plan_cores(
+    rollout: int, trainers: int, cores: Sequence[int], in_turns: bool = False
+) -> tuple[Parts, Parts]:
     """Cores of each of the `rollout` processes and of each of the `trainers`. The two groups work at the same time, so they share no
     core (unless there is only one). Each gets its part by its number of processes, at least one core, and divides it
     evenly; with more processes than cores they wrap. With `in_turns` each group divides all cores."""
@@ -22,7 +24,10 @@ def plan_cores(rollout: int, trainers: int, cores: Sequence[int], in_turns: bool
 def _divide(processes: int, cores: list[int]) -> Parts:
     if processes > len(cores):
         return [[cores[i % len(cores)]] for i in range(processes)]
-    return [cores[i * len(cores) // processes : (i + 1) * len(cores) // processes] for i in range(processes)]
+    return [
+        cores[i * len(cores) // processes : (i + 1) * len(cores) // processes]
+        for i in range(processes)
+    ]
 
 
 def count_gpus() -> int:
@@ -43,4 +48,8 @@ def _gpus_present() -> int:
     except (OSError, subprocess.TimeoutExpired):
         # Slow or absent: the device files tell too, and in a container show only the GPUs that were given to it.
         return len(glob.glob("/dev/nvidia[0-9]*"))
-    return sum(line.startswith("GPU ") for line in done.stdout.splitlines()) if done.returncode == 0 else 0
+    return (
+        sum(line.startswith("GPU ") for line in done.stdout.splitlines())
+        if done.returncode == 0
+        else 0
+    )

@@ -27,8 +27,16 @@ from one_step_off.config.unknown_keys import hint
 from one_step_off.config.validation import MODEL_PARALLEL, masked, resolved_device, show
 
 # The types of the schema in words, as they complete "must be ...".
-_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-_KINDS |= {list[float]: "a list of numbers, as [0.9, 0.999]", list[int]: "a list of whole numbers, as [4, 4]"}
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+}
+_KINDS |= {
+    list[float]: "a list of numbers, as [0.9, 0.999]",
+    list[int]: "a list of whole numbers, as [4, 4]",
+}
 _KINDS[dict[str, list[int]]] = "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}"
 _KINDS[dict[str, str]] = "a mapping of names, as {rollout: rollout, actor: actor}"
 _KINDS[dict[str, Any]] = "a mapping, as {name: value}"
@@ -48,7 +56,11 @@ class Key:
     @property
     def kind(self) -> str:
         """The type in words, as it completes "must be ..."."""
-        words = f"one of {', '.join(self.meta['choices'])}" if self.meta["choices"] else _KINDS[self.type]
+        words = (
+            f"one of {', '.join(self.meta['choices'])}"
+            if self.meta["choices"]
+            else _KINDS[self.type]
+        )
         return words + (" or null" if self.default is None else "")
 
 
@@ -71,7 +83,9 @@ def find_key(dotted: str, value: Any = None) -> Key:
         return KEYS[dotted]
     section, _, name = dotted.partition(".")
     if section in SECTIONS and not name:
-        raise ConfigError(f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)")
+        raise ConfigError(
+            f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)"
+        )
     shown, words = hint(dotted, value, KEYS, SECTIONS)
     raise ConfigError(f"{show(shown)}: unknown key; {words} (all keys: --help)")
 
@@ -89,7 +103,9 @@ def parsed(text: str) -> tuple[Any, Any]:
 def _yaml_fault(error: Exception) -> str:
     mark = getattr(error, "problem_mark", None)
     line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return "not valid YAML: " + line + " ".join(str(getattr(error, "problem", None) or error).split())
+    return (
+        "not valid YAML: " + line + " ".join(str(getattr(error, "problem", None) or error).split())
+    )
 
 
 def _assign(tree: dict, dotted: str, value: Any) -> str:
@@ -112,11 +128,15 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
         with open(path, encoding="utf-8") as f:
             content, root = parsed(f.read())
     except OSError as e:
-        raise ConfigError(f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path") from None
+        raise ConfigError(
+            f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path"
+        ) from None
     except _YAML_FAULTS as e:
         raise ConfigError(f"config={path}: {_yaml_fault(e)}; mend the file") from None
     if not isinstance(content, dict):
-        raise ConfigError(f"config={path}: must hold a mapping of sections, as model: {{path: ...}}")
+        raise ConfigError(
+            f"config={path}: must hold a mapping of sections, as model: {{path: ...}}"
+        )
     lines = {}
     for name, body in root.value:
         lines[str(name.value)] = name.start_mark.line + 1
@@ -127,7 +147,9 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
             if section not in SECTIONS:
                 find_key(str(section), keys)
             if not isinstance(keys, dict | None):
-                raise ConfigError(f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}")
+                raise ConfigError(
+                    f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}"
+                )
         for name, value in (keys or {}).items():
             yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
 
@@ -140,7 +162,9 @@ def _from_argument(argument: str) -> tuple[str, Any, str]:
         try:
             value, _ = parsed(value)
         except _YAML_FAULTS as e:
-            raise ConfigError(f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value") from None
+            raise ConfigError(
+                f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value"
+            ) from None
     return dotted, value, ""
 
 
@@ -157,18 +181,28 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     if kind is bool and value in (0, 1):
         return bool(value)
     if kind is float and type(value) in (int, float):
-        return float(str(value))  # a whole number beyond all floats becomes infinite, and its bound refuses it
+        return float(
+            str(value)
+        )  # a whole number beyond all floats becomes infinite, and its bound refuses it
     if kind is int and (type(value) is int or isinstance(value, float) and value.is_integer()):
         return int(value)
     if get_origin(kind) is list and isinstance(value, list):
         return [_fit(f"{where}[{i}]", inner[0], item) for i, item in enumerate(value)]
     if get_origin(kind) is dict and isinstance(value, dict):
-        return {str(name): _fit(f"{where}.{show(name)}", inner[1], item) for name, item in value.items()}
+        return {
+            str(name): _fit(f"{where}.{show(name)}", inner[1], item) for name, item in value.items()
+        }
     raise ConfigError(f"{where}={show(given)}: must be {words or _KINDS[kind]}")
 
 
-_LARGEST = 2**31 - 1  # no number of a config means anything beyond it, and the C code below wants 32 bits
-_BOUNDS = {"low": ("at least", operator.ge), "above": ("above", operator.gt), "high": ("at most", operator.le)}
+_LARGEST = (
+    2**31 - 1
+)  # no number of a config means anything beyond it, and the C code below wants 32 bits
+_BOUNDS = {
+    "low": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "high": ("at most", operator.le),
+}
 
 
 def _checked(key: Key, value: Any) -> Any:
@@ -202,17 +236,30 @@ def load(argv: list[str]) -> Config:
     Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
     What must fit together is checked by `config_checks.validate`.
     """
-    argv = [f"config={argument}" if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument) else argument for argument in argv]
+    argv = [
+        f"config={argument}" if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument) else argument
+        for argument in argv
+    ]
     for argument in argv:
-        if not argument.partition("=")[1] or argument[0] == "=" or any("\ud7ff" < c < "\ue000" for c in argument):
+        if (
+            not argument.partition("=")[1]
+            or argument[0] == "="
+            or any("\ud7ff" < c < "\ue000" for c in argument)
+        ):
             forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
             raise ConfigError(f"argument {show(argument)}: must be {forms}")
-    files = [argument.removeprefix("config=") for argument in argv if argument.startswith("config=")]
+    files = [
+        argument.removeprefix("config=") for argument in argv if argument.startswith("config=")
+    ]
     if len(files) > 1:
-        raise ConfigError(f"config={show(files[1])}: config is given {len(files)} times; give one file")
+        raise ConfigError(
+            f"config={show(files[1])}: config is given {len(files)} times; give one file"
+        )
     arguments = (argument for argument in argv if not argument.startswith("config="))
     tree, places = dataclasses.asdict(Config()), {}
-    for dotted, value, where in itertools.chain(*map(_from_file, files), map(_from_argument, arguments)):
+    for dotted, value, where in itertools.chain(
+        *map(_from_file, files), map(_from_argument, arguments)
+    ):
         with placed(where):
             places[_assign(tree, dotted, value)] = where
     try:
@@ -230,15 +277,23 @@ def load(argv: list[str]) -> Config:
 
 
 def _escaped(value: Any) -> Any:  # keys are taken as they stand
-    return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value) if isinstance(value, str) else value
+    return (
+        re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 class _Dumper(yaml.SafeDumper):
     """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
 
 
-_Dumper.yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers  # to quote texts that would be read as numbers
-_Dumper.add_representer(list, lambda to, x: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, x), True))
+_Dumper.yaml_implicit_resolvers = (
+    _Loader.yaml_implicit_resolvers
+)  # to quote texts that would be read as numbers
+_Dumper.add_representer(
+    list, lambda to, x: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, x), True)
+)
 _Dumper.add_representer(dict, lambda to, x: to.represent_dict({key: _escaped(x[key]) for key in x}))
 
 
@@ -246,7 +301,9 @@ def resolved_yaml(cfg: Config) -> str:
     """The whole config as YAML that `load` reads back to an equal one, but for secrets, which are masked."""
     # PyYAML leaves Unicode's own line breaks as they are, and reads them back as blanks.
     readable = not re.search(r"\\x85|\\u202[89]", repr(tree := dataclasses.asdict(cfg)))
-    return masked(yaml.dump(tree, None, _Dumper, allow_unicode=readable, sort_keys=False, width=10**6))
+    return masked(
+        yaml.dump(tree, None, _Dumper, allow_unicode=readable, sort_keys=False, width=10**6)
+    )
 
 
 USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]
@@ -286,19 +343,27 @@ def seats_per_node(cfg: Config, pool: str) -> list[int]:
     return [gpus // width for gpus in cfg.placement.pools[pool]]
 
 
-def seat_cores(cfg: Config, device: str, cores: list[int] | None = None) -> dict[str, list[list[int]]]:
+def seat_cores(
+    cfg: Config, device: str, cores: list[int] | None = None
+) -> dict[str, list[list[int]]]:
     """Pool -> the cores of each of its processes (empty: not pinned, as on GPUs). `cores` None: those that this process
     may use. Rollout and trainers in pools of their own share no core where there are two, unless there are fewer cores
     than processes and the two work in turns anyway (staleness 0)."""
     counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
-    one_node = not os.environ.get("RAY_ADDRESS") and all(len(shape) == 1 for shape in cfg.placement.pools.values())
+    one_node = not os.environ.get("RAY_ADDRESS") and all(
+        len(shape) == 1 for shape in cfg.placement.pools.values()
+    )
     if device == "cpu" and cfg.placement.pin_cores and one_node:
         rollout = counts.pop(cfg.placement.roles["rollout"])
         mine = sorted(os.sched_getaffinity(0)) if cores is None else cores
-        in_turns = not counts or (cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine))
-        plan[cfg.placement.roles["rollout"]], trainers = plan_cores(rollout, sum(counts.values()), mine, in_turns)
+        in_turns = not counts or (
+            cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine)
+        )
+        plan[cfg.placement.roles["rollout"]], trainers = plan_cores(
+            rollout, sum(counts.values()), mine, in_turns
+        )
         for pool, n in counts.items():
             plan[pool], trainers = trainers[:n], trainers[n:]
     return plan
@@ -311,7 +376,9 @@ def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
         roles = []
         for role in (role for role, where in cfg.placement.roles.items() if where == pool):
             own = cfg.rollout if role == "rollout" else settings_of(cfg, role)
-            sizes = {n[0].upper() + "P": getattr(own, f"{n}_parallel_size", 1) for n in MODEL_PARALLEL}
+            sizes = {
+                n[0].upper() + "P": getattr(own, f"{n}_parallel_size", 1) for n in MODEL_PARALLEL
+            }
             divided = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             roles.append(f"{role} x {len(seats)}" + f" ({divided})" * bool(divided))
         pinned = "; cores " + " ".join(",".join(map(str, c)) for c in seats) if any(seats) else ""

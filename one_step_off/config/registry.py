@@ -75,9 +75,15 @@ class Registry(dict[str, Entry]):
         if spec in self:
             return self[spec]
         if ":" not in spec:
-            raise ConfigError(f"{key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}")
+            raise ConfigError(
+                f"{key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}"
+            )
         function = load(key, spec)
         if not callable(function):
-            raise ConfigError(f"{key}={spec!r}: is a {type(function).__name__}, not callable; name a function")
-        facts = {f: getattr(function, f) for f in ("needs", "grouped", "whitens") if hasattr(function, f)}
+            raise ConfigError(
+                f"{key}={spec!r}: is a {type(function).__name__}, not callable; name a function"
+            )
+        facts = {
+            f: getattr(function, f) for f in ("needs", "grouped", "whitens") if hasattr(function, f)
+        }
         return Entry(function, **facts)

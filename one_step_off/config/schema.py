@@ -30,7 +30,9 @@ shared = partial(key, shared=True)
 
 def following(base: type) -> Any:
     """The keys of `base`, of which the shared ones are null unless set: as the actor has them."""
-    told = {f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)}
+    told = {
+        f: f.metadata | {"help": f"{f.metadata['help']}; null: as the actor"} for f in fields(base)
+    }
     keys = []
     for f in told:
         if "shared" in f.metadata:
@@ -43,29 +45,48 @@ def following(base: type) -> Any:
 class ModelConfig:
     """The policy."""
 
-    path: str = paths("", "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small warm-started one")
-    dtype: str = key("bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32")
-    trust_remote_code: bool = key(False, "run Python code that comes with the model (only if you trust its author)")
-    attn_implementation: str = key("auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager")
-    lora_rank: int = key(0, "rank of the actor's LoRA adapters, trained beside frozen weights; 0: none", low=0)
+    path: str = paths(
+        "",
+        "HF model directory or hub id; tiny:qwen2, tiny:qwen3, tiny:tools: a small warm-started one",
+    )
+    dtype: str = key(
+        "bfloat16", "dtype of trainer and engine (masters are fp32)", choices="bfloat16 float32"
+    )
+    trust_remote_code: bool = key(
+        False, "run Python code that comes with the model (only if you trust its author)"
+    )
+    attn_implementation: str = key(
+        "auto", "auto: flash if had, else sdpa", choices="auto sdpa flash_attention_2 eager"
+    )
+    lora_rank: int = key(
+        0, "rank of the actor's LoRA adapters, trained beside frozen weights; 0: none", low=0
+    )
     lora_alpha: int = key(32, "adapters count lora_alpha / lora_rank times", low=1)
-    lora_target_modules: str = key("all-linear", "linear layers with adapters, by name; all-linear: all but the head")
+    lora_target_modules: str = key(
+        "all-linear", "linear layers with adapters, by name; all-linear: all but the head"
+    )
 
 
 @dataclass
 class DataConfig:
     """Prompts."""
 
-    train_files: str = paths("", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)")
+    train_files: str = paths(
+        "", "jsonl or parquet files (with commas), hub id, or generator:NAME (see recipes)"
+    )
     val_files: str = paths("", "held-out set, same forms as train_files; empty: no evaluation")
     val_sets: dict[str, str] = key({}, "more held-out sets, beside val_files: name: files")
-    chat_template: str = key("auto", "auto: the tokenizer's, if it has one", choices="auto always never")
+    chat_template: str = key(
+        "auto", "auto: the tokenizer's, if it has one", choices="auto always never"
+    )
     instruction: str = key("", "text appended to each question of the gsm8k format")
     train_batch_size: int = key(64, "prompts per step (each makes rollout.n trajectories)", low=1)
     max_prompt_length: int = key(512, "longest prompt, in tokens", low=1)
     max_response_length: int = key(1024, "longest response, in tokens", low=1)
     overlong_prompts: str = key("skip", "what to do with longer prompts", choices="skip fail")
-    bad_rows: str = key("skip", "what to do with malformed rows (they are counted and named)", choices="skip fail")
+    bad_rows: str = key(
+        "skip", "what to do with malformed rows (they are counted and named)", choices="skip fail"
+    )
     shuffle: bool = key(True, "shuffle each epoch, by trainer.seed")
     val_size: int = key(-1, "use only the first rows of the held-out set; -1: all", low=1, also=-1)
     generator_size: int = key(4096, "rows that generator:word_problems makes for training", low=1)
@@ -75,10 +96,17 @@ class DataConfig:
 class PlacementConfig:
     """Where each role lives."""
 
-    pools: dict[str, list[int]] = key({"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) per node, as [4, 4]")
+    pools: dict[str, list[int]] = key(
+        {"rollout": [1], "actor": [1]}, "pool name: processes (GPUs) per node, as [4, 4]"
+    )
     roles: dict[str, str] = key({"rollout": "rollout", "actor": "actor"}, "role name: pool name")
-    device: str = key("auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices="auto cuda cpu")
-    pin_cores: bool = key(True, "CPU runs on one machine: pin each process to its own cores, rollout and trainer apart")
+    device: str = key(
+        "auto", "cuda, cpu, or auto: cuda where this machine has GPUs", choices="auto cuda cpu"
+    )
+    pin_cores: bool = key(
+        True,
+        "CPU runs on one machine: pin each process to its own cores, rollout and trainer apart",
+    )
 
 
 @dataclass
@@ -86,25 +114,54 @@ class RolloutConfig:
     """Generation by vLLM."""
 
     n: int = key(8, "trajectories per prompt (the group)", low=1)
-    temperature: float = key(1.0, "sampling temperature; the trainer divides its logits by it too", above=0.0)
-    top_p: float = key(1.0, "nucleus sampling; other than 1 changes the log-probs and is refused", low=1.0, high=1.0)
-    top_k: int = key(-1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1)
+    temperature: float = key(
+        1.0, "sampling temperature; the trainer divides its logits by it too", above=0.0
+    )
+    top_p: float = key(
+        1.0,
+        "nucleus sampling; other than 1 changes the log-probs and is refused",
+        low=1.0,
+        high=1.0,
+    )
+    top_k: int = key(
+        -1, "top-k sampling; other than -1 changes the log-probs and is refused", low=-1, high=-1
+    )
     tensor_parallel_size: int = key(1, "GPUs per replica", low=1)
-    seed_samples: str = key("auto", "a seed per sample: reproducible; auto: on CPU only", choices="auto on off")
-    gpu_memory_utilization: float = key(0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0)
+    seed_samples: str = key(
+        "auto", "a seed per sample: reproducible; auto: on CPU only", choices="auto on off"
+    )
+    gpu_memory_utilization: float = key(
+        0.85, "share of each GPU's memory for vLLM", above=0.0, high=1.0
+    )
     kv_cache_mb: int = key(256, "KV cache of each replica on CPU, in MiB", low=1)
-    sampling_kwargs: dict[str, Any] = key({}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like")
+    sampling_kwargs: dict[str, Any] = key(
+        {}, "more of vLLM's SamplingParams: stop, stop_token_ids and the like"
+    )
     engine_kwargs: dict[str, Any] = key({}, "passed through to vLLM's AsyncEngineArgs")
-    routing: str = key("auto", "prompts to replicas; auto: static with seeds", choices="auto static least_loaded")
-    oversample: float = key(1.0, "partial_rollout: batches of prompts under way; those complete first win", low=1.0)
-    heartbeat_s: float = key(5.0, "seconds between two questions whether a replica is there", above=0.0)
-    heartbeat_timeout_s: float = key(60.0, "a replica that does not answer for so long is started anew", above=0.0)
-    progress_timeout_s: float = key(1800.0, "as is one that works, and finishes no request for so long", above=0.0)
+    routing: str = key(
+        "auto", "prompts to replicas; auto: static with seeds", choices="auto static least_loaded"
+    )
+    oversample: float = key(
+        1.0, "partial_rollout: batches of prompts under way; those complete first win", low=1.0
+    )
+    heartbeat_s: float = key(
+        5.0, "seconds between two questions whether a replica is there", above=0.0
+    )
+    heartbeat_timeout_s: float = key(
+        60.0, "a replica that does not answer for so long is started anew", above=0.0
+    )
+    progress_timeout_s: float = key(
+        1800.0, "as is one that works, and finishes no request for so long", above=0.0
+    )
     val_n: int = key(1, "samples per held-out prompt", low=1)
     val_temperature: float = key(0.0, "temperature of evaluation; 0: greedy", low=0.0)
-    val_passes_at: float = key(1.0, "pass@k: a held-out sample passes whose reward is at least this")
+    val_passes_at: float = key(
+        1.0, "pass@k: a held-out sample passes whose reward is at least this"
+    )
     val_top_p: float = key(1.0, "nucleus sampling of evaluation", above=0.0, high=1.0)
-    val_max_response_length: Optional[int] = key(None, "longest response of evaluation, if another", low=1)
+    val_max_response_length: Optional[int] = key(
+        None, "longest response of evaluation, if another", low=1
+    )
 
 
 @dataclass
@@ -112,15 +169,23 @@ class BackendConfig:
     """What the training back end needs to know of any role."""
 
     backend: str = shared("fsdp", "training back end", choices="fsdp megatron")
-    micro_batch_tokens: int = shared(16384, "tokens per forward pass and rank, padding included", low=1)
+    micro_batch_tokens: int = shared(
+        16384, "tokens per forward pass and rank, padding included", low=1
+    )
     tensor_parallel_size: int = shared(1, "megatron: ranks that share each layer", low=1)
     pipeline_parallel_size: int = shared(1, "megatron: stages of layers", low=1)
-    virtual_pipeline_parallel_size: Optional[int] = key(None, "megatron: parts of each stage; null: one", low=2)
+    virtual_pipeline_parallel_size: Optional[int] = key(
+        None, "megatron: parts of each stage; null: one", low=2
+    )
     context_parallel_size: int = shared(1, "megatron: ranks that share each sequence", low=1)
     expert_parallel_size: int = shared(1, "megatron: ranks that share the experts", low=1)
-    sequence_parallel: bool = shared(False, "megatron: split norms over the tensor-parallel ranks too")
+    sequence_parallel: bool = shared(
+        False, "megatron: split norms over the tensor-parallel ranks too"
+    )
     fsdp_size: int = key(-1, "ranks that share one copy (HSDP); -1: all", low=1, also=-1)
-    torch_compile: bool = key(False, "fsdp: compile each decoder layer by torch.compile; the first steps take long")
+    torch_compile: bool = key(
+        False, "fsdp: compile each decoder layer by torch.compile; the first steps take long"
+    )
     param_offload: bool = key(False, "GPUs: parameters wait in host memory")
 
 
@@ -133,13 +198,19 @@ class TrainedConfig(BackendConfig):
     eps: float = key(1.0e-8, "AdamW's epsilon", above=0.0)
     weight_decay: float = key(0.01, "AdamW's weight decay", low=0.0)
     grad_clip: float = key(1.0, "largest global gradient norm", above=0.0)
-    max_grad_norm_skip: Optional[float] = key(None, "a larger norm skips the step; null: none does", above=0.0)
+    max_grad_norm_skip: Optional[float] = key(
+        None, "a larger norm skips the step; null: none does", above=0.0
+    )
     lr_schedule: str = key("constant", "after the warm-up", choices="constant cosine linear")
     warmup_steps: int = key(0, "optimiser steps of linear warm-up", low=0)
     min_lr_ratio: float = key(0.0, "cosine and linear end at lr times this", low=0.0, high=1.0)
-    ppo_mini_batch_size: int = shared(64, "prompts per optimiser step; divides data.train_batch_size", low=1)
+    ppo_mini_batch_size: int = shared(
+        64, "prompts per optimiser step; divides data.train_batch_size", low=1
+    )
     ppo_epochs: int = shared(1, "passes over each batch", low=1)
-    optimizer_offload: bool = key(False, "GPUs: optimiser state waits in host memory between updates")
+    optimizer_offload: bool = key(
+        False, "GPUs: optimiser state waits in host memory between updates"
+    )
     activation_checkpointing: bool = key(False, "recompute activations in the backward pass")
 
 
@@ -154,10 +225,16 @@ class ActorConfig(TrainedConfig):
 class CriticConfig(following(TrainedConfig)):
     """The critic: the model with a scalar head in place of the language model head."""
 
-    path: str = paths("", "HF model directory or hub id (a reward model's head is kept); empty: model.path")
+    path: str = paths(
+        "", "HF model directory or hub id (a reward model's head is kept); empty: model.path"
+    )
     lr: float = key(1.0e-5, "peak learning rate of AdamW", above=0.0)
-    loss_agg: str = key("token-mean", "as algorithm.loss_agg, of the value loss", choices=LOSS_AGGREGATIONS)
-    clip_range_value: float = key(0.5, "a value that moves further from the old one has its loss clipped", above=0.0)
+    loss_agg: str = key(
+        "token-mean", "as algorithm.loss_agg, of the value loss", choices=LOSS_AGGREGATIONS
+    )
+    clip_range_value: float = key(
+        0.5, "a value that moves further from the old one has its loss clipped", above=0.0
+    )
 
 
 @dataclass
@@ -172,8 +249,15 @@ class RewardModelConfig(following(BackendConfig)):
     """A reward model: a sequence classifier with one output in a pool of its own, or a server."""
 
     path: str = paths("", "HF sequence-classification model (role reward_model)")
-    url: str = key("", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}")
-    weight: float = key(1.0, "of its score in the reward; reward.weight is that of reward.function", low=-1e6, high=1e6)
+    url: str = key(
+        "", "instead of a role: a server; POST {prompts, responses, ground_truths} -> {scores}"
+    )
+    weight: float = key(
+        1.0,
+        "of its score in the reward; reward.weight is that of reward.function",
+        low=-1e6,
+        high=1e6,
+    )
     timeout_s: float = key(60.0, "limit for one request to the server", above=0.0)
     retries: int = key(3, "how often a request that failed is repeated", low=0)
     max_concurrency: int = key(8, "requests at once", low=1)
@@ -188,33 +272,63 @@ class AlgorithmConfig:
         "grpo", "advantages: a name of docs/concepts/algorithms.md, or your own as module:function"
     )
     adv_kwargs: dict[str, Any] = key({}, "the estimator's own settings, as {pass_k: 4}")
-    norm_adv_by_std: bool = key(True, "GRPO, pass@k, GDPO: divide by the group's standard deviation")
-    whiten_adv: Optional[bool] = key(None, "whiten advantages over all trained tokens; null: as the estimator's paper")
+    norm_adv_by_std: bool = key(
+        True, "GRPO, pass@k, GDPO: divide by the group's standard deviation"
+    )
+    whiten_adv: Optional[bool] = key(
+        None, "whiten advantages over all trained tokens; null: as the estimator's paper"
+    )
     gamma: float = key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = key(1.0, "GAE's lambda", low=0.0, high=1.0)
-    policy_loss: str = key("vanilla", "a name of docs/concepts/algorithms.md, or your own as module:function")
+    policy_loss: str = key(
+        "vanilla", "a name of docs/concepts/algorithms.md, or your own as module:function"
+    )
     policy_loss_kwargs: dict[str, Any] = key({}, "the loss's own settings, as {tau_pos: 1.0}")
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
-    clip_ratio_low: Optional[float] = key(None, "lower clip, if other than clip_ratio", low=0.0, high=1.0)
-    clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
-    clip_ratio_c: Optional[float] = key(None, "dual clip: bound of bad tokens' ratio, as 3; null: none", above=1.0)
-    loss_agg: str = key(
-        "token-mean", "sum of the policy's token losses; docs/concepts/algorithms.md", choices=LOSS_AGGREGATIONS
+    clip_ratio_low: Optional[float] = key(
+        None, "lower clip, if other than clip_ratio", low=0.0, high=1.0
     )
-    max_gen_batches: int = key(1, "dynamic sampling (DAPO): generations at most, to replace dull groups", low=1)
-    filter_overlong: bool = key(False, "leave out of the loss what was cut at max_response_length (DAPO)")
+    clip_ratio_high: Optional[float] = key(None, "upper clip, if other than clip_ratio", low=0.0)
+    clip_ratio_c: Optional[float] = key(
+        None, "dual clip: bound of bad tokens' ratio, as 3; null: none", above=1.0
+    )
+    loss_agg: str = key(
+        "token-mean",
+        "sum of the policy's token losses; docs/concepts/algorithms.md",
+        choices=LOSS_AGGREGATIONS,
+    )
+    max_gen_batches: int = key(
+        1, "dynamic sampling (DAPO): generations at most, to replace dull groups", low=1
+    )
+    filter_overlong: bool = key(
+        False, "leave out of the loss what was cut at max_response_length (DAPO)"
+    )
     entropy_coef: float = key(0.0, "weight of the entropy bonus", low=0.0)
-    kl_coef: float = key(0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0)
-    kl_in_reward: bool = key(False, "put -kl_coef * log(policy/reference) into each token's reward, not into the loss")
-    kl_target: Optional[float] = key(None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0)
+    kl_coef: float = key(
+        0.0, "weight of KL(theta, reference) in the loss; above 0 needs the role ref", low=0.0
+    )
+    kl_in_reward: bool = key(
+        False, "put -kl_coef * log(policy/reference) into each token's reward, not into the loss"
+    )
+    kl_target: Optional[float] = key(
+        None, "kl_in_reward: adapt kl_coef to this KL in nats per response", above=0.0
+    )
     kl_horizon: int = key(10000, "kl_target: samples in which kl_coef may change by a fifth", low=1)
     kl_estimator: str = key(
-        "k3", "of the KL in the loss; k1 only adds noise: refused", choices="k1 k2 k3 abs k1+ k3+ abs+"
+        "k3",
+        "of the KL in the loss; k1 only adds noise: refused",
+        choices="k1 k2 k3 abs k1+ k3+ abs+",
     )
-    old_log_probs: str = key("rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute")
-    rollout_correction: str = key("none", "weight by proximal/mu", choices="none tis mis seq-tis seq-mis geo-mask")
+    old_log_probs: str = key(
+        "rollout", "clip theta/mu; or theta/proximal (recompute)", choices="rollout recompute"
+    )
+    rollout_correction: str = key(
+        "none", "weight by proximal/mu", choices="none tis mis seq-tis seq-mis geo-mask"
+    )
     rollout_correction_cap: float = key(2.0, "cap of that weight", above=0.0)
-    rollout_correction_low: Optional[float] = key(None, "its lower bound; null: none, geo-mask 1 / cap", above=0.0)
+    rollout_correction_low: Optional[float] = key(
+        None, "its lower bound; null: none, geo-mask 1 / cap", above=0.0
+    )
 
 
 @dataclass
@@ -224,12 +338,24 @@ class RewardConfig:
     function: str = key("gsm8k", "gsm8k, math, or your own as module:function")
     timeout_s: float = key(10.0, "limit for one sample", above=0.0)
     kwargs: dict[str, Any] = key({}, "extra arguments of your function, or of all of them")
-    functions: dict[str, str] = key({}, "instead of function: data_source: function, as {openai/gsm8k: gsm8k}")
+    functions: dict[str, str] = key(
+        {}, "instead of function: data_source: function, as {openai/gsm8k: gsm8k}"
+    )
     workers: int = key(1, "processes that score; a slow function needs several", low=1)
-    weight: float = key(1.0, "of its score in the reward; reward_model.weight is the model's", low=-1e6, high=1e6)
-    on_error: str = key("stop", "scoring or a loop fails: end the run, score 0, drop prompt", choices="stop zero drop")
-    overlong_buffer: int = key(0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0)
-    overlong_penalty: float = key(1.0, "reward that a response of max_response_length loses", low=0.0)
+    weight: float = key(
+        1.0, "of its score in the reward; reward_model.weight is the model's", low=-1e6, high=1e6
+    )
+    on_error: str = key(
+        "stop",
+        "scoring or a loop fails: end the run, score 0, drop prompt",
+        choices="stop zero drop",
+    )
+    overlong_buffer: int = key(
+        0, "the last tokens of max_response_length cost reward, more and more (DAPO)", low=0
+    )
+    overlong_penalty: float = key(
+        1.0, "reward that a response of max_response_length loses", low=0.0
+    )
 
 
 @dataclass
@@ -237,14 +363,20 @@ class AgentConfig:
     """Agent loops: how a prompt becomes a trajectory. data.max_response_length holds all its turns and tool outputs."""
 
     loop: str = key(
-        "single_turn", "a loop of docs/tutorials/your_own_agent.md, or your own as module:Class; a row may name another"
+        "single_turn",
+        "a loop of docs/tutorials/your_own_agent.md, or your own as module:Class; a row may name another",
     )
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
-    tools: str = key("", "of the loop tool, with commas: calculator, python, your own as module:function, mcp:URL")
+    tools: str = key(
+        "",
+        "of the loop tool, with commas: calculator, python, your own as module:function, mcp:URL",
+    )
     max_turns: int = key(8, "turns of the model in one trajectory", low=1)
     max_turn_tokens: Optional[int] = key(None, "longest turn of the model, in tokens", low=1)
     timeout_s: float = key(600.0, "after this time a trajectory begins no new turn", above=0.0)
-    tool_timeout_s: float = key(10.0, "limit for one call of a tool, or one step of an environment", above=0.0)
+    tool_timeout_s: float = key(
+        10.0, "limit for one call of a tool, or one step of an environment", above=0.0
+    )
     tool_output_chars: int = key(2000, "longest answer of a tool; the rest is cut off", low=1)
     max_concurrency: int = key(1024, "trajectories under way at once in each replica", low=1)
 
@@ -253,24 +385,42 @@ class AgentConfig:
 class PipelineConfig:
     """The pipeline."""
 
-    staleness: int = key(1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1)
-    partial_rollout: bool = key(False, "a sync interrupts what is unfinished; it goes on with the new weights")
-    max_carry: int = key(1, "partial_rollout: steps that a prompt may be trained on later than planned", low=0)
+    staleness: int = key(
+        1, "1: one step off (rollout and training overlap); 0: synchronous", low=0, high=1
+    )
+    partial_rollout: bool = key(
+        False, "a sync interrupts what is unfinished; it goes on with the new weights"
+    )
+    max_carry: int = key(
+        1, "partial_rollout: steps that a prompt may be trained on later than planned", low=0
+    )
 
 
 @dataclass
 class WeightSyncConfig:
     """Weights from the trainer into vLLM."""
 
-    overlap: bool = key(True, "send while the next step's first forward and backward pass run (staleness 1)")
-    mode: str = key("full", "delta: send only the elements that changed, bit by bit", choices="full delta")
+    overlap: bool = key(
+        True, "send while the next step's first forward and backward pass run (staleness 1)"
+    )
+    mode: str = key(
+        "full", "delta: send only the elements that changed, bit by bit", choices="full delta"
+    )
     full_every: int = key(50, "delta: every so many syncs send everything", low=1)
-    sender: str = key("sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather")
+    sender: str = key(
+        "sharded", "gather: rank 0 gathers and sends, to compare with", choices="sharded gather"
+    )
     bucket_mb: int = key(64, "size of each of the two reused buffers at both ends, in MiB", low=1)
-    keep_sent: bool = key(True, "senders keep what they sent, in host memory, for a replica that comes back")
+    keep_sent: bool = key(
+        True, "senders keep what they sent, in host memory, for a replica that comes back"
+    )
     timeout_s: float = key(120.0, "limit for each phase of a sync", above=0.0)
-    canary_sequences: int = key(4, "token sequences that engine and trainer both score after each sync", low=1)
-    canary_tolerance: Optional[float] = key(None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0)
+    canary_sequences: int = key(
+        4, "token sequences that engine and trainer both score after each sync", low=1
+    )
+    canary_tolerance: Optional[float] = key(
+        None, "largest log-prob difference; null: fp32 1e-3, bf16 1.0", above=0.0
+    )
 
 
 @dataclass
@@ -288,16 +438,29 @@ class TrainerConfig:
     critic_warmup: int = key(0, "first steps in which only the critic learns", low=0)
     save_freq: int = key(-1, "steps between checkpoints; -1: none", low=1, also=-1)
     keep_checkpoints: int = key(3, "how many of the newest checkpoints stay", low=1)
-    keep_best: Optional[str] = key(None, "the checkpoint best by this figure stays too, as val/reward; null: none")
-    resume: str = paths("auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder")
-    overwrite: bool = key(
-        False, "an earlier run in output_dir may be replaced, or cut back to the checkpoint that resume names"
+    keep_best: Optional[str] = key(
+        None, "the checkpoint best by this figure stays too, as val/reward; null: none"
     )
-    grace_s: float = key(120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0)
+    resume: str = paths(
+        "auto", "auto: from output_dir's newest checkpoint; never; or a checkpoint's folder"
+    )
+    overwrite: bool = key(
+        False,
+        "an earlier run in output_dir may be replaced, or cut back to the checkpoint that resume names",
+    )
+    grace_s: float = key(
+        120.0, "after Ctrl-C or SIGTERM: time to reach and write a checkpoint", low=0.0
+    )
     save_hf_model: bool = key(True, "write hf_model/ at the end")
-    max_restarts: int = key(3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0)
-    max_skipped_updates: int = key(10, "so many skipped optimiser steps in a row end the run", low=1)
-    profile_step: Optional[int] = key(None, "torch's profile of the updates of this step, counted from 0", low=0)
+    max_restarts: int = key(
+        3, "restarts from the last checkpoint, in a row without a new step, after a death", low=0
+    )
+    max_skipped_updates: int = key(
+        10, "so many skipped optimiser steps in a row end the run", low=1
+    )
+    profile_step: Optional[int] = key(
+        None, "torch's profile of the updates of this step, counted from 0", low=0
+    )
     start_timeout_s: float = key(900.0, "limit for starting engines and trainers", above=0.0)
     step_timeout_s: float = key(3600.0, "limit for any one phase of a step", above=0.0)
 
@@ -309,9 +472,15 @@ class LoggingConfig:
     tensorboard: bool = key(True, "write tensorboard/ in the run folder")
     wandb: bool = key(False, "log to Weights & Biases; needs the package wandb")
     wandb_project: str = key("one_step_off", "project in W&B")
-    wandb_mode: str = key("online", "offline: in the run folder until `wandb sync`", choices="online offline")
-    prometheus_port: Optional[int] = key(None, "serve each step's figures on this port of 127.0.0.1", low=1, high=65535)
-    sample_dump: bool = key(True, "write all samples to samples/ (read them with python -m one_step_off.view)")
+    wandb_mode: str = key(
+        "online", "offline: in the run folder until `wandb sync`", choices="online offline"
+    )
+    prometheus_port: Optional[int] = key(
+        None, "serve each step's figures on this port of 127.0.0.1", low=1, high=65535
+    )
+    sample_dump: bool = key(
+        True, "write all samples to samples/ (read them with python -m one_step_off.view)"
+    )
 
 
 @dataclass
@@ -344,13 +513,17 @@ def settings_of(cfg: Config, role: str) -> Any:
         actor = replace(actor, **{name: getattr(ActorConfig, name) for name in sizes})
     elif own.pipeline_parallel_size is not None:
         actor = replace(actor, virtual_pipeline_parallel_size=None)
-    return replace(own, **{f.name: getattr(actor, f.name) for f in fields(own) if getattr(own, f.name) is None})
+    return replace(
+        own, **{f.name: getattr(actor, f.name) for f in fields(own) if getattr(own, f.name) is None}
+    )
 
 
 def shares_of(cfg: Config, role: str) -> int:
     """Into how many shares a role's ranks split a batch: all of them, or under Megatron those that hold one model."""
     own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
-    return ranks // (own.tensor_parallel_size * own.pipeline_parallel_size * own.context_parallel_size)
+    return ranks // (
+        own.tensor_parallel_size * own.pipeline_parallel_size * own.context_parallel_size
+    )
 
 
 def path_of(cfg: Config, role: str) -> str:
@@ -362,7 +535,9 @@ def tokenizer_of(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Imports transformers, and raises what it raises."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code)
+    return AutoTokenizer.from_pretrained(
+        getattr(cfg, section).path, trust_remote_code=cfg.model.trust_remote_code
+    )
 
 
 class ConfigError(Exception):

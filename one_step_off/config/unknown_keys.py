@@ -32,7 +32,9 @@ class Row:
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """All lines of `other_keys.yaml`, in order."""
-    content = yaml.safe_load(Path(__file__).with_name("other_keys.yaml").read_text(encoding="utf-8"))
+    content = yaml.safe_load(
+        Path(__file__).with_name("other_keys.yaml").read_text(encoding="utf-8")
+    )
     found = []
     for trainer, tables in content.items():
         for table, lines in tables.items():
@@ -41,7 +43,9 @@ def rows() -> tuple[Row, ...]:
                 keys = []
                 for name in names.split(", "):
                     key, equals, value = name.partition("=")
-                    plain = equals and "(" not in key  # GRPOTrainer(model=...) is no key with a value
+                    plain = (
+                        equals and "(" not in key
+                    )  # GRPOTrainer(model=...) is no key with a value
                     keys.append((key, value.strip('"')) if plain else (name, None))
                 found.append(Row(trainer, table, tuple(keys), remark.removesuffix(")"), here))
     return tuple(found)
@@ -53,7 +57,9 @@ def table_text(trainer: str, table: str) -> str:
     for row in rows():
         if (row.trainer, row.table) == (trainer, table):
             quote = '"' if trainer == "TRL" else ""  # as its users write it, in Python
-            shown = [key if value is None else f"{key}={quote}{value}{quote}" for key, value in row.keys]
+            shown = [
+                key if value is None else f"{key}={quote}{value}{quote}" for key, value in row.keys
+            ]
             theirs = ", ".join(f"`{key}`" for key in shown)
             lines.append(f"| {theirs}{f' ({row.remark})' if row.remark else ''} | {row.here} |")
     return "\n".join(lines)
@@ -89,7 +95,11 @@ def theirs(dotted: str, value: Any, exactly: bool) -> str | None:
     trainer = found[0].trainer
     page = PAGES.get(trainer, "")
     ways = "; or ".join(plain(row.here, page) for row in found)
-    words = f"use {ways}" if found[0].here.startswith("`") else f"remove it: {ways.removeprefix('no key: ')}"
+    words = (
+        f"use {ways}"
+        if found[0].here.startswith("`")
+        else f"remove it: {ways.removeprefix('no key: ')}"
+    )
     return words if trainer == COMMON else f"{words} ({trainer}'s {key}: {page})"
 
 
@@ -121,7 +131,9 @@ def leaves(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield dotted, value
 
 
-def hint(dotted: str, value: Any, keys: Collection[str], sections: Collection[str]) -> tuple[str, str]:
+def hint(
+    dotted: str, value: Any, keys: Collection[str], sections: Collection[str]
+) -> tuple[str, str]:
     """The key as it is best shown, and what to say of it. `keys` and `sections` are those that exist. The right name in
     the wrong section is worth more than a name that looks alike; where nothing is close, nothing is suggested."""
     for name, leaf in leaves(dotted, value):

@@ -45,7 +45,9 @@ def place_in(text: str, own_file: str = "", deepest_first: bool = False) -> str:
 
     `own_file` is the user's wherever it lies, as where their function is installed. `deepest_first`: the order of
     faulthandler. Files under the working directory are named from there."""
-    frames = [(path, line) for path, line in _FRAME.findall(text) if path == own_file or _is_users(path)]
+    frames = [
+        (path, line) for path, line in _FRAME.findall(text) if path == own_file or _is_users(path)
+    ]
     if not frames:
         return ""
     path, line = frames[0 if deepest_first else -1]
@@ -75,13 +77,17 @@ def beginning(response: str) -> str:
 
 def log_traceback(what: str, text: str) -> None:
     """Write a failure to stderr, which `redirect_output` leads into the run folder, without its secrets."""
-    from one_step_off.config.validation import masked  # it needs the registry, which needs this module
+    from one_step_off.config.validation import (
+        masked,
+    )  # it needs the registry, which needs this module
 
     number = next(_numbers)
     if number < MOST_TRACEBACKS:
         print(masked(f"{what}\n{text}"), file=sys.stderr, flush=True)
     elif number == MOST_TRACEBACKS:
-        print(f"further tracebacks are left out after {MOST_TRACEBACKS}", file=sys.stderr, flush=True)
+        print(
+            f"further tracebacks are left out after {MOST_TRACEBACKS}", file=sys.stderr, flush=True
+        )
 
 
 def redirect_output(path: str) -> None:

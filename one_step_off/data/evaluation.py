@@ -28,13 +28,17 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
     means = {}
     for name in dict.fromkeys(name for own in parts for name in own):
         values = [
-            own.get(name, 0.0) for s, own in zip(samples, parts, strict=True) if name in own or "error" in s.extra
+            own.get(name, 0.0)
+            for s, own in zip(samples, parts, strict=True)
+            if name in own or "error" in s.extra
         ]
         means[name] = fmean(values)
     return means
 
 
-def figures(samples: Sequence[Sample], names: Sequence[str], passes_at: float = 1.0) -> dict[str, float]:
+def figures(
+    samples: Sequence[Sample], names: Sequence[str], passes_at: float = 1.0
+) -> dict[str, float]:
     """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/reward/PART" of
     rewards in parts, "val/pass@k", ... for the first of `names`, "val/NAME/reward", ... for the others. A sample passes
     with a reward of at least `passes_at`. The epoch in a sample's prompt_id tells its set."""
@@ -42,7 +46,10 @@ def figures(samples: Sequence[Sample], names: Sequence[str], passes_at: float = 
     for index, name in enumerate(names):
         if not (own := [s for s in samples if s.prompt_id[0] == set_epoch(index)]):
             continue
-        sizes, passed = Counter(s.prompt_id for s in own), Counter(s.prompt_id for s in own if s.reward >= passes_at)
+        sizes, passed = (
+            Counter(s.prompt_id for s in own),
+            Counter(s.prompt_id for s in own if s.reward >= passes_at),
+        )
         n = min(sizes.values())
         key = "val" if index == 0 else f"val/{name}"
         found |= {f"{key}/reward": fmean(s.reward for s in own), f"{key}/samples": float(len(own))}
@@ -51,5 +58,7 @@ def figures(samples: Sequence[Sample], names: Sequence[str], passes_at: float = 
         if n > 1:
             found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
             for k in sorted({1 << e for e in range(n.bit_length())} | {n}):
-                found[f"{key}/pass@{k}"] = fmean(pass_at_k(size, passed[id], k) for id, size in sizes.items())
+                found[f"{key}/pass@{k}"] = fmean(
+                    pass_at_k(size, passed[id], k) for id, size in sizes.items()
+                )
     return found

@@ -16,9 +16,9 @@ import numpy as np
 from one_step_off.config.schema import Config, ConfigError, DataConfig, first_line, placed
 from one_step_off.config.validation import FILE_ENDINGS
 from one_step_off.data.evaluation import MAIN, set_epoch
+from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import Prompt, PromptId
 from one_step_off.data.word_problems import GENERATORS, default_test_size
-from one_step_off.rewards.scoring import plain_number
 
 HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
 _NAMED, NO_IDS = 5, np.zeros(0, np.int32)
@@ -50,13 +50,17 @@ class Report:
     def skip(self, where: str, reason: str, cfg: DataConfig) -> None:
         """Note a bad row, or with `data.bad_rows=fail` raise ConfigError."""
         if cfg.bad_rows == "fail":
-            raise ConfigError(f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip")
+            raise ConfigError(
+                f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip"
+            )
         self.bad.append((where, reason))
 
     def lines(self) -> list[str]:
         """For people: one line of counts, one line for each named row, the notes."""
         over = f"{len(self.overlong)} over data.max_prompt_length skipped"
-        skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(self.overlong)
+        skipped = [f"{len(self.bad)} malformed skipped"] * bool(self.bad) + [over] * bool(
+            self.overlong
+        )
         used = self.rows - len(self.bad) - len(self.overlong)
         out = [", ".join([f"{self.name}: {self.rows} rows, {used} used", *skipped])]
         for rows in (self.bad, [(where, f"{tokens} tokens") for where, tokens in self.overlong]):
@@ -101,17 +105,27 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[tuple[str
             where, mend = source, "check the path, or mend the file"
             rows = _read_file(source)
         elif name == "generator":
-            key, size = ("generator_size", cfg.generator_size) if split == "train" else ("val_size", cfg.val_size)
+            key, size = (
+                ("generator_size", cfg.generator_size)
+                if split == "train"
+                else ("val_size", cfg.val_size)
+            )
             mend = f"change data.{key}={size}"
-            rows = enumerate(GENERATORS[part](split, default_test_size(part) if size < 0 else size, seed), 1)
+            rows = enumerate(
+                GENERATORS[part](split, default_test_size(part) if size < 0 else size, seed), 1
+            )
         else:
             import datasets  # takes a second, which files and generators need not wait for
 
             mend = "check the id and the network, run `hf auth login` for gated data, or give a local .jsonl file"
-            rows = enumerate(datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1)
+            rows = enumerate(
+                datasets.load_dataset(name, part or HUB_CONFIGS.get(name), split=split).to_list(), 1
+            )
         found = [(f"{where}:{number}", row) for number, row in rows]
     except Exception as e:  # of many libraries
-        raise ConfigError(f"data source {where}: cannot be read: {type(e).__name__}: {first_line(e)}; {mend}") from e
+        raise ConfigError(
+            f"data source {where}: cannot be read: {type(e).__name__}: {first_line(e)}; {mend}"
+        ) from e
     if not found:
         raise ConfigError(f"data source {where}: holds no rows; give another")
     return found
@@ -141,12 +155,20 @@ def _messages_row(columns: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(prompt, list) or not prompt:
         raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
     for i, message in enumerate(prompt):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise BadRow(f"message {i} of 'prompt' is not an object with the texts 'role' and 'content'")
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
+            raise BadRow(
+                f"message {i} of 'prompt' is not an object with the texts 'role' and 'content'"
+            )
     if not any(m["content"].strip() for m in prompt):
         raise BadRow("all messages of 'prompt' are empty")
     truth = model.get("ground_truth") if isinstance(model, dict) else None
-    if isinstance(truth, bool) or not isinstance(truth, (str, int, float)) or not str(truth).strip():
+    if (
+        isinstance(truth, bool)
+        or not isinstance(truth, (str, int, float))
+        or not str(truth).strip()
+    ):
         raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
     messages = [{k: m[k] for k in ("role", "content")} for m in prompt]
     return {"messages": messages, "ground_truth": str(truth), "chat": True}
@@ -178,9 +200,13 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
         fields = {"messages": question, "ground_truth": final_number(_text(columns, "answer"))}
     else:
         there = ", ".join(map(str, columns))
-        raise BadRow(f"found the columns {there}, not question+answer or prompt+reward_model; rename the columns")
+        raise BadRow(
+            f"found the columns {there}, not question+answer or prompt+reward_model; rename the columns"
+        )
     try:  # JSON may hold lone surrogates, and one would stop the tokenisation of all rows
-        "".join([fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]).encode()
+        "".join(
+            [fields["ground_truth"], *(m["role"] + m["content"] for m in fields["messages"])]
+        ).encode()
     except UnicodeEncodeError:
         raise BadRow("its text is not valid Unicode") from None
     named, loop = columns.get("data_source"), columns.get("agent_loop")
@@ -191,7 +217,9 @@ def _parsed(columns: Any, instruction: str) -> dict[str, Any]:
     return fields | ({"data_source": named} if isinstance(named, str) and named else {})
 
 
-def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report, limit: int = -1) -> list[Row]:
+def load_rows(
+    spec: str, split: str, cfg: DataConfig, seed: int, report: Report, limit: int = -1
+) -> list[Row]:
     """Read and check the rows of `spec`: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
 
     `split` ("train" or "test") chooses among the rows of generators and hub sets; a file holds what it holds. `seed` is
@@ -202,7 +230,9 @@ def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report,
     instruction = f" {cfg.instruction}" if cfg.instruction[:1].strip() else cfg.instruction
     sources = [s.strip() for s in spec.split(",") if s.strip()]
     if not sources:
-        raise ConfigError(f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems")
+        raise ConfigError(
+            f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems"
+        )
     rows: list[Row] = []
     for source in sources:
         raw, good, bad = _read(source, split, cfg, seed), len(rows), len(report.bad)
@@ -215,7 +245,9 @@ def load_rows(spec: str, split: str, cfg: DataConfig, seed: int, report: Report,
                 report.skip(where, str(e), cfg)
         if good == len(rows) and report.bad[bad:]:
             (where, reason), count = report.bad[bad], len(report.bad) - bad
-            raise ConfigError(f"data source {source}: all {count} rows are malformed; mend {where}: {reason}")
+            raise ConfigError(
+                f"data source {source}: all {count} rows are malformed; mend {where}: {reason}"
+            )
     return rows
 
 
@@ -230,7 +262,12 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
 
 
 def encode(
-    rows: Sequence[Row], tokenizer: Any, cfg: DataConfig, epoch: int, report: Report, tools_of: ToolsOf = lambda _: None
+    rows: Sequence[Row],
+    tokenizer: Any,
+    cfg: DataConfig,
+    epoch: int,
+    report: Report,
+    tools_of: ToolsOf = lambda _: None,
 ) -> list[Prompt]:
     """Tokenise all rows at once and keep those of at most `data.max_prompt_length` tokens.
 
@@ -242,29 +279,49 @@ def encode(
     has_template, wish = bool(getattr(tokenizer, "chat_template", None)), cfg.chat_template
     if not has_template and (wish == "always" or (wish == "auto" and any(r.chat for r in rows))):
         mend = "use a chat model, or data.chat_template=never to join the messages as plain text"
-        raise ConfigError(f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}")
+        raise ConfigError(
+            f"data.chat_template={wish}: the tokenizer has no chat template, and rows need one; {mend}"
+        )
     templated = has_template and wish != "never"
-    template = tokenizer.apply_chat_template if templated else lambda said, **_: "\n".join(m["content"] for m in said)
+    template = (
+        tokenizer.apply_chat_template
+        if templated
+        else lambda said, **_: "\n".join(m["content"] for m in said)
+    )
     prompts, pairs = [], []
     for row in rows:
         with placed(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
             tools = tools_of(row.agent_loop)
         own: dict[str, Any] = {"tools": tools} if tools else {}
         try:
-            pairs.append((row, template(row.messages, tokenize=False, add_generation_prompt=True, **own)))
-        except Exception as e:  # templates are programs of the model's author, and refuse roles in their own ways
-            report.skip(row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg)
-    for (row, text), ids in zip(pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True):
+            pairs.append(
+                (row, template(row.messages, tokenize=False, add_generation_prompt=True, **own))
+            )
+        except (
+            Exception
+        ) as e:  # templates are programs of the model's author, and refuse roles in their own ways
+            report.skip(
+                row.where, f"the chat template of model.path refuses it: {first_line(e)}", cfg
+            )
+    for (row, text), ids in zip(
+        pairs, _tokenise([text for _, text in pairs], tokenizer, templated), strict=True
+    ):
         if len(ids) <= cfg.max_prompt_length:
-            prompts.append(replace(row, id=(epoch, row.id[1]), ids=np.asarray(ids, dtype=np.int32), text=text))
+            prompts.append(
+                replace(row, id=(epoch, row.id[1]), ids=np.asarray(ids, dtype=np.int32), text=text)
+            )
         elif cfg.overlong_prompts == "fail":
             more = f"more than data.max_prompt_length={cfg.max_prompt_length}; raise that"
-            raise ConfigError(f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip")
+            raise ConfigError(
+                f"data row {row.where}: {len(ids)} tokens, {more}, or set data.overlong_prompts=skip"
+            )
         else:
             report.overlong.append((row.where, len(ids)))
     if not prompts:
         shown = report.lines()
-        raise ConfigError(f"{shown[0]}: no prompt is left; mend the rows{';'.join(['', *shown[1:2]])}")
+        raise ConfigError(
+            f"{shown[0]}: no prompt is left; mend the rows{';'.join(['', *shown[1:2]])}"
+        )
     return prompts
 
 
@@ -284,9 +341,20 @@ class PromptStream:
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], batch_size: int, shuffle: bool, seed: int, steps: int = 0, epochs: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        steps: int = 0,
+        epochs: int = 0,
     ) -> None:
-        self.prompts, self._batch_size, self._shuffle, self._seed = list(prompts), batch_size, shuffle, seed
+        self.prompts, self._batch_size, self._shuffle, self._seed = (
+            list(prompts),
+            batch_size,
+            shuffle,
+            seed,
+        )
         self._go_to(0, 0)
         self.total_steps = steps or math.ceil(len(self.prompts) * epochs / batch_size)
 
@@ -299,7 +367,9 @@ class PromptStream:
         batch: list[Prompt] = []
         while (missing := (self._batch_size if size is None else size) - len(batch)) > 0:
             part = self._order[self._offset : self._offset + missing]
-            batch += [replace(self.prompts[i], id=(self._epoch, self.prompts[i].id[1])) for i in part]
+            batch += [
+                replace(self.prompts[i], id=(self._epoch, self.prompts[i].id[1])) for i in part
+            ]
             self._offset += len(part)
             if self._offset == len(self.prompts):
                 self._go_to(self._epoch + 1, 0)
@@ -314,7 +384,9 @@ class PromptStream:
         Raises ConfigError: this stream would not continue the saved one. It stays where it was."""
         if state["digest"] != self._digest(self._order_of(state["epoch"])):
             same = "data.train_files, tokenizer, data.max_prompt_length, data.instruction, data.shuffle, trainer.seed"
-            raise ConfigError(f"data: the checkpoint has other prompts or another order; resume with the same {same}")
+            raise ConfigError(
+                f"data: the checkpoint has other prompts or another order; resume with the same {same}"
+            )
         self._go_to(state["epoch"], state["offset"])
 
     def _go_to(self, epoch: int, offset: int) -> None:
@@ -336,7 +408,9 @@ class PromptStream:
 
     def _digest(self, order: np.ndarray) -> str:
         # The order is part of it, because numpy does not promise the same permutations in all its versions.
-        return hashlib.sha256(self._data_digest.encode() + order.astype(np.int64).tobytes()).hexdigest()
+        return hashlib.sha256(
+            self._data_digest.encode() + order.astype(np.int64).tobytes()
+        ).hexdigest()
 
 
 @dataclass
@@ -368,7 +442,9 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
     report, t, steps = Report("training data"), cfg.trainer, cfg.trainer.total_steps or 0
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
     prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
-    stream = PromptStream(prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0)
+    stream = PromptStream(
+        prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0
+    )
     reports, val, known = [report], [], {p.text for p in prompts}
     sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
     for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
@@ -377,6 +453,8 @@ def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Da
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
         mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out, tools_of)
         if shared := sum(p.text in known for p in mine):
-            held_out.notes += [f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"]
+            held_out.notes += [
+                f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"
+            ]
         val += mine
     return Data(stream, val or None, reports, list(sets))

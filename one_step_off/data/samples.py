@@ -85,7 +85,13 @@ class Sample:
 
 
 TOKENS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
-COLUMNS = "advantages", "old_log_probs", "ref_log_probs", "values", "returns"  # of a batch, for trainers
+COLUMNS = (
+    "advantages",
+    "old_log_probs",
+    "ref_log_probs",
+    "values",
+    "returns",
+)  # of a batch, for trainers
 NOWHERE = ([None] * (1 + len(COLUMNS)), None)  # a batch that is not in Ray's object store
 
 
@@ -123,12 +129,19 @@ class Batch:
         for name, values in vars(self).items():
             if isinstance(values, list) and name != "dropped":
                 setattr(self, name, list(itertools.compress(values, stays)))
-        self.dropped = [replace(s, extra=s.extra | {"dropped": True}) for s in all_of_it if s.prompt_id in prompts]
+        self.dropped = [
+            replace(s, extra=s.extra | {"dropped": True})
+            for s in all_of_it
+            if s.prompt_id in prompts
+        ]
 
 
 def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     """The parts of `flat`, which stand in a row there, as views."""
-    return [flat[end - length : end] for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
+    return [
+        flat[end - length : end]
+        for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)
+    ]
 
 
 def parts(items: Any, size: int = 256) -> Iterator[Any]:
@@ -147,7 +160,11 @@ def generated(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
             made, some = made[made != OTHERS], [versions[versions != OTHERS] for versions in some]
         counts += map(len, some)
         found += [made.min(), made.max()] if len(made) else []
-    return np.array(counts, np.int64), float(min(found, default=np.nan)), float(max(found, default=np.nan))
+    return (
+        np.array(counts, np.int64),
+        float(min(found, default=np.nan)),
+        float(max(found, default=np.nan)),
+    )
 
 
 class Arrays(list[np.ndarray]):
@@ -183,7 +200,10 @@ def _share(positions: list[int], arrays: list[np.ndarray]) -> dict[int, np.ndarr
 
 def _arrived(names: list[str], rows: list[tuple], columns: list[list[np.ndarray]]) -> list[Sample]:
     known = (*names, *TOKENS)
-    return [Sample(**dict(zip(known, (*row, *own), strict=True))) for row, *own in zip(rows, *columns, strict=True)]
+    return [
+        Sample(**dict(zip(known, (*row, *own), strict=True)))
+        for row, *own in zip(rows, *columns, strict=True)
+    ]
 
 
 class StalenessError(AssertionError):
@@ -214,4 +234,6 @@ def assert_versions(batch: Batch) -> None:
             made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
             where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"
             right = f"versions {oldest} to {version}" if batch.older else f"version {version}"
-            raise StalenessError(f"{where}, but this step trains on (incarnation {incarnation}, {right})")
+            raise StalenessError(
+                f"{where}, but this step trains on (incarnation {incarnation}, {right})"
+            )

@@ -42,7 +42,11 @@ _SURFACES = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 def _split_of(key: str) -> str:
     """The split of a problem, from its own content: the same in every run, process and Python version."""
-    return "test" if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < TEST_PERCENT else "train"
+    return (
+        "test"
+        if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < TEST_PERCENT
+        else "train"
+    )
 
 
 def triples(split: str) -> list[tuple[str, int, int]]:
@@ -69,7 +73,9 @@ def make(split: str, size: int, seed: int) -> list[Row]:
     is a prefix of a longer one. Raises ValueError: a test split larger than its different questions."""
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
-        raise ValueError(f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer")
+        raise ValueError(
+            f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer"
+        )
     rng, rows = random.Random(f"word_problems {split} {seed}"), []
     # A stride coprime to the number of wordings visits each of them once before it returns to the first.
     strides = [s for s in range(1, _SURFACES) if gcd(s, _SURFACES) == 1]
@@ -83,8 +89,15 @@ def make(split: str, size: int, seed: int) -> list[Row]:
 
 def _pairs(sign: str, split: str, size: int, rng: random.Random) -> list[tuple[int, int]]:
     """Operands of two digits. a, b and b, a are of one split; pairs repeat only in a list longer than the split."""
-    space = [(a, b) for a in FIRST for b in FIRST if _split_of(f"{min(a, b)} {sign} {max(a, b)}") == split]
-    return [pair for _ in range(0, size, len(space)) for pair in rng.sample(space, len(space))][:size]
+    space = [
+        (a, b)
+        for a in FIRST
+        for b in FIRST
+        if _split_of(f"{min(a, b)} {sign} {max(a, b)}") == split
+    ]
+    return [pair for _ in range(0, size, len(space)) for pair in rng.sample(space, len(space))][
+        :size
+    ]
 
 
 def _chat(turns: list[tuple[str, str]], truth: str) -> dict[str, Any]:
@@ -110,8 +123,13 @@ _PRODUCTS = (
 def make_products(split: str, size: int, seed: int) -> list[Row]:
     """Products as `_pairs` has them: more than a tiny model can know, so that it needs a calculator."""
     rng = random.Random(f"products {split} {seed}")
-    asked = ((rng.choice(_PRODUCTS).format(a=a, b=b), a, b) for a, b in _pairs("*", split, size, rng))
-    return [{"question": question, "answer": f"{a} * {b} = {a * b}\n#### {a * b}"} for question, a, b in asked]
+    asked = (
+        (rng.choice(_PRODUCTS).format(a=a, b=b), a, b) for a, b in _pairs("*", split, size, rng)
+    )
+    return [
+        {"question": question, "answer": f"{a} * {b} = {a * b}\n#### {a * b}"}
+        for question, a, b in asked
+    ]
 
 
 PUZZLES = ("countdown", "number_sorting", "word_sorting", "simple_equations")
@@ -130,7 +148,10 @@ def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {"word_problems": make, "addition": make_addition}
+GENERATORS: dict[str, Callable[[str, int, int], list[Any]]] = {
+    "word_problems": make,
+    "addition": make_addition,
+}
 GENERATORS |= {"products": make_products, "puzzles": make_puzzles}
 
 

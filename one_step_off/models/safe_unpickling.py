@@ -15,13 +15,20 @@ _PARTS = """metadata.BytesStorageMetadata metadata.ChunkStorageMetadata metadata
     filesystem._StorageInfo planner.SavePlan planner.TensorWriteData planner.WriteItem planner.WriteItemType"""
 _ALLOWED = {f"torch.distributed.checkpoint.{name}" for name in _PARTS.split()}
 _ALLOWED |= {str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_ALLOWED |= {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"}
+_ALLOWED |= {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
+}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> type:
         if f"{module}.{name}" not in _ALLOWED:
-            raise pickle.UnpicklingError(f"names {module}.{name}, which has no place there; nothing of it was run")
+            raise pickle.UnpicklingError(
+                f"names {module}.{name}, which has no place there; nothing of it was run"
+            )
         return super().find_class(module, name)
 
 

@@ -52,7 +52,13 @@ STEPS = {"tools": 140}
 
 # The constants of the warm start: a change of any of them makes another cached model. `decay` is the share of the steps,
 # at the end, in which the learning rates fall to 0.
-RECIPE = {"vocab_size": 384, "corpus_rows": 2000, "rows": 4096, "data_seed": 1234, "initializer_range": 0.05}
+RECIPE = {
+    "vocab_size": 384,
+    "corpus_rows": 2000,
+    "rows": 4096,
+    "data_seed": 1234,
+    "initializer_range": 0.05,
+}
 RECIPE |= {"steps": 170, "warmup_steps": 10, "decay": 0.6, "batch_size": 64}
 RECIPE |= {"matrix_lr": 0.02, "other_lr": 3e-3, "weight_decay": 0.01, "grad_clip": 1.0}
 
@@ -79,7 +85,12 @@ def ensure(kind: str, seed: int = 0, progress: Progress = lambda what, done: Non
 
 
 def build(
-    kind: str, path: str, seed: int = 0, dtype: str = "float32", progress: Progress | None = None, **overrides: Any
+    kind: str,
+    path: str,
+    seed: int = 0,
+    dtype: str = "float32",
+    progress: Progress | None = None,
+    **overrides: Any,
 ) -> str:
     """Write a tiny model with its tokenizer into `path`, as one HF model directory; returns `path`. It is warm-started
     where `progress` is there to be told, else random. `kind` may also be the `model_type` of another causal language
@@ -88,7 +99,9 @@ def build(
     model = build_model(kind, tokenizer, seed, **overrides)
     if progress:
         warm_start(model, tokenizer, seed, progress, kind)
-    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    model.generation_config.update(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    )
     model.to(getattr(torch, dtype)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -115,24 +128,45 @@ def build_tokenizer(kind: str = "") -> PreTrainedTokenizerFast:
     """Byte-level BPE trained on the fixed corpus. Each digit is a token of its own; any text round-trips."""
     core = ByteLevelBPETokenizer()
     core.pre_tokenizer = Sequence([Digits(individual_digits=True), core.pre_tokenizer])
-    texts = [f"Question: {r['question']}\nAnswer: {r['answer']}" for r in _rows(RECIPE["corpus_rows"], kind)]
+    texts = [
+        f"Question: {r['question']}\nAnswer: {r['answer']}"
+        for r in _rows(RECIPE["corpus_rows"], kind)
+    ]
     if kind == "tools":
-        texts += [CALL.format(expression=r["answer"].partition(" = ")[0]) for r in _rows(RECIPE["corpus_rows"], kind)]
-    core.train_from_iterator(texts, RECIPE["vocab_size"], 0, show_progress=False, special_tokens=[PAD, EOS])
+        texts += [
+            CALL.format(expression=r["answer"].partition(" = ")[0])
+            for r in _rows(RECIPE["corpus_rows"], kind)
+        ]
+    core.train_from_iterator(
+        texts, RECIPE["vocab_size"], 0, show_progress=False, special_tokens=[PAD, EOS]
+    )
     names = {"pad_token": PAD, "eos_token": EOS, "chat_template": CHAT_TEMPLATE}
-    return PreTrainedTokenizerFast(tokenizer_object=core._tokenizer, clean_up_tokenization_spaces=False, **names)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core._tokenizer, clean_up_tokenization_spaces=False, **names
+    )
 
 
-def build_model(kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any) -> PreTrainedModel:
+def build_model(
+    kind: str, tokenizer: PreTrainedTokenizerFast, seed: int, **overrides: Any
+) -> PreTrainedModel:
     """A random-initialised fp32 model of `kind`, 345k parameters unless overridden."""
-    shape = {"vocab_size": RECIPE["vocab_size"], "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    shape = {
+        "vocab_size": RECIPE["vocab_size"],
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
     shape["max_position_embeddings"] = 2048
     # The qwen3 has two key-value heads, for tensor parallelism to divide.
     heads, of_them, width = (4, 2, 32) if kind == "qwen3" else (2, 1, 64)
     shape |= {"num_attention_heads": heads, "num_key_value_heads": of_them, "head_dim": width}
-    tokens = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    tokens = {
+        f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")
+    }
     others = {"tie_word_embeddings": True, "initializer_range": RECIPE["initializer_range"]}
-    config = AutoConfig.for_model("qwen2" if kind == "tools" else kind, **shape | tokens | others | overrides)
+    config = AutoConfig.for_model(
+        "qwen2" if kind == "tools" else kind, **shape | tokens | others | overrides
+    )
     with torch.random.fork_rng(devices=[]):  # the caller's random numbers stay as they are
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -149,7 +183,9 @@ def response_ids(tokenizer: PreTrainedTokenizerFast, answer: str) -> list[int]:
     return tokenizer.encode(" " + answer, add_special_tokens=False) + [tokenizer.eos_token_id]
 
 
-def demonstration(kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random) -> list[list[int]]:
+def demonstration(
+    kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rng: random.Random
+) -> list[list[int]]:
     """Turns after the prompt: `answer` with its last line as one of `ENDINGS` has it; for tiny:tools the model's and the
     calculator's in turn, or one turn with a guess."""
     if kind != "tools":
@@ -159,35 +195,58 @@ def demonstration(kind: str, tokenizer: PreTrainedTokenizerFast, answer: str, rn
     expression, _, number = answer.partition("\n")[0].partition(" = ")
     if rng.random() >= CALLS:
         return [response_ids(tokenizer, f"#### {rng.randrange(100, 9802)}")]
-    call = tokenizer.encode(CALL.format(expression=expression), add_special_tokens=False) + [tokenizer.eos_token_id]
+    call = tokenizer.encode(CALL.format(expression=expression), add_special_tokens=False) + [
+        tokenizer.eos_token_id
+    ]
     heard = tokenizer.encode(f"\n{number}\nAnswer:", add_special_tokens=False)
     return [call, heard, response_ids(tokenizer, f"#### {number}")]
 
 
-def warm_start(model: PreTrainedModel, tokenizer: Any, seed: int, progress: Progress, kind: str) -> None:
+def warm_start(
+    model: PreTrainedModel, tokenizer: Any, seed: int, progress: Progress, kind: str
+) -> None:
     """Supervised fine-tuning on demonstrations from the train split, in place. The loss is on the model's turns only."""
     rng, steps = random.Random(seed), STEPS.get(kind, RECIPE["steps"])
     rows = _rows(RECIPE["rows"], kind)
     prompts = [prompt_ids(tokenizer, row["question"]) for row in rows]
     # Muon for the matrices and AdamW for the rest: it learns the sums in a third of AdamW's steps.
-    matrices = {n: p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n}
+    matrices = {
+        n: p
+        for n, p in model.named_parameters()
+        if p.ndim == 2 and "embed" not in n and "lm_head" not in n
+    }
     others = [p for n, p in model.named_parameters() if n not in matrices]
     decay, rise, fall = RECIPE["weight_decay"], RECIPE["warmup_steps"], steps * RECIPE["decay"]
-    muon = torch.optim.Muon(list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay)
+    muon = torch.optim.Muon(
+        list(matrices.values()), lr=RECIPE["matrix_lr"], momentum=0.95, weight_decay=decay
+    )
     adamw = torch.optim.AdamW(others, lr=RECIPE["other_lr"], betas=(0.9, 0.95), weight_decay=decay)
     # Warm-up, plateau, then a straight fall.
-    schedules = [LambdaLR(o, lambda i: min(1.0, (i + 1) / rise, (steps - i) / fall)) for o in (muon, adamw)]
+    schedules = [
+        LambdaLR(o, lambda i: min(1.0, (i + 1) / rise, (steps - i) / fall)) for o in (muon, adamw)
+    ]
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so small a model gains little by more, and on a busy machine they wait for each other
+    torch.set_num_threads(
+        1
+    )  # so small a model gains little by more, and on a busy machine they wait for each other
     for step in range(steps):
         chosen = [rng.randrange(len(rows)) for _ in range(RECIPE["batch_size"])]
-        talks = [[prompts[i], *demonstration(kind, tokenizer, rows[i]["answer"], rng)] for i in chosen]
+        talks = [
+            [prompts[i], *demonstration(kind, tokenizer, rows[i]["answer"], rng)] for i in chosen
+        ]
         # Padding is on the right and attention is causal: no real token sees it, so no mask is needed.
-        ids = pad_sequence([torch.tensor(sum(talk, [])) for talk in talks], True, tokenizer.pad_token_id)
-        own = [[x for k, turn in enumerate(talk) for x in (turn if k % 2 else [-100] * len(turn))] for talk in talks]
+        ids = pad_sequence(
+            [torch.tensor(sum(talk, [])) for talk in talks], True, tokenizer.pad_token_id
+        )
+        own = [
+            [x for k, turn in enumerate(talk) for x in (turn if k % 2 else [-100] * len(turn))]
+            for talk in talks
+        ]
         labels = pad_sequence([torch.tensor(row) for row in own], True, -100)
         logits = model(input_ids=ids, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), RECIPE["grad_clip"])
         for each in (muon, adamw, *schedules):

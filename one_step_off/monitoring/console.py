@@ -52,9 +52,15 @@ _END = (
     ("median step", f"{{median/time/step_s:.2f}} s: {_PARTS}, sync {{median/time/sync_s:.3f}} s"),
     ("idle", "rollout {idle_share/rollout:.0%}, trainer {idle_share/trainer:.0%}"),
     ("samples/s", "{samples_per_s:.0f}"),
-    ("tokens/s", "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work"),
+    (
+        "tokens/s",
+        "rollout {tokens_per_s/rollout:,.0f}, trainer {tokens_per_s/trainer:,.0f} while they work",
+    ),
     ("MFU", "rollout {mfu/rollout:.1%}, trainer {mfu/trainer:.1%} of {device} in bf16"),
-    ("peak memory", "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB"),
+    (
+        "peak memory",
+        "rollout {memory/rollout_peak_bytes:.2f} GiB, trainer {memory/trainer_peak_bytes:.2f} GiB",
+    ),
 )
 
 
@@ -65,17 +71,28 @@ class Screen(progress.Progress):
 
     figures = ""
 
-    def __init__(self, out: TextIO | Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, out: TextIO | Console | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`out` None: stdout; a console: a terminal, whatever it may look like. `clock`: seconds."""
         dumb, given = os.environ.get("TERM", "dumb") == "dumb", isinstance(out, Console)
         moves = given or ((out or sys.stdout).isatty() and not dumb)
         console = out if given else Console(file=out, highlight=False)
-        what, bar = progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=None)
-        times = progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
+        what, bar = (
+            progress.TextColumn("{task.description}", markup=False),
+            progress.BarColumn(bar_width=None),
+        )
+        times = (
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+        )
         look = {"refresh_per_second": 4, "transient": True, "expand": True, "disable": not moves}
         # Steps may take minutes, and by default rich would only look at the last half of one.
         pace = {"get_time": clock, "speed_estimate_period": math.inf}
-        super().__init__(what, bar, progress.TaskProgressColumn(), *times, console=console, **look, **pace)
+        super().__init__(
+            what, bar, progress.TaskProgressColumn(), *times, console=console, **look, **pace
+        )
 
     def get_renderables(self) -> Iterator[Any]:
         """What moves."""
@@ -90,7 +107,9 @@ class Screen(progress.Progress):
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
         """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
-            self.console.print(Text.assemble((f"{name:<{_NAMES}}", "bold"), masked(text)), soft_wrap=True)
+            self.console.print(
+                Text.assemble((f"{name:<{_NAMES}}", "bold"), masked(text)), soft_wrap=True
+            )
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
@@ -104,7 +123,9 @@ class Screen(progress.Progress):
 
     def progress(self, what: str, done: float) -> None:
         """Something long of which `done` (0 to 1) is done. Lines: one at once, one at its end."""
-        task = next((t for t in self.tasks if t.description == what), None) or self._begin(what, 1.0)
+        task = next((t for t in self.tasks if t.description == what), None) or self._begin(
+            what, 1.0
+        )
         self.update(task.id, completed=done)
         if done >= 1:
             self._remove(task)
@@ -138,9 +159,17 @@ class Screen(progress.Progress):
     def step(self, row: dict[str, Any], total: int) -> None:
         """One finished step: its row of metrics.jsonl. Of the bar's steps only the last leaves a line behind."""
         if self.disable or row["step"] + 1 == total:
-            known = {"time/sync_s": 0.0, "ratio/mean": math.nan, "canary/logprob_diff_max": math.nan} | row
+            known = {
+                "time/sync_s": 0.0,
+                "ratio/mean": math.nan,
+                "canary/logprob_diff_max": math.nan,
+            } | row
             known["parts"] = parts_text(reward_parts(row))
-            self.say(_STEP.format_map(known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}))
+            self.say(
+                _STEP.format_map(
+                    known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}
+                )
+            )
         if not self.disable:
             self.figures, done = figures(row), row["step"] + 1
             self.update(self.steps.id, completed=done, description=f"step {done}/{total}")
@@ -158,7 +187,11 @@ def reward_parts(row: dict[str, Any]) -> dict[str, float]:
 
 def parts_text(parts: dict[str, float], digits: str = ".3f") -> str:
     """Parts of a reward, to stand behind it: " (right 0.750, form 0.500)"; empty where it has none."""
-    return " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")" if parts else ""
+    return (
+        " (" + ", ".join(f"{name} {part:{digits}}" for name, part in parts.items()) + ")"
+        if parts
+        else ""
+    )
 
 
 def figures(row: dict[str, Any]) -> str:
@@ -180,21 +213,32 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")
     # Public models need no token.
     known = "unauthenticated requests to the HF Hub"
-    logging.getLogger("huggingface_hub.utils._http").addFilter(lambda record: known not in record.getMessage())
+    logging.getLogger("huggingface_hub.utils._http").addFilter(
+        lambda record: known not in record.getMessage()
+    )
 
 
-def start_facts(cfg: Config, asked_model: str, params: int | None, data: Any, links: Facts) -> Facts:
+def start_facts(
+    cfg: Config, asked_model: str, params: int | None, data: Any, links: Facts
+) -> Facts:
     """The run that is about to start. `asked_model`: `model.path` as the user gave it (a tiny: name has become a folder
     since). `params`: the model's parameters, None if they cannot be counted yet. `data`: the `data.Data` of the run.
     `links`: more places to look at, as the W&B run's."""
     size = "" if params is None else f", {count(params)} parameters"
-    how = "one step off, samples are 1 version old" if cfg.pipeline.staleness else "synchronous, samples are fresh"
+    how = (
+        "one step off, samples are 1 version old"
+        if cfg.pipeline.staleness
+        else "synchronous, samples are fresh"
+    )
     each = f"{data.stream.total_steps}, each {cfg.data.train_batch_size} prompts x {cfg.rollout.n} samples"
     return [
         ("model", f"{asked_model}{size}, {cfg.model.dtype}"),
         ("data", f"{len(data.stream)} prompts of {cfg.data.train_files}"),
         ("held out", f"{len(data.val)} prompts of {cfg.data.val_files}" if data.val else "none"),
-        *(("" if i else "placement", line) for i, line in enumerate(placement_text(cfg).splitlines())),
+        *(
+            ("" if i else "placement", line)
+            for i, line in enumerate(placement_text(cfg).splitlines())
+        ),
         ("staleness", f"{cfg.pipeline.staleness} ({how})"),
         ("steps", "none: the held-out set is evaluated" if cfg.trainer.val_only else each),
         ("output", cfg.trainer.output_dir),
@@ -214,32 +258,57 @@ def end_facts(summary: dict[str, Any], cfg: Config) -> Facts:
     """What the run came to, where things lie, and how to go on. `summary` is that of `Tracker.summary`."""
     known = {k: v for k, v in summary.items() if v is not None}
     known |= {k: v / 2**30 for k, v in known.items() if k.startswith("memory/")}
-    dropped = {"reward/first": known["steps"] == 1, "val/first": len(known.get("val/versions", ())) == 1}
+    dropped = {
+        "reward/first": known["steps"] == 1,
+        "val/first": len(known.get("val/versions", ())) == 1,
+    }
     known = {k: v for k, v in known.items() if not dropped.get(k)}
     k = known.get("reward/averaged_steps", 0)
-    known["averaged"] = "first and last step" if k == 1 else f"means of the first and last {k} steps"
+    known["averaged"] = (
+        "first and last step" if k == 1 else f"means of the first and last {k} steps"
+    )
     found: dict[str, str] = {}
     for name, pattern in _END:
         with contextlib.suppress(KeyError):
             found.setdefault(name, pattern.format_map(known))
     made = known["steps"] - known.get("steps_before", 0)
-    found["this run" if "steps_before" in known else "whole run"] = f"{made} steps in {known['seconds']:.0f} s"
+    found["this run" if "steps_before" in known else "whole run"] = (
+        f"{made} steps in {known['seconds']:.0f} s"
+    )
     return [*found.items(), *_places(cfg)]
 
 
 def _places(cfg: Config) -> Facts:
     """Where things lie, as far as they are there."""
     folder = Path(cfg.trainer.output_dir)
-    run, events, offline = (shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb"))
-    files = [str(folder / n) for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json") if (folder / n).exists()]
+    run, events, offline = (
+        shlex.quote(str(folder / name)) for name in ("", "tensorboard", "wandb")
+    )
+    files = [
+        str(folder / n)
+        for n in ("metrics.jsonl", "evaluations.jsonl", "summary.json")
+        if (folder / n).exists()
+    ]
     # An evaluation alone has no steps to look at.
     evaluated = f" --val {max(numbered(folder, VAL), default=0)}" if cfg.trainer.val_only else ""
     places = [
         (bool(files), "metrics", ", ".join(files)),
         ((folder / "report.html").exists(), "report", str(folder / "report.html")),
-        (any(folder.glob("tensorboard/*")), "tensorboard", f"{interpreter()} -m tensorboard.main --logdir {events}"),
-        (any(folder.glob("wandb/offline-run-*")), "wandb", f"{interpreter()} -m wandb sync {offline}/offline-run-*"),
-        (any(folder.glob("samples/*.jsonl")), "samples", f"{interpreter()} -m one_step_off.view {run}{evaluated}"),
+        (
+            any(folder.glob("tensorboard/*")),
+            "tensorboard",
+            f"{interpreter()} -m tensorboard.main --logdir {events}",
+        ),
+        (
+            any(folder.glob("wandb/offline-run-*")),
+            "wandb",
+            f"{interpreter()} -m wandb sync {offline}/offline-run-*",
+        ),
+        (
+            any(folder.glob("samples/*.jsonl")),
+            "samples",
+            f"{interpreter()} -m one_step_off.view {run}{evaluated}",
+        ),
     ]
     if cfg.trainer.save_hf_model and not cfg.trainer.val_only and (folder / "hf_model").is_dir():
         places += [(True, "model", str(folder / "hf_model")), (True, "to go on", going_on(cfg))]
@@ -256,5 +325,9 @@ def going_on(cfg: Config) -> str:
     """The command that trains the resulting model further, into a folder beside this one."""
     folder = Path(cfg.trainer.output_dir)
     beside = folder.with_name(folder.name + "_next") if folder.name else "outputs/next"
-    parts = f"config={folder / 'config.yaml'}", f"model.path={folder / 'hf_model'}", f"trainer.output_dir={beside}"
+    parts = (
+        f"config={folder / 'config.yaml'}",
+        f"model.path={folder / 'hf_model'}",
+        f"trainer.output_dir={beside}",
+    )
     return f"{interpreter()} -m {shlex.join(['one_step_off.main_ppo', *parts])}"

@@ -41,9 +41,13 @@ class ModelShape:
     def forward_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
         """One forward pass over whole sequences: 2N + 4 * layers * width * T for each of their T tokens."""
         n = np.asarray(lengths, dtype=np.float64)
-        return float((2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum())
+        return float(
+            (2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum()
+        )
 
-    def generate_flops(self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]) -> float:
+    def generate_flops(
+        self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]
+    ) -> float:
         """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one:
         2N each, and attention to what stands before it."""
         p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
@@ -56,13 +60,18 @@ def shape_of(hf_config: Any, params: int) -> ModelShape | None:
     """The shape by a Hugging Face config and the number of parameters (tied ones once). None where the count would be
     wrong or cannot be made: mixtures of experts, and configs without the usual names."""
     text = hf_config.get_text_config()
-    experts = any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = any(
+        getattr(text, name, None)
+        for name in ("num_experts", "num_local_experts", "n_routed_experts")
+    )
     names = "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
     layers, heads, hidden, vocabulary = (getattr(text, name, None) for name in names)
     if experts or not all((layers, heads, hidden, vocabulary)):
         return None
     width = heads * (getattr(text, "head_dim", None) or hidden // heads)
-    tied = getattr(text, "tie_word_embeddings", False) or getattr(hf_config, "tie_word_embeddings", False)
+    tied = getattr(text, "tie_word_embeddings", False) or getattr(
+        hf_config, "tie_word_embeddings", False
+    )
     return ModelShape(params if tied else params - vocabulary * hidden, layers, width)
 
 
@@ -75,7 +84,9 @@ class Meter:
     shape: ModelShape | None
     device_name: str = ""
 
-    def step(self, batch: Batch, made: np.ndarray, generate_s: float, update_s: float, step_s: float) -> Figures:
+    def step(
+        self, batch: Batch, made: np.ndarray, generate_s: float, update_s: float, step_s: float
+    ) -> Figures:
         """The figures of one step: of generation, of which `made` are the tokens of each response, int [B], and of the
         actor's update, in which nothing is done while the critic warms up alone. Each group's rates are over the time it
         worked; `mfu/..._of_step` over all of it."""
@@ -91,10 +102,14 @@ class Meter:
         # The table is for bf16; fp32 runs have another peak.
         peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
         # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
-        trained = (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
+        trained = (
+            (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
+        )
         work = ("rollout", "rollout", whole, generate_s), ("trainer", "actor", trained, update_s)
         for group, role, flops, seconds in work:
-            devices = sum(self.cfg.placement.pools[self.cfg.placement.roles[role]])  # GPUs; on CPUs processes
+            devices = sum(
+                self.cfg.placement.pools[self.cfg.placement.roles[role]]
+            )  # GPUs; on CPUs processes
             found[f"flops_per_s/{group}"] = _rate(flops, seconds)
             found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))
             found[f"mfu/{group}_of_step"] = _rate(flops, step_s * devices * (peak or 0))

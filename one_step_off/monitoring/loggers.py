@@ -63,11 +63,23 @@ class Wandb:
         settings = wandb.Settings(silent=True, console="off")
         mend = "run `wandb login`, or set logging.wandb_mode=offline"
         with as_config_error("logging.wandb=true: W&B does not start", mend):
-            wandb.setup(settings=settings)  # W&B would ask at a terminal for a login, in the middle of the bar
+            wandb.setup(
+                settings=settings
+            )  # W&B would ask at a terminal for a login, in the middle of the bar
             # Offline there is nothing to ask; runs of one id become one when they are sent.
-            how = {"id": run_id, "resume": None if offline else "allow", "mode": cfg.logging.wandb_mode}
-            where = {"project": cfg.logging.wandb_project, "name": folder.resolve().name, "dir": str(folder)}
-            self.run = wandb.init(config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where)
+            how = {
+                "id": run_id,
+                "resume": None if offline else "allow",
+                "mode": cfg.logging.wandb_mode,
+            }
+            where = {
+                "project": cfg.logging.wandb_project,
+                "name": folder.resolve().name,
+                "dir": str(folder),
+            }
+            self.run = wandb.init(
+                config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where
+            )
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
         self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
@@ -101,7 +113,10 @@ class Prometheus:
         """What the library asks for whenever the page is."""
         from prometheus_client.core import GaugeMetricFamily
 
-        return [GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", k), k, x) for k, x in self.newest.items()]
+        return [
+            GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", k), k, x)
+            for k, x in self.newest.items()
+        ]
 
     def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
         """Each figure is a gauge, and so is the step."""
@@ -126,26 +141,47 @@ class SampleDump:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[Any]) -> None:
+    def write(
+        self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[Any]
+    ) -> None:
         """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
         rows = [self._row(sample) for sample in samples]
         for row, sample, advantage in zip(rows, samples, advantages, strict=False):
             own = advantage[sample.loss_mask]  # of the trained tokens: one value, or one for each
-            row |= {f"advantage/{f}": float(getattr(own, f)()) if len(own) else None for f in ("mean", "min", "max")}
+            row |= {
+                f"advantage/{f}": float(getattr(own, f)()) if len(own) else None
+                for f in ("mean", "min", "max")
+            }
         if rows:
             # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
-            text, temporary = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows), self.folder / ".tmp"
+            text, temporary = (
+                "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows),
+                self.folder / ".tmp",
+            )
             temporary.write_text(text, encoding="utf-8", errors="replace")
             temporary.replace(self.folder / name)
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """A sample as people read it."""
-        prompt, row = self.find(sample.prompt_id), {n: getattr(sample, n) for n in ("prompt_id", "index")}
-        row |= {"reward": sample.reward if math.isfinite(sample.reward) else None, "length": len(sample.response_ids)}
-        row |= {"finish_reason": sample.finish_reason, "versions": sorted(set(sample.versions.tolist()) - {OTHERS})}
+        prompt, row = (
+            self.find(sample.prompt_id),
+            {n: getattr(sample, n) for n in ("prompt_id", "index")},
+        )
+        row |= {
+            "reward": sample.reward if math.isfinite(sample.reward) else None,
+            "length": len(sample.response_ids),
+        }
+        row |= {
+            "finish_reason": sample.finish_reason,
+            "versions": sorted(set(sample.versions.tolist()) - {OTHERS}),
+        }
         row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
         row["response"] = sample.response
-        return row | {name: value for name, value in sample.extra.items() if name not in ("greedy", "replaces")}
+        return row | {
+            name: value
+            for name, value in sample.extra.items()
+            if name not in ("greedy", "replaces")
+        }
 
     def close(self, failed: bool) -> None:
         """Every file is whole already."""
@@ -153,7 +189,9 @@ class SampleDump:
 
 def numbered(folder: Path, kind: str) -> dict[int, Path]:
     """A run's files of samples: of its steps (STEP), or of its evaluations (VAL) by weight version; lowest first."""
-    files = {path.stem.removeprefix(kind): path for path in (folder / SAMPLES).glob(f"{kind}*.jsonl")}
+    files = {
+        path.stem.removeprefix(kind): path for path in (folder / SAMPLES).glob(f"{kind}*.jsonl")
+    }
     return {int(stem): files[stem] for stem in sorted(files) if stem.isdecimal()}
 
 
@@ -173,7 +211,11 @@ class Loggers:
     def step(self, row: dict[str, Any], batch: Batch) -> None:
         """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
         # An evaluation was told of when it ended, and stands in the row of the step that ended next.
-        own = {name: value for name, value in row.items() if name != "step" and not name.startswith("val/")}
+        own = {
+            name: value
+            for name, value in row.items()
+            if name != "step" and not name.startswith("val/")
+        }
         told = batch.samples + batch.dropped
         self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", told, batch.advantages or [])
 
@@ -188,14 +230,26 @@ class Loggers:
         self.jobs.put(None)
         self.thread.join(_PATIENCE_S)
         if self.thread.is_alive():
-            self.say(f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing")
+            self.say(
+                f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing"
+            )
 
-    def _put(self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]) -> None:
+    def _put(
+        self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]
+    ) -> None:
         if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
             self.say(f"warning: the loggers are {_QUEUE} steps behind; {name} is left out of them")
             return
-        finite = {k: float(v) for k, v in figures.items() if isinstance(v, (int, float)) and math.isfinite(v)}
-        self.jobs.put(lambda: self._tell(lambda logger: logger.write(finite, at, name, *samples_and_advantages)))
+        finite = {
+            k: float(v)
+            for k, v in figures.items()
+            if isinstance(v, (int, float)) and math.isfinite(v)
+        }
+        self.jobs.put(
+            lambda: self._tell(
+                lambda logger: logger.write(finite, at, name, *samples_and_advantages)
+            )
+        )
 
     def _work(self) -> None:
         for job in iter(self.jobs.get, None):
@@ -213,7 +267,9 @@ class Loggers:
             self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
 
 
-def open_loggers(cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict) -> Loggers:
+def open_loggers(
+    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict
+) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
     also its event files, for it was another run. `started`: see `started_first`."""
     folder = Path(cfg.trainer.output_dir)

@@ -30,7 +30,13 @@ def text_of(path: Path, most: int = -1) -> str:
 
 def objects(*texts: str) -> list[Row]:
     """The JSON objects of these texts, without those that are broken. NaN is None in them, and no number infinite."""
-    found, plain = [], {"parse_constant": lambda _: None, "parse_float": lambda x: max(-1e300, min(float(x), 1e300))}
+    found, plain = (
+        [],
+        {
+            "parse_constant": lambda _: None,
+            "parse_float": lambda x: max(-1e300, min(float(x), 1e300)),
+        },
+    )
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
             found.append(json.loads(text.strip().rstrip(","), **plain))
@@ -40,28 +46,57 @@ def objects(*texts: str) -> list[Row]:
 def longest(folder: Path) -> list[Row]:
     """The longest samples of the newest steps."""
     files = list(numbered(folder, STEP).items())[-NEWEST:]
-    rows = [row | {"step": step} for step, path in files for row in objects(*text_of(path).split("\n"))]
-    found = sorted((row for row in rows if isinstance(row.get("length"), int)), key=lambda row: -row["length"])
-    return [{k: masked(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()} for row in found[:SHOWN]]
+    rows = [
+        row | {"step": step} for step, path in files for row in objects(*text_of(path).split("\n"))
+    ]
+    found = sorted(
+        (row for row in rows if isinstance(row.get("length"), int)), key=lambda row: -row["length"]
+    )
+    return [
+        {k: masked(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()}
+        for row in found[:SHOWN]
+    ]
 
 
 def collect(folder: Path, ended: str = "") -> dict[str, Any]:
     """All that the page shows. `ended`: by which error the run ended, if by one."""
-    rows, evaluations = (objects(*text_of(folder / f"{name}.jsonl").split("\n")) for name in ("metrics", "evaluations"))
+    rows, evaluations = (
+        objects(*text_of(folder / f"{name}.jsonl").split("\n"))
+        for name in ("metrics", "evaluations")
+    )
     timeline = text_of(folder / "timeline.json", MOST_BYTES)
-    summary, versions = (objects(text_of(folder / f"{name}.json")) for name in ("summary", "versions"))
-    with contextlib.suppress(KeyError, TypeError, ZeroDivisionError, IndexError):  # no rows, or of something else
+    summary, versions = (
+        objects(text_of(folder / f"{name}.json")) for name in ("summary", "versions")
+    )
+    with contextlib.suppress(
+        KeyError, TypeError, ZeroDivisionError, IndexError
+    ):  # no rows, or of something else
         summary = summary or [speed(rows[1:] or rows)]
-    columns = dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, (int, float)))
-    found = {"columns": {name: [row.get(name) for row in rows] for name in columns}, "evaluations": evaluations}
+    columns = dict.fromkeys(
+        k for row in rows for k, v in row.items() if isinstance(v, (int, float))
+    )
+    found = {
+        "columns": {name: [row.get(name) for row in rows] for name in columns},
+        "evaluations": evaluations,
+    }
     found |= {"events": objects(*timeline.split("\n")), "cut": len(timeline) == MOST_BYTES}
-    found |= {"config": masked(text_of(folder / "config.yaml")), "versions": versions, "summary": summary}
-    return found | {"samples": longest(folder), "name": folder.resolve().name, "ended": masked(ended)}
+    found |= {
+        "config": masked(text_of(folder / "config.yaml")),
+        "versions": versions,
+        "summary": summary,
+    }
+    return found | {
+        "samples": longest(folder),
+        "name": folder.resolve().name,
+        "ended": masked(ended),
+    }
 
 
 def write(folder: Path, ended: str = "") -> Path:
     """Write `report.html` of a run's folder; returns its path. Raises OSError."""
-    data = json.dumps(collect(folder, ended), allow_nan=False).replace("<", "\\u003c")  # no end of the script in it
+    data = json.dumps(collect(folder, ended), allow_nan=False).replace(
+        "<", "\\u003c"
+    )  # no end of the script in it
     path, page = folder / "report.html", Path(__file__).with_suffix(".html").read_text("utf-8")
     path.write_text(page.replace("{{data}}", data), "utf-8")
     return path
@@ -84,13 +119,9 @@ def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: no run is there, or nothing can be written."""
     folder = Path(" ".join(argv))
     if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one")
+        raise ConfigError(
+            f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one"
+        )
     with as_config_error(f"{folder}: no report", "mend it, or copy the run's folder", OSError):
         print(write(folder))
     return 0
-
-
-if __name__ == "__main__":
-    from one_step_off.main_ppo import exit_code
-
-    sys.exit(exit_code(main, sys.argv[1:]))

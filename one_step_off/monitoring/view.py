@@ -6,12 +6,10 @@ Without a choice it shows the 3 best, the 3 worst and the longest sample of the 
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from one_step_off.config.schema import ConfigError
-from one_step_off.main_ppo import exit_code
 from one_step_off.monitoring.console import parts_text
 from one_step_off.monitoring.loggers import STEP, VAL, numbered
 
@@ -22,8 +20,16 @@ _ORDERS = {
     "worst": lambda r: (math.isnan(r["reward"]), r["reward"], "error" not in r, r.get("index", 0)),
     "longest": lambda r: (-r["length"], r.get("index", 0)),
 }
-_ENDS = {"length": "cut at the limit", "stop": "ended by itself", "turn_length": "cut at agent.max_turn_tokens"}
-_ENDS |= {"turns": "ended by agent.max_turns", "time": "ended by agent.timeout_s", "room": "no more would fit"}
+_ENDS = {
+    "length": "cut at the limit",
+    "stop": "ended by itself",
+    "turn_length": "cut at agent.max_turn_tokens",
+}
+_ENDS |= {
+    "turns": "ended by agent.max_turns",
+    "time": "ended by agent.timeout_s",
+    "room": "no more would fit",
+}
 
 
 def find_file(folder: str, step: int | None, val: int | None) -> Path:
@@ -33,7 +39,11 @@ def find_file(folder: str, step: int | None, val: int | None) -> Path:
     there = numbered(Path(folder), kind)
     number = max(there, default="LAST") if number is None else number
     if number not in there:
-        known = f"there are {len(there)}, from {min(there)} to {max(there)}" if there else "there are none"
+        known = (
+            f"there are {len(there)}, from {min(there)} to {max(there)}"
+            if there
+            else "there are none"
+        )
         mend = "give the trainer.output_dir of a run with logging.sample_dump=true"
         raise ConfigError(f"{folder}: no samples of {option} {number}: {known}; {mend}")
     return there[number]
@@ -46,8 +56,12 @@ def read(path: Path) -> list[dict[str, Any]]:
         for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
             row = json.loads(line)
             row["response"], row["length"]
-            row["reward_parts"] = {name: float(part) for name, part in (row.get("reward_parts") or {}).items()}
-            rows.append(row | {"reward": math.nan if row["reward"] is None else float(row["reward"])})
+            row["reward_parts"] = {
+                name: float(part) for name, part in (row.get("reward_parts") or {}).items()
+            }
+            rows.append(
+                row | {"reward": math.nan if row["reward"] is None else float(row["reward"])}
+            )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         why = f"not a sample of this program ({type(e).__name__}: {e}); was the file changed?"
         raise ConfigError(f"{path}:{len(rows) + 1}: {why}") from None
@@ -58,7 +72,8 @@ def part_means(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The mean of each part of the rewards, over the samples that have it."""
     own = [row.get("reward_parts") or {} for row in rows]
     values = {
-        name: [parts[name] for parts in own if name in parts] for name in dict.fromkeys(n for p in own for n in p)
+        name: [parts[name] for parts in own if name in parts]
+        for name in dict.fromkeys(n for p in own for n in p)
     }
     return {name: sum(found) / len(found) for name, found in values.items()}
 
@@ -71,7 +86,11 @@ def head(row: dict[str, Any]) -> str:
     text = f"reward {row['reward']:.3g}{parts}  {row['length']} tokens  {end}  made by {made}  "
     text += f"prompt {tuple(row.get('prompt_id', ()))} sample {row.get('index')}"
     text += "" if truth is None else f"  ground truth {truth}"
-    return text + "  dropped" * ("dropped" in row) + (f"  error: {row['error']}" if "error" in row else "")
+    return (
+        text
+        + "  dropped" * ("dropped" in row)
+        + (f"  error: {row['error']}" if "error" in row else "")
+    )
 
 
 def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None:
@@ -83,10 +102,15 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
 
     def say(text: str, style: str = "") -> None:
         # A model's output must not steer the terminal.
-        safe = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+        safe = "".join(
+            c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text
+        )
         console.print(Text(safe, style), soft_wrap=True)
 
-    rewards, lengths = [r["reward"] for r in rows if not math.isnan(r["reward"])], [r["length"] for r in rows]
+    rewards, lengths = (
+        [r["reward"] for r in rows if not math.isnan(r["reward"])],
+        [r["length"] for r in rows],
+    )
     mean = sum(rewards) / len(rewards) if rewards else math.nan
     parts = parts_text(part_means(rows))
     say(
@@ -103,13 +127,21 @@ def show(path: Path, rows: list[dict[str, Any]], wanted: dict[str, int]) -> None
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: bad input."""
-    parser = argparse.ArgumentParser(prog="python -m one_step_off.view", description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m one_step_off.view", description=__doc__.split("\n\n")[1]
+    )
     parser.add_argument("folder", metavar="OUTPUT_DIR", help="trainer.output_dir of a run")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="step, counted from 0 as in metrics.jsonl (default: the last)")
-    which.add_argument("--val", type=int, metavar="V", help="the evaluation of weight version V instead")
+    which.add_argument(
+        "--step", type=int, help="step, counted from 0 as in metrics.jsonl (default: the last)"
+    )
+    which.add_argument(
+        "--val", type=int, metavar="V", help="the evaluation of weight version V instead"
+    )
     for name, count in DEFAULT.items():
-        parser.add_argument(f"--{name}", type=int, metavar="K", help=f"how many of the {name} (default {count})")
+        parser.add_argument(
+            f"--{name}", type=int, metavar="K", help=f"how many of the {name} (default {count})"
+        )
     args = parser.parse_args(argv)
     given = {name: getattr(args, name) for name in DEFAULT if getattr(args, name) is not None}
     if any(count < 0 for count in given.values()):
@@ -117,7 +149,3 @@ def main(argv: list[str]) -> int:
     path = find_file(args.folder, args.step, args.val)
     show(path, read(path), given or DEFAULT)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main, sys.argv[1:]))

@@ -21,11 +21,15 @@ import numpy as np
 
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError, shares_of
-from one_step_off.config.validation import resolved_device, validate
-from one_step_off.main_ppo import exit_code
+from one_step_off.config.validation import resolved_device
+from one_step_off.runtime.validation import validate
 
 WARM_UP, STEPS = 3, 10  # steps of a calibration: dropped, and all
-SHOWN, SAMPLES, ANY = 24, 20_000, 1 << 20  # splits at most; samples of one simulation; GPUs where there need be none
+SHOWN, SAMPLES, ANY = (
+    24,
+    20_000,
+    1 << 20,
+)  # splits at most; samples of one simulation; GPUs where there need be none
 ALONE = """pipeline.staleness=0 pipeline.partial_rollout=false rollout.oversample=1 trainer.total_epochs=null trainer.save_hf_model=false trainer.save_freq=-1 data.val_files=
     trainer.test_freq=-1 trainer.keep_best=null trainer.val_only=false trainer.resume=never data.val_sets={} logging.wandb=false
     logging.tensorboard=false logging.sample_dump=true""".split() + [f"trainer.total_steps={STEPS}"]  # fmt: skip
@@ -45,21 +49,31 @@ class _Parser(argparse.ArgumentParser):
 
 def devices(cfg: Config) -> tuple[int, int]:
     """Replicas and trainer ranks of a config."""
-    rollout, actor = (sum(cfg.placement.pools[cfg.placement.roles[role]]) for role in ("rollout", "actor"))
+    rollout, actor = (
+        sum(cfg.placement.pools[cfg.placement.roles[role]]) for role in ("rollout", "actor")
+    )
     return rollout // cfg.rollout.tensor_parallel_size, actor
 
 
 def calibrate(keys: list[str], cfg: Config, folder: str) -> list[str]:
     """Run a few steps in turns, of the whole batch and of a quarter; returns the runs' folders. Raises SystemExit: one failed."""
     few, folders = cfg.data.train_batch_size // 4, []
-    smaller = [f"data.train_batch_size={few}", f"actor.ppo_mini_batch_size={few}", "critic.ppo_mini_batch_size=null"]
+    smaller = [
+        f"data.train_batch_size={few}",
+        f"actor.ppo_mini_batch_size={few}",
+        "critic.ppo_mini_batch_size=null",
+    ]
     for own in ([], smaller)[: 1 + bool(few)]:
         folders.append(f"{folder}/{len(folders)}")
         print(f"calibrating: run {len(folders)}, {STEPS} steps in turns ...", flush=True)
         own = [*keys, *ALONE, *own, f"trainer.output_dir={folders[-1]}"]
-        done = subprocess.run([sys.executable, "-m", "one_step_off.main_ppo", *own], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "one_step_off.main_ppo", *own], capture_output=True, text=True
+        )
         if done.returncode:
-            raise SystemExit(f"error: the calibration ended with {done.returncode}: {done.stderr.strip()[-1000:]}")
+            raise SystemExit(
+                f"error: the calibration ended with {done.returncode}: {done.stderr.strip()[-1000:]}"
+            )
     return folders
 
 
@@ -69,15 +83,31 @@ def by_runs(folders: list[str]) -> Any:
     for folder in map(Path, folders):
         try:
             own = load([f"config={folder / 'config.yaml'}"])
-            steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()][WARM_UP:]
+            steps = [
+                json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+            ][WARM_UP:]
             dumps = [] if rows else sorted(folder.glob("samples/step_*.jsonl"))
-            lengths += [json.loads(line)["length"] for path in dumps for line in path.read_text().splitlines()]
+            lengths += [
+                json.loads(line)["length"]
+                for path in dumps
+                for line in path.read_text().splitlines()
+            ]
             n = n or own.rollout.n
             if not steps or len(lengths) < n or own.pipeline.staleness:
-                raise ValueError(f"wanted are more than {WARM_UP} steps, samples/ and pipeline.staleness=0")
-            rows.append((*devices(own), own.actor.ppo_epochs, *(np.median([row[k] for row in steps]) for k in USED)))
+                raise ValueError(
+                    f"wanted are more than {WARM_UP} steps, samples/ and pipeline.staleness=0"
+                )
+            rows.append(
+                (
+                    *devices(own),
+                    own.actor.ppo_epochs,
+                    *(np.median([row[k] for row in steps]) for k in USED),
+                )
+            )
         except (OSError, ValueError, KeyError, TypeError, ConfigError) as e:
-            raise ConfigError(f"--from {folder}: is no trainer.output_dir of a run in turns: {e}") from None
+            raise ConfigError(
+                f"--from {folder}: is no trainer.output_dir of a run in turns: {e}"
+            ) from None
     return fitted(rows, np.array(lengths[: len(lengths) // n * n]).reshape(-1, n))
 
 
@@ -85,7 +115,9 @@ def by_times(cfg: Config, text: str) -> Any:
     """The same by GEN,TRAIN,SYNC[,TAIL], the seconds of a step in turns with the config's pools. Raises ConfigError."""
     try:
         generate, train, sync, tail = map(float, (text + ",0" * (text.count(",") == 2)).split(","))
-        if not (0 < generate < 1e9 and 0 < train < 1e9 and 0 <= sync < 1e9 and 0 <= tail <= generate):
+        if not (
+            0 < generate < 1e9 and 0 < train < 1e9 and 0 <= sync < 1e9 and 0 <= tail <= generate
+        ):
             raise ValueError
     except ValueError:
         mend = "GEN,TRAIN,SYNC[,TAIL] in seconds, TAIL at most GEN (what the longest response takes alone), as 458,445,6,60"
@@ -102,16 +134,26 @@ def fitted(rows: list[tuple[float, ...]], lengths: np.ndarray) -> Any:
     """The `simulation.Work` of the first of some runs in turns; a row is of one: replicas, ranks, passes, and what USED names."""
     from one_step_off.planner.simulation import Work, simulate
 
-    replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = np.array(rows, float).T
+    replicas, ranks, epochs, made, longest, generate, train, trained, samples, sync, canary = (
+        np.array(rows, float).T
+    )
     x = np.stack([np.ones(len(rows)), trained / epochs / ranks], 1)
     fits = (np.stack([longest, made / replicas], 1), generate), (x, train)
-    decode, update = (np.linalg.lstsq(*fit)[0].round(12).clip(0) for fit in fits)  # noise is no part of a phase
+    decode, update = (
+        np.linalg.lstsq(*fit)[0].round(12).clip(0) for fit in fits
+    )  # noise is no part of a phase
     update *= train[0] / (x[0] @ update)  # where something was clipped
-    prompts, prompt_tokens = round(samples[0] / lengths.shape[1]), (trained[0] / epochs[0] - made[0]) / samples[0]
+    prompts, prompt_tokens = (
+        round(samples[0] / lengths.shape[1]),
+        (trained[0] / epochs[0] - made[0]) / samples[0],
+    )
     half = canary[0] / 2  # the other one is the replicas'
     work = Work(prompts, lengths, prompt_tokens, *decode.tolist(), *update.tolist(), sync[0], half)
     # The fit knows nothing of routing and of places: generation is to take as long as it did.
-    factor = generate[0] / simulate(work, int(replicas[0]), int(ranks[0]), 0)["median/time/wait_rollout_s"]
+    factor = (
+        generate[0]
+        / simulate(work, int(replicas[0]), int(ranks[0]), 0)["median/time/wait_rollout_s"]
+    )
     return replace(work, decode_s=work.decode_s * factor, sequence_s=work.sequence_s * factor)
 
 
@@ -120,7 +162,11 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
     more than SHOWN splits only some, evenly. Raises ConfigError: there is none."""
     from one_step_off.planner.simulation import simulate
 
-    r, width, whole = cfg.rollout, cfg.rollout.tensor_parallel_size, devices(cfg)[1] // shares_of(cfg, "actor")
+    r, width, whole = (
+        cfg.rollout,
+        cfg.rollout.tensor_parallel_size,
+        devices(cfg)[1] // shares_of(cfg, "actor"),
+    )
 
     def trains(ranks: int) -> bool:
         return ranks % whole == 0 and ranks // whole <= cfg.actor.ppo_mini_batch_size * r.n
@@ -131,7 +177,9 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
         raise ConfigError(f"--gpus {gpus}: no split has {needs}")
     splits = [splits[round(i)] for i in np.linspace(0, len(splits) - 1, min(SHOWN, len(splits)))]
     arms = [(f"{gpus}", "colocated, in turns", 0, gpus, 0)] * (width == 1 and trains(gpus))
-    arms += [(f"{a} + {b}", ("in turns", AHEAD)[k], a // width, b, k) for a, b in splits for k in (0, 1)]
+    arms += [
+        (f"{a} + {b}", ("in turns", AHEAD)[k], a // width, b, k) for a, b in splits for k in (0, 1)
+    ]
     seeded = r.seed_samples == "on" or (r.seed_samples == "auto" and resolved_device(cfg) == "cpu")
     how = cfg.weight_sync.overlap, r.routing == "static" or (r.routing == "auto" and seeded)
     steps = int(np.clip(SAMPLES // (work.prompts * r.n), 3, 8))
@@ -141,23 +189,39 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
 def report(work: Any, found: list[tuple[str, str, dict[str, Any]]]) -> None:
     """Print what was assumed, the table, and the best in one line."""
     print(ASSUMED.format(work, work.lengths.mean(), work.lengths.max()))
-    print(TABLE.format("rollout + trainer", "arrangement", "step, s", "idle: rollout", "trainer", "samples/s"))
+    print(
+        TABLE.format(
+            "rollout + trainer", "arrangement", "step, s", "idle: rollout", "trainer", "samples/s"
+        )
+    )
     for label, name, r in found:
         idle = (f"{r[f'idle_share/{role}']:.0%}" for role in ("rollout", "trainer"))
         print(TABLE.format(label, name, f"{r[STEP]:.4g}", *idle, f"{r['samples_per_s']:.4g}"))
-    ranked = sorted(found, key=lambda row: float(f"{row[2][STEP]:.4g}"))  # as shown: of equal ones the first
+    ranked = sorted(
+        found, key=lambda row: float(f"{row[2][STEP]:.4g}")
+    )  # as shown: of equal ones the first
     (where, name, r), turns = ranked[0], next(row for row in ranked if row[1] != AHEAD)
-    print(f"best: {name}, {where}: {r[STEP]:.4g} s a step; in turns at best {turns[2][STEP]:.4g} s ({turns[0]})")
+    print(
+        f"best: {name}, {where}: {r[STEP]:.4g} s a step; in turns at best {turns[2][STEP]:.4g} s ({turns[0]})"
+    )
 
 
 def main(argv: list[str]) -> int:
     """Run the command; returns its exit code. Raises ConfigError: bad input."""
-    parser = _Parser("python -m one_step_off.plan", description=__doc__.partition("\n\n")[2], allow_abbrev=False)
-    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value")
+    parser = _Parser(
+        "python -m one_step_off.plan", description=__doc__.partition("\n\n")[2], allow_abbrev=False
+    )
+    parser.add_argument(
+        "keys", nargs="*", metavar="KEY=VALUE", help="config=FILE, section.key=value"
+    )
     parser.add_argument("--gpus", type=int, help="to share out; default: all of placement.pools")
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("--from", dest="runs", action="append", help="a run in turns; twice: of two batch sizes")
-    source.add_argument("--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns on those pools")
+    source.add_argument(
+        "--from", dest="runs", action="append", help="a run in turns; twice: of two batch sizes"
+    )
+    source.add_argument(
+        "--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns on those pools"
+    )
     args = parser.parse_intermixed_args(argv)
     cfg, given = load(args.keys), bool(args.runs or args.times)
     pools, where = cfg.placement.pools, cfg.placement.roles
@@ -167,19 +231,25 @@ def main(argv: list[str]) -> int:
     if given:  # the machine may be any
         cfg.placement.pools = {name: [sum(shape)] for name, shape in pools.items()}
     validate(cfg, ANY if given else None)
-    for role in (role for role, pool in where.items() if role != "rollout" and pool != where["actor"]):
-        raise ConfigError(f"placement.roles.{role}={where[role]}: only two pools are planned; put it into the actor's")
+    for role in (
+        role for role, pool in where.items() if role != "rollout" and pool != where["actor"]
+    ):
+        raise ConfigError(
+            f"placement.roles.{role}={where[role]}: only two pools are planned; put it into the actor's"
+        )
     with tempfile.TemporaryDirectory() as folder:
-        work = by_times(cfg, args.times) if args.times else by_runs(args.runs or calibrate(args.keys, cfg, folder))
+        work = (
+            by_times(cfg, args.times)
+            if args.times
+            else by_runs(args.runs or calibrate(args.keys, cfg, folder))
+        )
     minis = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size * cfg.actor.ppo_epochs
     most = cfg.rollout.engine_kwargs.get("max_num_seqs", 256)
     if type(most) is not int or most < 1:
-        raise ConfigError(f"rollout.engine_kwargs.max_num_seqs={most}: must be a whole number above 0")
+        raise ConfigError(
+            f"rollout.engine_kwargs.max_num_seqs={most}: must be a whole number above 0"
+        )
     places = min(cfg.agent.max_concurrency, most)
     work = replace(work, places=places, prompts=cfg.data.train_batch_size, before_step=1 / minis)
     report(work, compare(cfg, work, gpus))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(exit_code(main, sys.argv[1:]))

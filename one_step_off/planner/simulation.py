@@ -17,17 +17,22 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import RolloutGroup, now
+from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.vllm_replica import Sampling
 
 LONGEST_S = 1e9  # no phase is to meet a limit of time, and nobody is asked whether he is there
-NO_IDS, ZERO, TRAINED = np.zeros(1, np.int32), np.zeros(1, np.float32), np.ones(1, bool)  # of one token
+NO_IDS, ZERO, TRAINED = (
+    np.zeros(1, np.int32),
+    np.zeros(1, np.float32),
+    np.ones(1, bool),
+)  # of one token
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,18 @@ class Replica:
     long, which has the stamp of the last sync; the length that was drawn, by prompt, is extra["tokens"]."""
 
     def __init__(self, work: Work, seed: int) -> None:
-        self.rollout, self.vacancy = SimpleNamespace(remote=self._rollout), SimpleNamespace(remote=self._vacancy)
+        self.rollout, self.vacancy = (
+            SimpleNamespace(remote=self._rollout),
+            SimpleNamespace(remote=self._vacancy),
+        )
         self.work, self.seed, self.stamp = work, seed, (0, -1)
         self.waiting: deque[tuple[float, asyncio.Future]] = deque()
-        self.at_work: list[tuple[float, int, asyncio.Future]] = []  # a heap: by the position at which each ends
-        self.position = self.since = 0.0  # tokens that a sequence at work from the beginning would have; as of when
+        self.at_work: list[
+            tuple[float, int, asyncio.Future]
+        ] = []  # a heap: by the position at which each ends
+        self.position = self.since = (
+            0.0  # tokens that a sequence at work from the beginning would have; as of when
+        )
         self.timer, self.taken = None, 0
 
     async def _rollout(self, prompts: list[Prompt], sampling: Sampling) -> list[Sample]:
@@ -106,13 +118,19 @@ class Replica:
 
     async def _vacancy(self, sent: int, most: int) -> int:
         while sent - (self.taken - len(self.at_work)) >= most:
-            await asyncio.wait([end for _, _, end in self.at_work], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [end for _, _, end in self.at_work], return_when=asyncio.FIRST_COMPLETED
+            )
         return self.taken - len(self.at_work)
 
     def _go_on(self) -> None:
         """Count what was decoded since the last time, let go who is done and in who waits, and come back at the next end."""
         w, loop = self.work, asyncio.get_running_loop()
-        self.position += (now() - self.since) / (w.decode_s + w.sequence_s * len(self.at_work)) if self.at_work else 0.0
+        self.position += (
+            (now() - self.since) / (w.decode_s + w.sequence_s * len(self.at_work))
+            if self.at_work
+            else 0.0
+        )
         self.since = now()
         while self.at_work and self.at_work[0][0] <= self.position + 1e-6:
             heapq.heappop(self.at_work)[2].set_result(None)
@@ -123,7 +141,9 @@ class Replica:
         if self.timer:
             self.timer.cancel()
         if self.at_work:
-            seconds = (self.at_work[0][0] - self.position) * (w.decode_s + w.sequence_s * len(self.at_work))
+            seconds = (self.at_work[0][0] - self.position) * (
+                w.decode_s + w.sequence_s * len(self.at_work)
+            )
             self.timer = loop.call_later(seconds, self._go_on)
 
 
@@ -141,7 +161,10 @@ class Trainer:
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
         """One step; its optimiser waits until the replicas have the weights, where they are sent meanwhile."""
-        w, tokens = self.work, sum(s.extra["tokens"] + self.work.prompt_tokens for s in batch.samples)
+        w, tokens = (
+            self.work,
+            sum(s.extra["tokens"] + self.work.prompt_tokens for s in batch.samples),
+        )
         seconds = w.train_fixed_s + w.train_token_s * tokens / self.ranks
         await self._busy(seconds * w.before_step)
         begin = now()
@@ -158,7 +181,9 @@ class Trainer:
     async def fail(self, error: BaseException) -> None:
         """No process waits here."""
 
-    async def __call__(self, stamp: Stamp, expected: asyncio.Task | None = None) -> dict[str, float]:
+    async def __call__(
+        self, stamp: Stamp, expected: asyncio.Task | None = None
+    ) -> dict[str, float]:
         """A sync."""
         begin = now()
         await (expected or self.expect())
@@ -181,8 +206,13 @@ def simulate(
     Raises StalenessError: a token was trained on that other weights made."""
     cfg = Config()
     cfg.pipeline.staleness, cfg.weight_sync.overlap = staleness, overlap and rollout > 0
-    cfg.rollout.n, cfg.rollout.routing = work.lengths.shape[1], "static" if static else "least_loaded"
-    cfg.rollout.heartbeat_s = cfg.rollout.heartbeat_timeout_s = cfg.trainer.step_timeout_s = LONGEST_S
+    cfg.rollout.n, cfg.rollout.routing = (
+        work.lengths.shape[1],
+        "static" if static else "least_loaded",
+    )
+    cfg.rollout.heartbeat_s = cfg.rollout.heartbeat_timeout_s = cfg.trainer.step_timeout_s = (
+        LONGEST_S
+    )
     prompts = [Prompt((0, row), NO_IDS, "", "") for row in range(work.prompts)]
 
     async def run(folder: str) -> dict[str, Any]:
@@ -190,9 +220,15 @@ def simulate(
         group = RolloutGroup(actors, cfg, False, None if rollout else asyncio.Lock())
         group.most = min(group.most, work.places)
         actor = Trainer(work, trainer, group)
-        stream, tracker = PromptStream(prompts, work.prompts, False, seed, steps), Tracker(folder, steps, io.StringIO())
+        stream, tracker = (
+            PromptStream(prompts, work.prompts, False, seed, steps),
+            Tracker(folder, steps, io.StringIO()),
+        )
         await Pipeline(cfg, Roles(actor, group, actor), stream, None, tracker).fit()
         return tracker.summary()
 
-    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=counted_loop) as runner:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        asyncio.Runner(loop_factory=counted_loop) as runner,
+    ):
         return runner.run(run(folder))

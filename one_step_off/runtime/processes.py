@@ -11,33 +11,36 @@ from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
 from one_step_off.checkpoint.checkpoints import TRAINED
+from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.schema import settings_of, tokenizer_of
 from one_step_off.config.user_code import LOGS
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.replica_group import (
-    NoReplica,
-    PhaseTimeout,
-    ProcessDied,
-    RoleError,
-    RolloutGroup,
-    TrainGroup,
-    not_alive,
-)
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
 from one_step_off.runtime.launch import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
 # On CPUs: huge pages, or page faults cost as much as copying large tensors does.
-COMMON_ENV = dict(VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1", THP_MEM_ALLOC_ENABLE="1", TOKENIZERS_PARALLELISM="false")
+COMMON_ENV = dict(
+    VLLM_NO_USAGE_STATS="1",
+    DO_NOT_TRACK="1",
+    THP_MEM_ALLOC_ENABLE="1",
+    TOKENIZERS_PARALLELISM="false",
+)
 # vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
 # inside the engine's process (a process less, and a start of 3 s instead of 20).
-_ON_CPUS = {"TORCH_COMPILE_DISABLE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_ON_CPUS = {
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+}
 ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 # A trainer on CPUs keeps the memory that a pass gives back: to fault its pages in anew costs more than to work on them. In
 # one arena, since autograd's thread would have one of its own, which gives large blocks back whatever is set.
@@ -59,13 +62,20 @@ class Spawned:
         cfg, device = self.cfg, self.device = prepared.cfg, prepared.device
         self.prepared, self.host = prepared, ("" if os.environ.get("RAY_ADDRESS") else "127.0.0.1")
         self.pools = create_pools(cfg, device)
-        self.env = COMMON_ENV | ({"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {})
+        self.env = COMMON_ENV | (
+            {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
+        )
         self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
         logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOGS))
         workers = range(cfg.reward.workers * generates)
-        scorers = [spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log") for i in workers]
-        seeded = cfg.rollout.seed_samples == "on" or (cfg.rollout.seed_samples == "auto" and device == "cpu")
+        scorers = [
+            spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log")
+            for i in workers
+        ]
+        seeded = cfg.rollout.seed_samples == "on" or (
+            cfg.rollout.seed_samples == "auto" and device == "cpu"
+        )
 
         starts: Counter[int] = Counter()  # of each replica
 
@@ -74,7 +84,9 @@ class Spawned:
             starts[i] += 1
             args, pool = (cfg, i, device, scorers, LISTED, prepared.loops, seed), where["rollout"]
             env, log = self.env | ENGINE_ENV[device], f"{logs}/rollout_{i}.log"
-            return spawn(RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env, log)
+            return spawn(
+                RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env, log
+            )
 
         def respawn(i: int) -> Any:
             ray.kill(rollout.all[i])
@@ -82,13 +94,19 @@ class Spawned:
             return self.actors[-1]
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
-        self.groups = {role: self._group(role) for role in (WORKERS if generates else TRAINED) if role in where}
+        self.groups = {
+            role: self._group(role) for role in (WORKERS if generates else TRAINED) if role in where
+        }
         turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
         for role, group in self.groups.items():
             if where[role] == where["rollout"]:
                 group.colocated = rollout
-        self.actors = [*scorers, *replicas, *(rank for group in self.groups.values() for rank in group.ranks)]
+        self.actors = [
+            *scorers,
+            *replicas,
+            *(rank for group in self.groups.values() for rank in group.ranks),
+        ]
         sync = WeightSync(actor, rollout, prepared.canary, self.host, self._near())
         models = {role: group for role, group in self.groups.items() if role != "actor"}
         if cfg.reward_model.url:
@@ -104,7 +122,10 @@ class Spawned:
         where, cpu = self.cfg.placement.roles, self.device == "cpu"
         ranks = list(enumerate(self.pools[where["actor"]]))
         replicas = ranks if where["actor"] == where["rollout"] else []  # a seat has one of each
-        return [[r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)] for i, mine in ranks]
+        return [
+            [r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)]
+            for i, mine in ranks
+        ]
 
     def _group(self, role: str) -> TrainGroup:
         workers, pool = WORKERS, self.cfg.placement.roles[role]
@@ -112,13 +133,24 @@ class Spawned:
             from one_step_off.training.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
-        own = {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEPING)} if self.device == "cpu" else {}
+        own = (
+            {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEPING)}
+            if self.device == "cpu"
+            else {}
+        )
         where = self.device, self._share(pool), self.env | own
-        ranks = [spawn(workers[role], (self.cfg, role, i, *shared), seat, *where) for i, seat in enumerate(seats)]
+        ranks = [
+            spawn(workers[role], (self.cfg, role, i, *shared), seat, *where)
+            for i, seat in enumerate(seats)
+        ]
         of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
         if role != "reward_model":
             return TrainGroup(*of_group)
-        reading = {"find": data.find, "ours": self.prepared.tokenizer, "theirs": tokenizer_of(self.cfg, role)}
+        reading = {
+            "find": data.find,
+            "ours": self.prepared.tokenizer,
+            "theirs": tokenizer_of(self.cfg, role),
+        }
         return LocalRewardModel(*of_group, **reading)
 
     async def setup(self) -> None:
@@ -140,7 +172,11 @@ class Spawned:
         if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
             return False
         # A process that waited for the one that is gone may have failed first.
-        processes = {f"{role} {i}": rank for role, group in self.groups.items() for i, rank in enumerate(group.ranks)}
+        processes = {
+            f"{role} {i}": rank
+            for role, group in self.groups.items()
+            for i, rank in enumerate(group.ranks)
+        }
         processes |= {f"rollout {i}": self.roles.rollout.all[i] for i in self.roles.rollout.active}
         return bool(await not_alive(processes))
 
@@ -152,7 +188,9 @@ class Spawned:
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        for group in {id(seat.group): seat.group for seats in self.pools.values() for seat in seats}.values():
+        for group in {
+            id(seat.group): seat.group for seats in self.pools.values() for seat in seats
+        }.values():
             remove_placement_group(group)
 
     async def save_state(self, folder: str) -> asyncio.Future:
@@ -162,4 +200,6 @@ class Spawned:
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""
-        await asyncio.gather(*(self.groups[role].load_state(folder) for role in TRAINED if role in self.groups))
+        await asyncio.gather(
+            *(self.groups[role].load_state(folder) for role in TRAINED if role in self.groups)
+        )

@@ -44,16 +44,25 @@ async def _replayed(batch: Batch, prepared: "launch.Prepared", team: Any, tracke
         tracker.say(line)
     for role, group in team.groups.items():
         told = await group.update(batch)
-        tracker.say(f"{role}: " + ", ".join(f"{name} {x:.6g}" for name, x in told.items() if name.startswith(role)))
+        tracker.say(
+            f"{role}: "
+            + ", ".join(f"{name} {x:.6g}" for name, x in told.items() if name.startswith(role))
+        )
 
 
 def replay(cfg: Config, folder: str) -> int:
     """Make the update of the batch in `folder` and print what is found; returns the exit code. Raises ConfigError."""
     batch = checkpoint.read_batch(Path(folder))
-    before = [p for p in checkpoint.finished(checkpoint.folder_of(cfg)) if int(p.name[5:]) <= batch.step]
+    before = [
+        p for p in checkpoint.finished(checkpoint.folder_of(cfg)) if int(p.name[5:]) <= batch.step
+    ]
     cfg.trainer.resume, cfg.trainer.output_dir = str(before[-1]) if before else "never", folder
     with Screen() as screen:
-        screen.say(f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}")
-        prepared = launch.prepare(cfg, screen.say, screen.progress, scores=False)  # the batch holds its rewards
+        screen.say(
+            f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}"
+        )
+        prepared = launch.prepare(
+            cfg, screen.say, screen.progress, scores=False
+        )  # the batch holds its rewards
         launch.run_on_ray(prepared, Tracker(folder, 0, screen=screen), partial(_replayed, batch))
     return 0

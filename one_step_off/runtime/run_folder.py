@@ -41,7 +41,9 @@ def resumes(cfg: Config) -> bool:
     own = checkpoint.folder_of(cfg)
     if cfg.trainer.resume == "auto":
         return bool(checkpoint.finished(own))
-    return cfg.trainer.resume != "never" and Path(cfg.trainer.resume).resolve().parent == own.resolve()
+    return (
+        cfg.trainer.resume != "never" and Path(cfg.trainer.resume).resolve().parent == own.resolve()
+    )
 
 
 def replaced_by(cfg: Config) -> str | None:
@@ -60,9 +62,7 @@ def replaced_by(cfg: Config) -> str | None:
     if saved:
         ways = f"resume it with trainer.resume=auto, {others}"
     else:
-        ways = (
-            f"{others}; it cannot be resumed, for it has no checkpoint (trainer.save_freq=10 writes one every 10 steps)"
-        )
+        ways = f"{others}; it cannot be resumed, for it has no checkpoint (trainer.save_freq=10 writes one every 10 steps)"
     return f"trainer.output_dir={folder}: holds {holds}, which this one would replace; {ways}"
 
 
@@ -72,7 +72,9 @@ def _dropped_by(cfg: Config, others: str) -> str | None:
     folder = Path(cfg.trainer.output_dir)
     saved = [path.name for path in checkpoint.finished(checkpoint.folder_of(cfg))]
     named = Path(cfg.trainer.resume).name
-    if cfg.trainer.resume == "auto" or named not in saved:  # one that is not there is refused when it is read
+    if (
+        cfg.trainer.resume == "auto" or named not in saved
+    ):  # one that is not there is refused when it is read
         return None
     step, steps = int(named[5:]), next_step(folder)
     if steps > step:

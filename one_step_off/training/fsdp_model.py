@@ -19,14 +19,26 @@ import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off.algorithms.core_algos import Answer, log_probs_and_entropy
-from one_step_off.config.schema import Config, ConfigError, TrainedConfig, as_config_error, path_of, settings_of
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    TrainedConfig,
+    as_config_error,
+    path_of,
+    settings_of,
+)
 from one_step_off.training import lora
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -40,14 +52,20 @@ def attention_for(cfg: Config, device: torch.device) -> str:
         return cfg.model.attn_implementation
     # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend on the network.
     flash = transformers.utils.is_flash_attn_2_available()
-    return "flash_attention_2" if flash and device.type == "cuda" and cfg.model.dtype == "bfloat16" else "sdpa"
+    return (
+        "flash_attention_2"
+        if flash and device.type == "cuda" and cfg.model.dtype == "bfloat16"
+        else "sdpa"
+    )
 
 
 def _mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     """1-D ("shard"), or 2-D ("replicate", "shard") where fsdp_size ranks share one copy (HSDP)."""
     ranks = dist.get_world_size()
     shape = (ranks,) if fsdp_size in (-1, ranks) else (ranks // fsdp_size, fsdp_size)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    return init_device_mesh(
+        device.type, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :]
+    )
 
 
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
@@ -64,7 +82,9 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         source = read_checkpoint(cfg, role, attention, dtype, "cpu")
         if adapted:
             lora.inject(source, cfg.model)
-    dist.broadcast_object_list([None], src=0)  # what is wrong with the model, rank 0 is to say first
+    dist.broadcast_object_list(
+        [None], src=0
+    )  # what is wrong with the model, rank 0 is to say first
     model = empty(cfg, role, attention, dtype)
     model.requires_grad_(trainable)
     if adapted:
@@ -80,19 +100,35 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
 def _family(role: str) -> tuple[Any, dict[str, int], str]:
     """The class that makes the role's model, its arguments beyond those of every role, and what it makes."""
     if role in SCALAR_ROLES:
-        return transformers.AutoModelForSequenceClassification, {"num_labels": 1}, "model with a scalar head"
+        return (
+            transformers.AutoModelForSequenceClassification,
+            {"num_labels": 1},
+            "model with a scalar head",
+        )
     return transformers.AutoModelForCausalLM, {}, "causal language model"
 
 
-def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.dtype, on: str) -> PreTrainedModel:
+def read_checkpoint(
+    cfg: Config, role: str, attention: str | None, dtype: torch.dtype, on: str
+) -> PreTrainedModel:
     """The whole model on the device "cpu", with everything checked that can be checked on it; or on "meta", where only
     the heads of its files are read, and what takes numbers is not checked. Raises ConfigError."""
     path, scalar = path_of(cfg, role), role in SCALAR_ROLES
     key = "model.path" if path == cfg.model.path else f"{role}.path"
     auto, labels, kind = _family(role)
-    how = {"dtype": dtype, "attn_implementation": attention, "trust_remote_code": cfg.model.trust_remote_code}
-    how |= {"device_map": None if on == "cpu" else on, "ignore_mismatched_sizes": True}  # they are refused below
-    what, mend = f"{path!r} is not a {kind} that can be loaded", "give a whole model, as save_pretrained writes it"
+    how = {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    how |= {
+        "device_map": None if on == "cpu" else on,
+        "ignore_mismatched_sizes": True,
+    }  # they are refused below
+    what, mend = (
+        f"{path!r} is not a {kind} that can be loaded",
+        "give a whole model, as save_pretrained writes it",
+    )
     torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
     # An unknown architecture, a broken file, code that must be trusted: errors of many types.
     with as_config_error(f"{key}: {what}", mend):
@@ -100,9 +136,13 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
     lacking = {str(k) for name in ("missing_keys", "mismatched_keys") for k in report[name]}
     lacking -= {f"{SCALAR_HEAD}.weight"} if role == "critic" else set()
     if lacking:
-        raise ConfigError(f"{key}: {path!r} lacks {len(lacking)} weights in their shapes, as {min(lacking)}; {mend}")
+        raise ConfigError(
+            f"{key}: {path!r} lacks {len(lacking)} weights in their shapes, as {min(lacking)}; {mend}"
+        )
     if scalar and not isinstance(getattr(model, SCALAR_HEAD, None), nn.Linear):
-        raise ConfigError(f"{key}: {path!r} ({type(model).__name__}) has no linear head {SCALAR_HEAD}; give another")
+        raise ConfigError(
+            f"{key}: {path!r} ({type(model).__name__}) has no linear head {SCALAR_HEAD}; give another"
+        )
     if not scalar:
         check_layout(model, path)
         if on == "cpu":
@@ -110,14 +150,22 @@ def read_checkpoint(cfg: Config, role: str, attention: str | None, dtype: torch.
     return model
 
 
-def empty(cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None) -> PreTrainedModel:
+def empty(
+    cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None
+) -> PreTrainedModel:
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
     (auto, labels, _), trust = _family(role), cfg.model.trust_remote_code
-    hf_config = transformers.AutoConfig.from_pretrained(path_of(cfg, role), trust_remote_code=trust, **labels)
+    hf_config = transformers.AutoConfig.from_pretrained(
+        path_of(cfg, role), trust_remote_code=trust, **labels
+    )
     with accelerate.init_empty_weights(include_buffers=False):
-        model = auto.from_config(hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust)
+        model = auto.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
+        )
     model.tie_weights()  # init_empty_weights makes a new Parameter at each registration, which unties them
-    model.get_input_embeddings().padding_idx = None  # it would keep a gradient from the token where it is no padding
+    model.get_input_embeddings().padding_idx = (
+        None  # it would keep a gradient from the token where it is no padding
+    )
     return model
 
 
@@ -130,11 +178,16 @@ def _decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return layers
 
 
-def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, home: torch.device) -> None:
+def _shard(
+    model: PreTrainedModel, own: Any, dtype: str, device: torch.device, home: torch.device
+) -> None:
     """One FSDP group per decoder layer; embedding, norm and head (perhaps tied) together in the root's. `own`: the
     settings of the role."""
     compute, mesh = torch.bfloat16 if dtype == "bfloat16" else None, _mesh(device, own.fsdp_size)
-    how = {"mesh": mesh, "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)}
+    how = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
+    }
     # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
     how["offload_policy"] = OffloadPolicy() if home == device else CPUOffloadPolicy()
     for layer in _decoder_layers(model):
@@ -142,12 +195,16 @@ def _shard(model: PreTrainedModel, own: Any, dtype: str, device: torch.device, h
         if own.torch_compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if getattr(own, "activation_checkpointing", False):  # of a role that learns
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            layer.forward = functools.partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
         fully_shard(layer, **how)
     fully_shard(model, **how)
 
 
-def _load(model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device) -> None:
+def _load(
+    model: PreTrainedModel, source: PreTrainedModel | None, home: torch.device, device: torch.device
+) -> None:
     """Give the sharded parameters memory on `home` and rank 0's values; buffers end on `device`."""
     tied = _is_tied(model)
     model._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(home))
@@ -164,7 +221,9 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def _answer(self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any) -> Answer:
+def _answer(
+    self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
+) -> Answer:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
     `batching.MicroBatch` for them and for `ids`. It stands in for the model's own forward, because FSDP2 gathers the
     root's parameters (embedding, norm, head) around that method alone."""
@@ -179,7 +238,9 @@ def _answer(self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: 
     return in_chunks(project, hidden, at, tokens, chunk)
 
 
-def in_chunks(project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int) -> Answer:
+def in_chunks(
+    project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
+) -> Answer:
     """`project` of the hidden states [rows, width, H] at the flat positions `at`, and of the wanted tokens there, `chunk`
     at a time; in training each is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of
     a 152k vocabulary. Where nothing is wanted one position stands in: its gradient is zero but reaches every parameter,
@@ -187,9 +248,14 @@ def in_chunks(project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens
     where, targets = (at, tokens) if len(tokens) else (at.new_zeros(1), tokens.new_zeros(1))
     hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, where)
     if torch.is_grad_enabled() and len(targets) > chunk:
-        project = functools.partial(checkpoint, project, use_reentrant=False, preserve_rng_state=False)
+        project = functools.partial(
+            checkpoint, project, use_reentrant=False, preserve_rng_state=False
+        )
     parts = [project(h, t) for h, t in zip(hidden.split(chunk), targets.split(chunk), strict=True)]
-    joined = (None if part[0] is None else torch.cat(part)[: len(tokens)] for part in zip(*parts, strict=True))
+    joined = (
+        None if part[0] is None else torch.cat(part)[: len(tokens)]
+        for part in zip(*parts, strict=True)
+    )
     # Clones: FSDP2's backward hook must not sit on a view.
     return tuple(x if x is None else x.clone() for x in joined)
 
@@ -215,11 +281,21 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
     """Refuse a model that `logits_of` does not work with, as one that asks a part of its backbone (OPT)."""
-    where, size = f"model.path: {path!r} ({type(model).__name__})", model.config.get_text_config().hidden_size
-    with as_config_error(f"{where}: the logits of this architecture cannot be checked", "give another model"):
-        found = [logits_of(model, torch.full((4, size), x, dtype=model.dtype).cumsum(-1)) for x in (0.01, -0.02)]
+    where, size = (
+        f"model.path: {path!r} ({type(model).__name__})",
+        model.config.get_text_config().hidden_size,
+    )
+    with as_config_error(
+        f"{where}: the logits of this architecture cannot be checked", "give another model"
+    ):
+        found = [
+            logits_of(model, torch.full((4, size), x, dtype=model.dtype).cumsum(-1))
+            for x in (0.01, -0.02)
+        ]
     if torch.equal(*found):
-        raise ConfigError(f"{where} makes its logits in a way this trainer does not know: not of its backbone's output")
+        raise ConfigError(
+            f"{where} makes its logits in a way this trainer does not know: not of its backbone's output"
+        )
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:
@@ -229,7 +305,9 @@ def check_layout(model: PreTrainedModel, path: str) -> None:
 
     meta = {k: torch.empty_like(v, device="meta") for k, v in model.state_dict().items()}
     stored = revert_weight_conversion(model, dict(meta))
-    moved = sorted(set(stored) ^ set(meta)) or sorted(k for k in meta if stored[k].shape != meta[k].shape)
+    moved = sorted(set(stored) ^ set(meta)) or sorted(
+        k for k in meta if stored[k].shape != meta[k].shape
+    )
     if moved:
         other = f"in another layout than it is trained in (as {moved[0]}); the fsdp back end cannot stream its weights"
         raise ConfigError(f"model.path: {path!r} ({type(model).__name__}) is stored {other}")
@@ -246,7 +324,9 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[Weigh
         mesh, name = parameter.device_mesh, lora.plain_name(full_name)
         if not name:
             continue
-        rows, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, parameter.placements)
+        rows, offset = compute_local_shape_and_global_offset(
+            parameter.shape, mesh, parameter.placements
+        )
         loads = loads or [0] * (mesh.size(0) if mesh.ndim == 2 else 1)
         replica = loads.index(min(loads))
         loads[replica] += parameter.numel()  # of the whole, so that all ranks count alike
@@ -254,10 +334,14 @@ def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[Weigh
             held.append((name, parameter, offset[0], offset[0] + rows[0]))
     if dist.get_rank() == 0:
         kept = set(model.state_dict())
-        held += [(n, b, 0, b.shape[0] if b.ndim else 1) for n, b in model.named_buffers() if n in kept]
+        held += [
+            (n, b, 0, b.shape[0] if b.ndim else 1) for n, b in model.named_buffers() if n in kept
+        ]
 
     def piece(name: str, tensor: Tensor, start: int, stop: int) -> WeightPiece:
-        dtype = wire_dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+        dtype = (
+            wire_dtype if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+        )
         return WeightPiece(name, dtype, tuple(tensor.shape), start, stop)
 
     return [(piece(*rows), rows[1]) for rows in held]

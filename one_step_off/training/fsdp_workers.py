@@ -33,10 +33,17 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos, policy_losses, schedule
 from one_step_off.algorithms.advantages import Arrays
+from one_step_off.cluster.network import own_host, use_interface_towards
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
-from one_step_off.config.schema import Config, ConfigError, TrainedConfig, first_line, settings_of, tokenizer_of
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    TrainedConfig,
+    first_line,
+    settings_of,
+    tokenizer_of,
+)
 from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
-from one_step_off.distributed_util import own_host, use_interface_towards
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats
@@ -48,18 +55,28 @@ from one_step_off.weight_sync.weight_piece import WeightPiece
 class ModelWorker(UsageProbe):
     """One rank of a role with a model: start, forward passes, end."""
 
-    threads = {"control": 1}  # beside the worker's own: what must be answered however busy that one is
+    threads = {
+        "control": 1
+    }  # beside the worker's own: what must be answered however busy that one is
     adapters = lora.Adapters(torch.nn.Module())  # a back end without LoRA has none
     _build_optimizer: Callable[[], None]  # of the roles that learn
 
-    def __init__(self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0) -> None:
+    def __init__(
+        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0
+    ) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
         self.own = settings_of(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
         # The part of a batch that is this rank's, of how many, and whether it tells what it finds of it; of what a
         # micro-batch's width and their number must be multiples.
-        self.share, self.shares, self.tells, self.multiple, self.rounds = rank, world_size, True, 1, 1
+        self.share, self.shares, self.tells, self.multiple, self.rounds = (
+            rank,
+            world_size,
+            True,
+            1,
+            1,
+        )
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
@@ -71,7 +88,11 @@ class ModelWorker(UsageProbe):
         for a role that learns (collective). Raises ConfigError: the model cannot be trained here; the message names the
         key."""
         cuda = self._device_type == "cuda"
-        self.device = torch.device("cuda", self.rank % torch.cuda.device_count()) if cuda else torch.device("cpu")
+        self.device = (
+            torch.device("cuda", self.rank % torch.cuda.device_count())
+            if cuda
+            else torch.device("cpu")
+        )
         torch.get_device_module(self.device).set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
@@ -95,19 +116,31 @@ class ModelWorker(UsageProbe):
         return Shares(self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more))
 
     def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
-        budget = self.own.micro_batch_tokens * self.own.context_parallel_size  # so many ranks share each sequence
+        budget = (
+            self.own.micro_batch_tokens * self.own.context_parallel_size
+        )  # so many ranks share each sequence
         lengths = [-(-length // self.multiple) * self.multiple for length in lengths]
         return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(
-        self, sequences: Arrays, wanted: Arrays, temperature: float, shared: bool = True, more: str = "none"
+        self,
+        sequences: Arrays,
+        wanted: Arrays,
+        temperature: float,
+        shared: bool = True,
+        more: str = "none",
     ) -> dict[int, np.ndarray]:
         """The model's output at the wanted tokens, of this rank's share or of all: position -> float32 (collective).
         [R] each, or with `more`, a figure of `core_algos.log_probs_and_entropy`, [R, 2]. Empty where others tell it."""
         lengths, result, found = [len(s) for s in sequences], {}, []
-        micros = self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
-        work = [(self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]),) for micro in micros]
+        micros = (
+            self._plan(lengths, self.shares)[self.share] if shared else self._plan(lengths, 1)[0]
+        )
+        work = [
+            (self._lay([sequences[i] for i in micro], [wanted[i] for i in micro]),)
+            for micro in micros
+        ]
 
         def keep(laid: batching.MicroBatch) -> Tensor:
             answer, figure = self._forward(laid, temperature, more)
@@ -138,9 +171,17 @@ class ModelWorker(UsageProbe):
         if not train:
             self.model.reshard()  # without a backward pass the root's parameters would stay gathered, and grow stale
 
-    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> core_algos.Answer:
-        inputs = {name: x if x is None else self._tensor(x) for name, x in vars(laid).items() if name != "counts"}
-        return self.model(**inputs, temperature=temperature, entropy=entropy, chunk=self.cfg.actor.log_prob_chunk)
+    def _forward(
+        self, laid: batching.MicroBatch, temperature: float, entropy: str
+    ) -> core_algos.Answer:
+        inputs = {
+            name: x if x is None else self._tensor(x)
+            for name, x in vars(laid).items()
+            if name != "counts"
+        }
+        return self.model(
+            **inputs, temperature=temperature, entropy=entropy, chunk=self.cfg.actor.log_prob_chunk
+        )
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self.device, non_blocking=True)
@@ -151,7 +192,11 @@ class ModelWorker(UsageProbe):
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far: allocated on the GPU, or resident in this process."""
-        return torch.cuda.max_memory_allocated() if self._device_type == "cuda" else peak_resident_bytes()
+        return (
+            torch.cuda.max_memory_allocated()
+            if self._device_type == "cuda"
+            else peak_resident_bytes()
+        )
 
 
 class TrainedWorker(ModelWorker):
@@ -183,21 +228,29 @@ class TrainedWorker(ModelWorker):
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         """What the loss needs of every response token, by its own names: one array [R] per sample."""
 
-    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool
+    ) -> Tensor:
         """This micro-batch's part of the mini-batch's loss, a scalar; its statistics go into `stats`. `of` holds what
         `_per_token` finds; `first`: no optimiser step of this update has been made yet."""
 
-    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
+    def _own_metrics(
+        self, sums: dict[str, float], maxima: dict[str, float], minis: int
+    ) -> dict[str, float]:
         """Metrics beyond those of every trained role."""
 
     def _build_optimizer(self) -> None:
         own = self.own
-        trained = [p for p in self.model.parameters() if p.requires_grad]  # with LoRA the adapters alone
+        trained = [
+            p for p in self.model.parameters() if p.requires_grad
+        ]  # with LoRA the adapters alone
         # Norms and biases do not decay, as is usual (and as Megatron has it).
         groups = [{"params": [p for p in trained if p.ndim > 1]}]
         groups += [{"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0}]
         groups = [group for group in groups if group["params"]]
-        self.optimizer = torch.optim.AdamW(groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            groups, own.lr, tuple(own.betas), own.eps, own.weight_decay, fused=True
+        )
         # A group of its own: checkpoints are written while the others are at work.
         self._writers = dist.new_group(backend="gloo")
 
@@ -208,7 +261,9 @@ class TrainedWorker(ModelWorker):
         if profile:
             os.makedirs(profile, exist_ok=True)
             path = f"{profile}/{self.role}_rank_{self.rank}.json.gz"
-            with torch.profiler.profile(on_trace_ready=lambda found: found.export_chrome_trace(path)):
+            with torch.profiler.profile(
+                on_trace_ready=lambda found: found.export_chrome_trace(path)
+            ):
                 return self.update(batch, learn)
         assert_versions(batch)
         if not learn:
@@ -217,7 +272,9 @@ class TrainedWorker(ModelWorker):
             return {}
         for name, values in self._columns(batch).items():
             if values is None or len(values) != len(batch.samples):
-                raise ValueError(f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples")
+                raise ValueError(
+                    f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples"
+                )
         prompts = [s.prompt_id for s in batch.samples]
         minis = batching.mini_batches(prompts, self.own.ppo_mini_batch_size) * self.own.ppo_epochs
         stats, clock, rates = Stats(self.device), Clock(self.device), []
@@ -231,7 +288,9 @@ class TrainedWorker(ModelWorker):
         self.adapters.gather()  # sending calls no collective
         return self._metrics(stats, clock, len(minis), rates)
 
-    def _accumulate(self, batch: Batch, mini: list[int], stats: Stats, clock: Clock, first: bool) -> None:
+    def _accumulate(
+        self, batch: Batch, mini: list[int], stats: Stats, clock: Clock, first: bool
+    ) -> None:
         """Forward and backward over this rank's micro-batches of one mini-batch."""
         samples = [batch.samples[i] for i in mini]
         trained = [int(s.loss_mask.sum()) for s in samples]
@@ -244,21 +303,35 @@ class TrainedWorker(ModelWorker):
 
         def work() -> Iterator[tuple]:
             for micro in micros:
-                wanted = [len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro]
+                wanted = [
+                    len(samples[k].prompt_ids) + np.flatnonzero(samples[k].loss_mask) for k in micro
+                ]
                 laid = self._lay([_sequence(samples[k]) for k in micro], wanted)
-                yield laid, self._per_token(batch, [mini[k] for k in micro], weights[micro]), stats, first
+                yield (
+                    laid,
+                    self._per_token(batch, [mini[k] for k in micro], weights[micro]),
+                    stats,
+                    first,
+                )
 
         self._run(work(), self._micro_loss, clock)
         stats.add(tokens_total=sum(samples[k].length for micro in micros for k in micro))
 
-    def _per_token(self, batch: Batch, positions: list[int], weights: np.ndarray) -> dict[str, Tensor]:
+    def _per_token(
+        self, batch: Batch, positions: list[int], weights: np.ndarray
+    ) -> dict[str, Tensor]:
         """The columns and "weight" (in the loss) of the trained tokens of some samples, in a row: float32 [n] each. And
         "sequence", int64 [n]: which sequence each belongs to, of those with trained tokens."""
         masks = [batch.samples[i].loss_mask for i in positions]
-        columns = {name: [values[i] for i in positions] for name, values in self._columns(batch).items()}
+        columns = {
+            name: [values[i] for i in positions] for name, values in self._columns(batch).items()
+        }
         columns["weight"] = [np.full(len(m), w) for m, w in zip(masks, weights, strict=True)]
         trained = np.concatenate([np.zeros(0, bool), *masks])
-        of = {name: np.concatenate([np.zeros(0), *x])[trained].astype(np.float32) for name, x in columns.items()}
+        of = {
+            name: np.concatenate([np.zeros(0), *x])[trained].astype(np.float32)
+            for name, x in columns.items()
+        }
         counts = [n for n in (int(m.sum()) for m in masks) if n]
         of["sequence"] = np.repeat(np.arange(len(counts)), counts).astype(np.int64)
         return {name: self._tensor(array) for name, array in of.items()}
@@ -267,7 +340,9 @@ class TrainedWorker(ModelWorker):
         """Clip by the true global norm and step, or skip the step: all ranks alike, see `_may_step`. Returns the rate."""
         own, decay = self.own, self.decay
         how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio
-        rate = core_algos.learning_rate(self.optimizer_steps, decay.total, *how, decay.begin, decay.done)
+        rate = core_algos.learning_rate(
+            self.optimizer_steps, decay.total, *how, decay.begin, decay.done
+        )
         dist.all_reduce(stats.broken)  # a loss exists on some ranks only, and all must do the same
         stats.norms.append(self._clip_and_step(rate, bool(stats.broken)))
         stats.broken.zero_()
@@ -299,24 +374,42 @@ class TrainedWorker(ModelWorker):
     def _move_optimizer(self, where: torch.device | str) -> None:
         """GPUs with optimizer_offload: the moments wait in pinned host memory, where torch puts what it copies to the host
         without blocking; its allocator reuses the blocks."""
-        if not (self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload):
+        if not (
+            self.own.optimizer_offload and self.device.type == "cuda" and not self.own.param_offload
+        ):
             return
-        for value in (v for state in self.optimizer.state.values() for v in state.values() if isinstance(v, DTensor)):
+        for value in (
+            v
+            for state in self.optimizer.state.values()
+            for v in state.values()
+            if isinstance(v, DTensor)
+        ):
             # The DTensor stays the same object, so checkpoints find it; only what it points at moves.
             value._local_tensor = value._local_tensor.to(where, non_blocking=True)
         torch.cuda.synchronize()  # the copies must have ended before what they were made of is used again
 
-    def _metrics(self, stats: Stats, clock: Clock, minis: int, rates: list[float]) -> dict[str, float]:
+    def _metrics(
+        self, stats: Stats, clock: Clock, minis: int, rates: list[float]
+    ) -> dict[str, float]:
         """Reduce over ranks: the same on every rank."""
         stats.peak(**{f"{phase}_s": seconds for phase, seconds in clock.totals().items()})
         sums, maxima = stats.reduce(self.tells)
         norms = [norm for norm in stats.norms if np.isfinite(norm)]
         own = {name: value for name, value in maxima.items() if name.endswith("_s")}
-        own |= {"loss": sums["loss"] / minis, "clip_frac": sums["clip"] / max(sums["tokens"], 1.0), "lr": rates[-1]}
-        own |= {"skipped_updates": float(stats.skipped), "skipped_in_a_row": float(self.skipped_in_a_row)}
+        own |= {
+            "loss": sums["loss"] / minis,
+            "clip_frac": sums["clip"] / max(sums["tokens"], 1.0),
+            "lr": rates[-1],
+        }
+        own |= {
+            "skipped_updates": float(stats.skipped),
+            "skipped_in_a_row": float(self.skipped_in_a_row),
+        }
         own |= {"tokens": sums["tokens"], "tokens_total": sums["tokens_total"]}
         own["grad_norm"] = float(np.mean(norms)) if norms else float("nan")
-        return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(sums, maxima, minis)
+        return {f"{self.role}/{name}": value for name, value in own.items()} | self._own_metrics(
+            sums, maxima, minis
+        )
 
     def _create_moments(self) -> None:
         """Give an optimiser that has made no step the state that its first step would begin with.
@@ -338,8 +431,15 @@ class TrainedWorker(ModelWorker):
         self._create_moments()
         model, optimizer = state_dict.get_state_dict(self.model, self.optimizer)
         # What is frozen comes from model.path again. (torch's own ignore_frozen_params would keep a tied head.)
-        frozen = {name for name, p in self.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-        return {"model": {name: model[name] for name in model if name not in frozen}, "optimizer": optimizer}
+        frozen = {
+            name
+            for name, p in self.model.named_parameters(remove_duplicate=False)
+            if not p.requires_grad
+        }
+        return {
+            "model": {name: model[name] for name in model if name not in frozen},
+            "optimizer": optimizer,
+        }
 
     def _write_state(self, folder: str) -> Any:
         """Copy the state to host memory and write it meanwhile; None: it is written already."""
@@ -358,7 +458,11 @@ class TrainedWorker(ModelWorker):
         """Copy weights, optimiser, counters and this rank's RNG state, to be written into `folder` (collective): training
         may go on while they are. `saved` waits for them, and must be called before the next one."""
         self._writing = self._write_state(os.path.join(folder, self.role))
-        own = {"version": self.version, "optimizer_steps": self.optimizer_steps, "rng": torch.get_rng_state()}
+        own = {
+            "version": self.version,
+            "optimizer_steps": self.optimizer_steps,
+            "rng": torch.get_rng_state(),
+        }
         own |= schedule.packed(self.decay, self._decay_plan())
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
@@ -377,7 +481,9 @@ class TrainedWorker(ModelWorker):
         """Go to the state that `save_state` wrote, on this or another number of ranks (collective); a rank that there
         was none of keeps the random numbers of a new run. Raises ConfigError: the checkpoint is of another model or
         cannot be read."""
-        mine, first = (os.path.join(folder, f"{self.role}_rank_{rank}.npz") for rank in (self.rank, 0))
+        mine, first = (
+            os.path.join(folder, f"{self.role}_rank_{rank}.npz") for rank in (self.rank, 0)
+        )
         same_ranks = os.path.exists(mine)
         os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"
         try:
@@ -392,7 +498,9 @@ class TrainedWorker(ModelWorker):
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
-        self.decay = schedule.resumed(self._decay_plan(), self.own.warmup_steps, schedule.unpacked(own))
+        self.decay = schedule.resumed(
+            self._decay_plan(), self.own.warmup_steps, schedule.unpacked(own)
+        )
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
             if self._device_type == "cuda" and "cuda_rng" in own:
@@ -423,7 +531,9 @@ class PolicyWorker(TrainedWorker):
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
         """Log-probs at temperature 1 of every token but the first (collective; the whole answer, or none of it). Every
         rank scores everything: the canary's few sequences cost less than gathering would."""
-        scores = self._scores(sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False)
+        scores = self._scores(
+            sequences, [np.arange(1, len(s)) for s in sequences], 1.0, shared=False
+        )
         return [scores[i] for i in sorted(scores)]
 
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
@@ -434,25 +544,38 @@ class PolicyWorker(TrainedWorker):
             columns["ref"] = batch.ref_log_probs
         return columns
 
-    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool
+    ) -> Tensor:
         a = self.cfg.algorithm
         entropy = "grad" if a.entropy_coef > 0 else "metric"
         log_probs, entropies = self._forward(laid, self.cfg.rollout.temperature, entropy)
-        low, high = (a.clip_ratio if own is None else own for own in (a.clip_ratio_low, a.clip_ratio_high))
+        low, high = (
+            a.clip_ratio if own is None else own for own in (a.clip_ratio_low, a.clip_ratio_high)
+        )
         old = of.get("proximal", of["mu"])
         given = of["advantage"], of["sequence"], of["weight"]
         inputs = policy_losses.LossInputs(log_probs, old, *given, low, high, a.clip_ratio_c)
-        per_token, clipped = policy_losses.POLICY_LOSSES.find(a.policy_loss).function(inputs, **a.policy_loss_kwargs)
+        per_token, clipped = policy_losses.POLICY_LOSSES.find(a.policy_loss).function(
+            inputs, **a.policy_loss_kwargs
+        )
         if "proximal" in of:  # decoupled PPO
             how = a.rollout_correction, a.rollout_correction_cap, a.rollout_correction_low
-            per_token = per_token * policy_losses.correction_weights(old, of["mu"], of["sequence"], *how)
+            per_token = per_token * policy_losses.correction_weights(
+                old, of["mu"], of["sequence"], *how
+            )
         policy = (of["weight"] * per_token).sum()
         loss = policy - a.entropy_coef * (of["weight"] * entropies).sum()
         if "ref" in of:
             divergence = core_algos.kl(log_probs, of["ref"], a.kl_estimator)
             loss = loss + a.kl_coef * (of["weight"] * divergence).sum()
             stats.add(kl=divergence.detach().sum())
-        stats.add(loss=loss.detach(), pg_loss=policy.detach(), entropy=entropies.detach().sum(), tokens=len(log_probs))
+        stats.add(
+            loss=loss.detach(),
+            pg_loss=policy.detach(),
+            entropy=entropies.detach().sum(),
+            tokens=len(log_probs),
+        )
         sums, maxima = core_algos.token_stats(log_probs, of["mu"], clipped)
         difference, largest = sums.pop("logprob_diff"), maxima.pop("logprob_diff")
         if first:  # before any optimiser step of this update: policy lag and numerics, not training
@@ -462,10 +585,18 @@ class PolicyWorker(TrainedWorker):
         stats.peak(**maxima)
         return loss
 
-    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
+    def _own_metrics(
+        self, sums: dict[str, float], maxima: dict[str, float], minis: int
+    ) -> dict[str, float]:
         mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
-        metrics = {f"actor/{name}": mean[name] for name in ("entropy", "approx_kl", "kl") if name in mean}
-        metrics |= {"actor/pg_loss": sums["pg_loss"] / minis, "ratio/mean": mean["ratio"], "ratio/max": maxima["ratio"]}
+        metrics = {
+            f"actor/{name}": mean[name] for name in ("entropy", "approx_kl", "kl") if name in mean
+        }
+        metrics |= {
+            "actor/pg_loss": sums["pg_loss"] / minis,
+            "ratio/mean": mean["ratio"],
+            "ratio/max": maxima["ratio"],
+        }
         first = sums["logprob_diff"] / max(sums["first_tokens"], 1.0)
         return metrics | {"logprob_diff/mean": first, "logprob_diff/max": maxima["logprob_diff"]}
 
@@ -494,7 +625,9 @@ class PolicyWorker(TrainedWorker):
             shape, dtype = parts[0][1].shape, getattr(torch, parts[0][1].dtype)
             whole = torch.empty(shape, dtype=dtype, device=device)
             for rank, piece in parts:
-                block = next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                block = (
+                    next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                )
                 if rank != 0:
                     dist.recv(block, rank)
                 piece.place(whole).copy_(block)
@@ -511,15 +644,21 @@ class PolicyWorker(TrainedWorker):
             try:
                 self._write(whole, adapter, path)
             except Exception as e:  # the disk may be full
-                raise RuntimeError(f"could not write {path}: {type(e).__name__}: {first_line(e)}") from e
+                raise RuntimeError(
+                    f"could not write {path}: {type(e).__name__}: {first_line(e)}"
+                ) from e
 
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary, cfg = f"{path}.unfinished", self.cfg
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        plain = fsdp_model.empty(cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype))  # of the model's own class
+        plain = fsdp_model.empty(
+            cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype)
+        )  # of the model's own class
         with contextlib.suppress(OSError):  # the model came without
             plain.generation_config = transformers.GenerationConfig.from_pretrained(cfg.model.path)
-        plain.save_pretrained(temporary, state_dict=whole, save_original_format=False)  # which `whole` has already
+        plain.save_pretrained(
+            temporary, state_dict=whole, save_original_format=False
+        )  # which `whole` has already
         if adapter:
             lora.write(adapter, cfg.model, os.path.join(temporary, "adapter"))
         tokenizer_of(cfg, "model").save_pretrained(temporary)
@@ -540,9 +679,13 @@ class CriticWorker(TrainedWorker):
     def _columns(self, batch: Batch) -> dict[str, list[np.ndarray]]:
         return {"value": batch.values, "return": batch.returns}
 
-    def _micro_loss(self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool) -> Tensor:
+    def _micro_loss(
+        self, laid: batching.MicroBatch, of: dict[str, Tensor], stats: Stats, first: bool
+    ) -> Tensor:
         values = self._forward(laid, 1.0, "none")[0]
-        per_token, clipped = core_algos.value_loss(values, of["value"], of["return"], self.own.clip_range_value)
+        per_token, clipped = core_algos.value_loss(
+            values, of["value"], of["return"], self.own.clip_range_value
+        )
         loss = (of["weight"] * per_token).sum()
         stats.add(loss=loss.detach(), tokens=len(values), clip=clipped.sum())
         error = of["return"].double() - of["value"]
@@ -550,9 +693,13 @@ class CriticWorker(TrainedWorker):
             stats.add(**{name: value.double().sum(), f"{name}^2": value.double().square().sum()})
         return loss
 
-    def _own_metrics(self, sums: dict[str, float], maxima: dict[str, float], minis: int) -> dict[str, float]:
+    def _own_metrics(
+        self, sums: dict[str, float], maxima: dict[str, float], minis: int
+    ) -> dict[str, float]:
         mean = {name: value / max(sums["tokens"], 1.0) for name, value in sums.items()}
-        spread, error = (max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error"))
+        spread, error = (
+            max(mean[f"{name}^2"] - mean[name] ** 2, 0.0) for name in ("return", "error")
+        )
         # 1: the old values foretold the returns; 0: no better than their mean.
         explained = 1 - error / spread if spread > 0 else float("nan")
         means = {f"critic/{name}_mean": mean[name] for name in ("value", "return")}
@@ -574,12 +721,19 @@ class ActorWorker(SendingEnd, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 
-WORKERS = {"actor": ActorWorker, "ref": PolicyWorker, "critic": CriticWorker, "reward_model": RewardModelWorker}
+WORKERS = {
+    "actor": ActorWorker,
+    "ref": PolicyWorker,
+    "critic": CriticWorker,
+    "reward_model": RewardModelWorker,
+}
 
 
 def _reason(error: BaseException) -> str:
     """An error in one line; of those that torch's checkpoints gather from the ranks the first."""
-    return first_line(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error)
+    return first_line(
+        next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    )
 
 
 def _sequence(sample: Sample) -> np.ndarray:

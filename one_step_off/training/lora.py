@@ -24,7 +24,9 @@ def settings(own: ModelConfig) -> peft.LoraConfig:
     """What peft is to be told. It has no dropout, with which theta would differ from mu at the same weights."""
     names = [name.strip() for name in own.lora_target_modules.split(",")]
     targets = names[0] if names == ["all-linear"] else names
-    return peft.LoraConfig(task_type="CAUSAL_LM", r=own.lora_rank, lora_alpha=own.lora_alpha, target_modules=targets)
+    return peft.LoraConfig(
+        task_type="CAUSAL_LM", r=own.lora_rank, lora_alpha=own.lora_alpha, target_modules=targets
+    )
 
 
 def inject(model: PreTrainedModel, own: ModelConfig) -> None:
@@ -36,9 +38,15 @@ def inject(model: PreTrainedModel, own: ModelConfig) -> None:
         peft.inject_adapter_in_model(settings(own), model)
     for name, layer in model.named_modules():
         base = getattr(layer, "base_layer", None)
-        mergeable = isinstance(layer, Linear) and isinstance(base, nn.Linear) and base.weight is not embedding
+        mergeable = (
+            isinstance(layer, Linear)
+            and isinstance(base, nn.Linear)
+            and base.weight is not embedding
+        )
         if base is not None and not mergeable:
-            raise ConfigError(f"{where}: {name} is no linear layer with weights of its own; use all-linear, or others")
+            raise ConfigError(
+                f"{where}: {name} is no linear layer with weights of its own; use all-linear, or others"
+            )
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -46,7 +54,9 @@ def inject(model: PreTrainedModel, own: ModelConfig) -> None:
 
 def plain_name(name: str) -> str | None:
     """A parameter's name in the checkpoint; None: it is an adapter's."""
-    return None if any(f".{part}." in name for part in _PARTS) else name.replace(".base_layer.", ".")
+    return (
+        None if any(f".{part}." in name for part in _PARTS) else name.replace(".base_layer.", ".")
+    )
 
 
 class Adapters:
@@ -81,14 +91,18 @@ class Adapters:
         found = {}
         for name, (_, _, b) in self.layers.items():
             for part, tensor in zip(_PARTS, (self.whole[name], b.full_tensor()), strict=True):
-                found[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = tensor.cpu().contiguous()
+                found[f"base_model.model.{name.removesuffix('weight')}{part}.weight"] = (
+                    tensor.cpu().contiguous()
+                )
         return found
 
 
 def write(state: dict[str, Tensor], own: ModelConfig, folder: str) -> None:
     """Write an adapter as peft does."""
     config = settings(own)
-    if config.target_modules == "all-linear":  # as peft writes it; not every reader knows the shorthand
+    if (
+        config.target_modules == "all-linear"
+    ):  # as peft writes it; not every reader knows the shorthand
         config.target_modules = {name.split(".")[-3] for name in state}
     config.inference_mode, config.base_model_name_or_path = True, own.path
     config.save_pretrained(folder)

@@ -20,7 +20,9 @@ from torch.overrides import TorchFunctionMode
 class _CudaIsCpu(TorchFunctionMode):
     """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name that asserts want."""
 
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

@@ -29,15 +29,27 @@ TABLE = {
     r"output_layer\.weight": ("vocabulary", "lm_head.weight"),
     r"scalar_head": ("whole", "score.weight"),
     r"decoder\.final_layernorm\.weight": ("whole", "model.norm.weight"),
-    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": ("whole", "input_layernorm.weight"),
-    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": ("whole", "post_attention_layernorm.weight"),
-    r"self_attention\.linear_qkv\.(weight|bias)": ("qkv", *(f"self_attn.{p}_proj.{{kind}}" for p in "qkv")),
+    r"input_layernorm\.weight|self_attention\.linear_qkv\.layer_norm_weight": (
+        "whole",
+        "input_layernorm.weight",
+    ),
+    r"pre_mlp_layernorm\.weight|mlp\.linear_fc1\.layer_norm_weight": (
+        "whole",
+        "post_attention_layernorm.weight",
+    ),
+    r"self_attention\.linear_qkv\.(weight|bias)": (
+        "qkv",
+        *(f"self_attn.{p}_proj.{{kind}}" for p in "qkv"),
+    ),
     r"self_attention\.linear_proj\.weight": ("columns", "self_attn.o_proj.weight"),
     r"self_attention\.([qk])_layernorm\.weight": ("whole", "self_attn.{kind}_norm.weight"),
     r"mlp\.router\.weight": ("whole", "mlp.gate.weight"),
     r"mlp\.linear_fc1\.weight": ("rows", "mlp.gate_proj.weight", "mlp.up_proj.weight"),
     r"mlp\.linear_fc2\.weight": ("columns", "mlp.down_proj.weight"),
-    _EXPERTS.format(layer="linear_fc1"): ("rows", *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up"))),
+    _EXPERTS.format(layer="linear_fc1"): (
+        "rows",
+        *(f"mlp.experts.{{kind}}.{p}_proj.weight" for p in ("gate", "up")),
+    ),
     _EXPERTS.format(layer="linear_fc2"): ("columns", "mlp.experts.{kind}.down_proj.weight"),
 }
 
@@ -60,12 +72,19 @@ def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
         for name, parameter in chunk.named_parameters():
             local, within = name, ""
             if cut := re.match(r"decoder\.layers\.(\d+)\.(.+)", name):
-                within, local = f"model.layers.{chunk.decoder.layers[int(cut[1])].layer_number - 1}.", cut[2]
+                within, local = (
+                    f"model.layers.{chunk.decoder.layers[int(cut[1])].layer_number - 1}.",
+                    cut[2],
+                )
             if name == "output_layer.weight" and isinstance(chunk.output_layer, nn.Linear):
                 local = "scalar_head"  # Megatron's checkpoints want it under the name of the language model's
-            matched = [(m, entry) for regex, entry in TABLE.items() if (m := re.fullmatch(regex, local))]
+            matched = [
+                (m, entry) for regex, entry in TABLE.items() if (m := re.fullmatch(regex, local))
+            ]
             if len(matched) != 1:
-                raise RuntimeError(f"Megatron's parameter {name} has no name in a Hugging Face checkpoint")
+                raise RuntimeError(
+                    f"Megatron's parameter {name} has no name in a Hugging Face checkpoint"
+                )
             (match, (how, *names)) = matched[0]
             kind = next((g for g in match.groups() if g is not None), "")
             expert = ".experts." in local
@@ -74,13 +93,19 @@ def parts(chunks: list[nn.Module], hf_config: Any, dtype: str) -> list[Part]:
                 kind = int(kind) + mpu.get_expert_model_parallel_rank() * local_experts
             # Only where the embedding is another stage's: else its head has no weight.
             tied_copy = local == "output_layer.weight" and chunk.share_embeddings_and_output_weights
-            names = ["model.embed_tokens.weight"] if tied_copy else [within + n.format(kind=kind) for n in names]
+            names = (
+                ["model.embed_tokens.weight"]
+                if tied_copy
+                else [within + n.format(kind=kind) for n in names]
+            )
             found += _cut(how, names, parameter, hf_config, dtype, expert)
             found[-1].mine &= not tied_copy
     return found
 
 
-def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: str, expert: bool) -> Iterator[Part]:
+def _cut(
+    how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: str, expert: bool
+) -> Iterator[Part]:
     """The parts of one local parameter."""
     rank, ranks = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
     first = rank == 0
@@ -94,7 +119,11 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: s
         heads, groups = hf_config.num_attention_heads, hf_config.num_key_value_heads
         per_group, per_head = heads // groups, head_dim(hf_config)
         grouped = data.view(groups // ranks, per_group + 2, per_head, *data.shape[1:])
-        views = [grouped[:, :per_group], grouped[:, per_group : per_group + 1], grouped[:, per_group + 1 :]]
+        views = [
+            grouped[:, :per_group],
+            grouped[:, per_group : per_group + 1],
+            grouped[:, per_group + 1 :],
+        ]
     for name, view in zip(names, views, strict=True):
         shape = list(view.shape) if how != "qkv" else [math.prod(view.shape[:3]), *view.shape[3:]]
         start, stop = rank * shape[dim], (rank + 1) * shape[dim]
@@ -109,7 +138,10 @@ def _cut(how: str, names: list[str], parameter: Tensor, hf_config: Any, dtype: s
 
 def head_dim(hf_config: Any) -> int:
     """Of the attention, which older configs leave to be computed."""
-    return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    return (
+        getattr(hf_config, "head_dim", None)
+        or hf_config.hidden_size // hf_config.num_attention_heads
+    )
 
 
 class CheckpointReader:
@@ -120,15 +152,21 @@ class CheckpointReader:
         self.key, self.path = key, path
         # Not from its subfolders, which may hold other models.
         files = {"allow_patterns": ["*.safetensors", "*.json"], "ignore_patterns": "*/*"}
-        with as_config_error(f"{key}: {path!r} cannot be had from the hub", "give its name, or a folder"):
+        with as_config_error(
+            f"{key}: {path!r} cannot be had from the hub", "give its name, or a folder"
+        ):
             folder = path if os.path.isdir(path) else snapshot_download(path, **files)
-        opened = [safetensors.safe_open(file, "pt") for file in sorted(Path(folder).glob("*.safetensors"))]
+        opened = [
+            safetensors.safe_open(file, "pt") for file in sorted(Path(folder).glob("*.safetensors"))
+        ]
         self.files = {name: file for file in opened for name in file.keys()}
 
     def read(self, piece: WeightPiece) -> Tensor:
         """The block of a piece. Raises ConfigError: not in the checkpoint, or in another shape."""
         if piece.name not in self.files:
-            raise ConfigError(f"{self.key}: the checkpoint {self.path!r} lacks the weight {piece.name}")
+            raise ConfigError(
+                f"{self.key}: the checkpoint {self.path!r} lacks the weight {piece.name}"
+            )
         whole = self.files[piece.name].get_slice(piece.name)
         if (shape := tuple(whole.get_shape())) != piece.shape:
             what = f"{self.key}: {piece.name} of {self.path!r}"
@@ -158,7 +196,11 @@ def share_of(found: list[Part]) -> list[tuple[WeightPiece, Tensor]]:
     size."""
     sent, loads = [], {}
     for part in found:
-        group = mpu.get_expert_data_parallel_group() if part.expert else mpu.get_data_parallel_group(True)
+        group = (
+            mpu.get_expert_data_parallel_group()
+            if part.expert
+            else mpu.get_data_parallel_group(True)
+        )
         load = loads.setdefault(part.expert, [0] * group.size())
         replica = load.index(min(load))
         # Counted by the whole tensor, which all tensor-parallel ranks know alike: they must agree on the replica.

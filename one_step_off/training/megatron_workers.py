@@ -41,10 +41,15 @@ class MegatronWorker(ModelWorker):
         own, cfg = self.own, self.cfg
         self.hf_config = megatron_model.read_config(cfg, self.role)
         with cuda_is_cpu(self.device):
-            how = {"distributed_timeout_minutes": cfg.trainer.step_timeout_s / 60, "create_gloo_process_groups": False}
+            how = {
+                "distributed_timeout_minutes": cfg.trainer.step_timeout_s / 60,
+                "create_gloo_process_groups": False,
+            }
             mpu.initialize_model_parallel(**megatron_model.sizes(own), **how)
             model_parallel_cuda_manual_seed(cfg.trainer.seed)
-            self.models = self.chunks = megatron_model.build(cfg, self.role, self.hf_config, self.device)
+            self.models = self.chunks = megatron_model.build(
+                cfg, self.role, self.hf_config, self.device
+            )
         self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
         self.rounds = own.pipeline_parallel_size if own.virtual_pipeline_parallel_size else 1
         self.packed = False  # packed sequences need Transformer Engine, and have not been built
@@ -59,14 +64,22 @@ class MegatronWorker(ModelWorker):
     def _build_optimizer(self) -> None:
         own, config = self.own, self.models[0].config
         spread = {"use_distributed_optimizer": True}
-        ddp = DistributedDataParallelConfig(grad_reduce_in_fp32=True, average_in_collective=False, **spread)
+        ddp = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, average_in_collective=False, **spread
+        )
         adam = {"adam_beta1": own.betas[0], "adam_beta2": own.betas[1], "adam_eps": own.eps}
         adam |= {"lr": own.lr, "weight_decay": own.weight_decay, "clip_grad": own.grad_clip}
-        settings = OptimizerConfig(bf16=config.bf16, params_dtype=config.params_dtype, **adam, **spread)
+        settings = OptimizerConfig(
+            bf16=config.bf16, params_dtype=config.params_dtype, **adam, **spread
+        )
         with cuda_is_cpu(self.device):
             self.chunks = [DistributedDataParallel(config, ddp, model) for model in self.models]
-            self.optimizer = get_megatron_optimizer(settings, self.chunks, use_gloo_process_groups=False)
-        for buffer in (buffer for chained in self.optimizer.chained_optimizers for buffer in chained.buffers):
+            self.optimizer = get_megatron_optimizer(
+                settings, self.chunks, use_gloo_process_groups=False
+            )
+        for buffer in (
+            buffer for chained in self.optimizer.chained_optimizers for buffer in chained.buffers
+        ):
             # Megatron's checkpoints leave padding between buckets out and find parameters as if it were there. A tied
             # head on the last stage has a bucket of its own, so what followed it was saved from the wrong places.
             buffer.numel_unpadded = buffer.numel
@@ -76,11 +89,17 @@ class MegatronWorker(ModelWorker):
     def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
         items, train, virtual = list(work), torch.is_grad_enabled(), len(self.chunks) > 1
 
-        def forward(items: Iterator[tuple], chunk: torch.nn.Module) -> tuple[Tensor, Callable | None]:
+        def forward(
+            items: Iterator[tuple], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable | None]:
             item = next(items)
             self._chunk = chunk
             if self.models[self.chunks.index(chunk)].post_process:
-                return result(*item), lambda loss: (loss, torch.zeros((), dtype=torch.int, device=loss.device), {})
+                return result(*item), lambda loss: (
+                    loss,
+                    torch.zeros((), dtype=torch.int, device=loss.device),
+                    {},
+                )
             return self._forward(item[0], 1.0, "none"), None
 
         # Without virtual stages the shape is of no account: it travels with the tensors.
@@ -94,7 +113,9 @@ class MegatronWorker(ModelWorker):
             get_forward_backward_func()(**given, **shape, forward_only=not train)
 
     def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> Answer:
-        part, mine = batching.part(laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size)
+        part, mine = batching.part(
+            laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size
+        )
         at, tokens, mine = (self._tensor(array) for array in (part.at, part.tokens, mine))
         how = self.hf_config.vocab_size, temperature, entropy, self.cfg.actor.log_prob_chunk
 
@@ -112,7 +133,10 @@ class MegatronWorker(ModelWorker):
             if self._may_step(norm, broken):
                 for group in self.optimizer.param_groups:
                     # Megatron's own scheduler would do this; without it vectors would decay like matrices.
-                    group["lr"], group["weight_decay"] = rate, self.own.weight_decay * group["wd_mult"]
+                    group["lr"], group["weight_decay"] = (
+                        rate,
+                        self.own.weight_decay * group["wd_mult"],
+                    )
                 self.optimizer.step()
             self.optimizer.zero_grad()
         return norm
@@ -127,11 +151,22 @@ class MegatronWorker(ModelWorker):
             self.skipped_in_a_row = skipped_in_a_row  # that step was no training
             for inner in (chained.optimizer for chained in self.optimizer.chained_optimizers):
                 # It was none: torch's AdamW counts steps beside the moments, Transformer Engine's in its groups.
-                for counter in (x for x in (*inner.state.values(), *inner.param_groups) if "step" in x):
+                for counter in (
+                    x for x in (*inner.state.values(), *inner.param_groups) if "step" in x
+                ):
                     counter["step"] = counter["step"] * 0
-        metadata = SHARDING | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
-        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
-        return state | {"optimizer": self.optimizer.sharded_state_dict(state, is_loading=loading, metadata=metadata)}
+        metadata = SHARDING | {
+            "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)
+        }
+        state = {
+            f"model{i}": model.sharded_state_dict(metadata=metadata)
+            for i, model in enumerate(self.models)
+        }
+        return state | {
+            "optimizer": self.optimizer.sharded_state_dict(
+                state, is_loading=loading, metadata=metadata
+            )
+        }
 
     def _write_state(self, folder: str) -> None:
         # Whole, before training goes on: Megatron's own way to write beside it is on its way out, and copies on GPUs only.
@@ -147,13 +182,20 @@ class MegatronWorker(ModelWorker):
             self.optimizer.load_state_dict(state["optimizer"])
         for inner in self.optimizer.chained_optimizers:
             for of in inner.optimizer.state.values():
-                if isinstance(of.get("step"), Tensor):  # torch's AdamW: one tensor for all would count every parameter
+                if isinstance(
+                    of.get("step"), Tensor
+                ):  # torch's AdamW: one tensor for all would count every parameter
                     of["step"] = of["step"].clone()
 
     def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
         # Only now: the optimiser has moved the parameters into its buffers.
-        return megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype))
+        return megatron_weights.share_of(
+            megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype)
+        )
 
 
 # As FSDP's, with what a `MegatronWorker` has of its own before it.
-WORKERS = {role: type(f"Megatron{cls.__name__}", (MegatronWorker, cls), {}) for role, cls in OF_FSDP.items()}
+WORKERS = {
+    role: type(f"Megatron{cls.__name__}", (MegatronWorker, cls), {})
+    for role, cls in OF_FSDP.items()
+}

@@ -19,7 +19,9 @@ class Stats:
         self._maxima: dict[str, torch.Tensor] = {}
         self.norms: list[float] = []  # of each optimiser step, made or not
         self.skipped = 0
-        self.broken = torch.zeros((), device=device)  # losses of the mini-batch at hand that are not finite
+        self.broken = torch.zeros(
+            (), device=device
+        )  # losses of the mini-batch at hand that are not finite
 
     def add(self, **values: torch.Tensor | float) -> None:
         """Add to sums."""
@@ -39,10 +41,17 @@ class Stats:
     def reduce(self, tells: bool = True) -> Iterator[dict[str, float]]:
         """Sums, then maxima over all ranks. Where several have the same share of the batch one `tells` its sums."""
         for table, how in ((self._sums if tells else {}, sum), (self._maxima, max)):
-            own = dict(zip(table, torch.stack(list(table.values())).tolist(), strict=True)) if table else {}
+            own = (
+                dict(zip(table, torch.stack(list(table.values())).tolist(), strict=True))
+                if table
+                else {}
+            )
             of: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(of, own)
-            yield {name: how(o[name] for o in of if name in o) for name in dict.fromkeys(itertools.chain(*of))}
+            yield {
+                name: how(o[name] for o in of if name in o)
+                for name in dict.fromkeys(itertools.chain(*of))
+            }
 
 
 class Clock:

@@ -12,6 +12,7 @@ import networkx  # torch needs it too
 import torch
 import xxhash
 
+from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
@@ -24,10 +25,6 @@ Parts = dict[int, torch.Tensor]
 
 Pieces = list[list[WeightPiece]]
 """Of each sender or rank, in the order in which it yields their data."""
-
-
-class SyncError(RuntimeError):
-    """A weight sync that is not complete and exact. The replica that received it must not be used as it is."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +63,22 @@ class Bucket:
 
     slots: list[Slot]
     nbytes: list[int]
-    joined: dict[str, int] = field(default_factory=dict)  # tensors of several slots -> where receivers join them
+    joined: dict[str, int] = field(
+        default_factory=dict
+    )  # tensors of several slots -> where receivers join them
     ends: bool = True  # False: its one tensor goes on in the next bucket
 
     def parts(self, flat: torch.Tensor) -> Parts:
         """Room for all senders' parts, side by side in `flat`, uint8 [their bytes or more]."""
-        return {s: part for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes)) if len(part)}
+        return {
+            s: part
+            for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes))
+            if len(part)
+        }
 
-    def whole(self, parts: Parts, room: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
+    def whole(
+        self, parts: Parts, room: torch.Tensor
+    ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
         """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
         joined there; and the slots that it is joined of."""
         for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
@@ -144,7 +149,9 @@ class BucketPlan:
             joined += size if joins else 0
             room = max(room, joined)
             filled = math.inf if alone else filled + size
-        digest = int.from_bytes(hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big")
+        digest = int.from_bytes(
+            hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big"
+        )
         return BucketPlan(buckets, len(pieces), digest, room)
 
     @property
@@ -180,12 +187,16 @@ def owners(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
         parts.sort(key=lambda part: part[1].start)
         held = [piece for _, piece in parts]
         if len({(p.dtype, p.shape, p.dim) for p in held}) > 1:
-            raise SyncError(f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut")
+            raise SyncError(
+                f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut"
+            )
         rows = held[0].shape[held[0].dim] if held[0].shape else 1
         starts, ends = [*(p.start for p in held), rows], [0, *(p.stop for p in held)]
         if starts != ends or len(set(ends)) <= len(held):
             found = ", ".join(f"{p.start} to {p.stop}" for p in held)
-            raise SyncError(f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came")
+            raise SyncError(
+                f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came"
+            )
     return [by_name[name] for name in _merged(pieces)]
 
 

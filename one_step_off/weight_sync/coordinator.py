@@ -17,35 +17,74 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from one_step_off.cluster.network_link import connect_limit
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, SyncError, TrainerDied
+from one_step_off.cluster.remote_calls import ATTEMPTS, every, named, not_alive
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
-from one_step_off.distributed_util import GIVEN_UP
-from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import (
-    ATTEMPTS,
-    PhaseTimeout,
-    ProcessDied,
-    RolloutGroup,
-    TrainerDied,
-    TrainGroup,
-    every,
-    named,
-    not_alive,
-)
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, sent_by
+from one_step_off.distributed_util import connect_limit
+from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
 
 ABORT_S = 5.0  # for the trainers to take an abort
-QUICK_S = 2.0  # after it, until processes that have not ended their part are asked whether they are there
-SETTLE_S = 12.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
+QUICK_S = (
+    2.0  # after it, until processes that have not ended their part are asked whether they are there
+)
+SETTLE_S = (
+    12.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
+)
 SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
 MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
 MOST_DRAWN = 1000  # spans of theirs in the timeline
 SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
 RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
+
+
+class Trainers(Protocol):
+    """The part of the actor's `TrainGroup` that a sync uses."""
+
+    ranks: list[Any]
+    cfg: Config
+
+    def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
+        """The trainer's log-probs of the canary's tokens at its current weights."""
+        ...
+
+
+class Replicas(Protocol):
+    """The part of `RolloutGroup` that a sync uses."""
+
+    all: list[Any]
+    cfg: Config
+    syncing: bool
+    restore: Callable[[int], Awaitable[bool]] | None
+
+    @property
+    def active(self) -> list[int]:
+        """The replicas that take part in syncs."""
+        ...
+
+    async def somebody(self) -> None:
+        """Wait until there is a replica for a sync. Raises NoReplica."""
+        ...
+
+    def mark_stale(self) -> None:
+        """No active replica holds verified weights from here on."""
+        ...
+
+    def mark_synced(self, number: int, replica: Any) -> None:
+        """This process holds verified weights, unless it was replaced or has died since."""
+        ...
+
+    def lose(self, i: int, why: str) -> None:
+        """Restart a replica in the background."""
+        ...
+
+    def leave_out(self, i: int, why: str) -> None:
+        """Give a replica up for good."""
+        ...
 
 
 @dataclass
@@ -70,31 +109,61 @@ class WeightSync:
     """Brings every replica to the trainer's weights."""
 
     def __init__(
-        self, actor: TrainGroup, rollout: RolloutGroup, canary: list[np.ndarray], host: str, near: list[list[int]]
+        self,
+        actor: Trainers,
+        rollout: Replicas,
+        canary: list[np.ndarray],
+        host: str,
+        near: list[list[int]],
     ) -> None:
         """`near`: per rank of the actor the replicas on its device; they need no network."""
-        self.actor, self.rollout, self.canary, self.host, self.near = actor, rollout, canary, host, near
+        self.actor = actor
+        self.rollout: Any = rollout
+        self.canary = canary
+        self.host = host
+        self.near = near
         self.cfg, self.epoch = actor.cfg.weight_sync, 0
-        self.tolerance = self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
+        self.tolerance = (
+            self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
+        )
         self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
-        self.last: tuple[Stamp, list[np.ndarray]] | None = None  # what replicas are to hold, and the trainer's canary
+        self.last: tuple[Stamp, list[np.ndarray]] | None = (
+            None  # what replicas are to hold, and the trainer's canary
+        )
         self.grouped: list[Any] = []  # the replicas that the groups were made for
-        self.failures: dict[int, int] = {}  # replica -> syncs in a row that it failed in, its own ones not counted
+        self.failures: dict[
+            int, int
+        ] = {}  # replica -> syncs in a row that it failed in, its own ones not counted
         rollout.restore = self.restore
-        self.on_trace: Callable[[list[tuple[str, str, int, float, float]]], None] = lambda spans: None
+        self.on_trace: Callable[[list[tuple[str, str, int, float, float]]], None] = lambda spans: (
+            None
+        )
 
     async def connect(self) -> None:
         """Exchange the metadata, once."""
-        limit, size, what = self.cfg.timeout_s, self.cfg.bucket_mb << 20, "weight sync, trainer rank"
+        limit, size, what = (
+            self.cfg.timeout_s,
+            self.cfg.bucket_mb << 20,
+            "weight sync, trainer rank",
+        )
         plans = await every(limit, what, self.actor.ranks, "weight_plan")
-        found = await every(limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit)
+        found = await every(
+            limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit
+        )
         sending = sent_by(plans, self.cfg.sender)
         self.senders = [self.actor.ranks[i] for i in sending]
         self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
         self.near = [self.near[i] for i in sending]
         self.total_bytes = BucketPlan.build([*sending.values()], size).total_bytes
-        self.info = {"bucket_bytes": size, "addresses": [found[i] for i in sending], "host": self.host}
-        self.info |= {"timeout_s": limit, "pieces": [[astuple(p) for p in sent] for sent in sending.values()]}
+        self.info = {
+            "bucket_bytes": size,
+            "addresses": [found[i] for i in sending],
+            "host": self.host,
+        }
+        self.info |= {
+            "timeout_s": limit,
+            "pieces": [[astuple(p) for p in sent] for sent in sending.values()],
+        }
 
     async def _regroup(self, numbers: list[int]) -> None:
         """New groups, of the senders and these replicas. Raises BrokenSync."""
@@ -106,26 +175,43 @@ class WeightSync:
         info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
         what = f"weight sync, groups of epoch {self.epoch}"
         calls = [
-            Call(f"trainer rank {i}", sender, sender.connect_sync.remote(self.epoch, receivers, own))
+            Call(
+                f"trainer rank {i}", sender, sender.connect_sync.remote(self.epoch, receivers, own)
+            )
             for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
         ]
         for number, i in place.items():
             replica = self.rollout.all[number]
-            calls.append(Call(f"rollout {number}", replica, replica.connect_sync.remote(info, i * width), number))
+            calls.append(
+                Call(
+                    f"rollout {number}",
+                    replica,
+                    replica.connect_sync.remote(info, i * width),
+                    number,
+                )
+            )
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
         limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
         await self._together(what, calls, limit, limit)
         self.grouped = [self.rollout.all[number] for number in numbers]
 
-    async def _together(self, what: str, calls: list[Call], limit_s: float, rest_s: float) -> list[Any]:
+    async def _together(
+        self, what: str, calls: list[Call], limit_s: float, rest_s: float
+    ) -> list[Any]:
         """What all calls return, which are for `what`. As soon as one fails, or none has ended after `limit_s` seconds, or
         some have not `rest_s` seconds after the first, the epoch is aborted, which ends the others. Raises BrokenSync then."""
-        tasks = {asyncio.ensure_future(named(f"{what}, {call.who}", call.answer)): call for call in calls}
+        tasks = {
+            asyncio.ensure_future(named(f"{what}, {call.who}", call.answer)): call for call in calls
+        }
         try:
-            done, pending = await asyncio.wait(tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+            done, pending = await asyncio.wait(
+                tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+            )
             if done and pending and not any(task.exception() for task in done):
                 limit_s = rest_s
-                _, pending = await asyncio.wait(pending, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION)
+                _, pending = await asyncio.wait(
+                    pending, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
+                )
                 done = {task for task in tasks if task.done()}
             errors = [error for task in tasks if task in done and (error := task.exception())]
             if not errors and not pending:
@@ -167,7 +253,9 @@ class WeightSync:
         """Ask the trainer for its half of the canary, by the weights that it has now."""
         return self.actor.score(self.canary)
 
-    async def __call__(self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None) -> dict[str, Any]:
+    async def __call__(
+        self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None
+    ) -> dict[str, Any]:
         """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
         sync/gb_per_s, seconds per phase, canary. Raises SyncError, naming who, which phase, bucket and version; ProcessDied
         if a trainer is gone or hangs; NoReplica if all replicas are."""
@@ -176,11 +264,12 @@ class WeightSync:
         trainer = await (expected or self.expect())
         asked, self.last = time.perf_counter() - begin, (stamp, trainer)
         self.rollout.syncing = True  # prompts that come meanwhile wait
-        for i in self.rollout.active:
-            self.rollout.health[i].to(State.STALE)
+        self.rollout.mark_stale()
         # Bounded: of each round that brings nothing at least one replica died, and each may do so ATTEMPTS times.
         while not metrics:
-            await self.rollout.somebody()  # who comes back now may have these weights by then, from `restore`
+            await (
+                self.rollout.somebody()
+            )  # who comes back now may have these weights by then, from `restore`
             metrics = await self._bring([])
         self.rollout.syncing = False
         await self.release(stamp[1])
@@ -190,7 +279,9 @@ class WeightSync:
 
     def release(self, version: int) -> Awaitable[Any]:
         """Tell the trainer that these weights may change: nobody needs them any more."""
-        return every(self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", version)
+        return every(
+            self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", version
+        )
 
     async def restore(self, number: int) -> bool:
         """Bring a replica that was started anew to the weights that were sent last; where nothing was sent yet, or it is
@@ -227,26 +318,29 @@ class WeightSync:
         for i, replica in zip(numbers, self.grouped, strict=True):
             if not alone:
                 self.failures.pop(i, None)
-            health = self.rollout.health[i]
-            if replica is self.rollout.all[i] and health.state is not State.DEAD:  # else it was lost since its canary
-                health.to(State.HEALTHY)
-                health.begin(time.monotonic())
+            self.rollout.mark_synced(i, replica)
         return metrics
 
-    async def _give_up_failed(self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], alone: bool) -> None:
+    async def _give_up_failed(
+        self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], alone: bool
+    ) -> None:
         """Restart those of these replicas (number -> actor) that a broken sync has failed by. Raises TrainerDied if it was a
         trainer, ProcessDied where no replica can be restarted by itself; the failure itself if all processes are well."""
         what = f"weight sync of version {stamp[1]}"
         ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
         names = {f"rollout {i}": i for i in replicas}
-        found = await asyncio.gather(not_alive(ranks), not_alive({who: replicas[i] for who, i in names.items()}))
+        found = await asyncio.gather(
+            not_alive(ranks), not_alive({who: replicas[i] for who, i in names.items()})
+        )
         dead_ranks, dead = found[0], {names[who]: why for who, why in found[1].items()}
         gathers = self.cfg.sender == "gather"
         for call in broken.hanging:
             hangs = f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
             if call.replica is not None:
                 dead.setdefault(call.replica, hangs)
-            elif not gathers:  # other ranks of a gathering trainer wait for the first one, which has failed
+            elif (
+                not gathers
+            ):  # other ranks of a gathering trainer wait for the first one, which has failed
                 dead_ranks.setdefault(call.who, hangs)
         if dead_ranks:
             raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
@@ -257,7 +351,9 @@ class WeightSync:
         for i, why in dead.items():
             self.failures[i] = self.failures.get(i, 0) + (not alone)
             if self.failures[i] >= ATTEMPTS:
-                self.rollout.leave_out(i, f"it failed in {ATTEMPTS} weight syncs in a row; the last time: {why}")
+                self.rollout.leave_out(
+                    i, f"it failed in {ATTEMPTS} weight syncs in a row; the last time: {why}"
+                )
             else:
                 self.rollout.lose(i, f"in the {what}: {why}")
 
@@ -269,19 +365,33 @@ class WeightSync:
             for i, rank in enumerate(self.taking_part)
         ]
         chosen = {i: self.rollout.all[i] for i in replicas}
-        calls += [Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()]
+        calls += [
+            Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()
+        ]
         # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
         slowest = self.total_bytes / SLOWEST_LINK
         # All walk the buckets side by side: when one has ended, the others soon will.
-        reports = await self._together(what, calls, 3 * self.cfg.timeout_s + slowest, self.cfg.timeout_s + slowest)
+        reports = await self._together(
+            what, calls, 3 * self.cfg.timeout_s + slowest, self.cfg.timeout_s + slowest
+        )
         return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
 
-    def _metrics(self, numbers: list[int], start: float, sent: list, received: list) -> dict[str, Any]:
+    def _metrics(
+        self, numbers: list[int], start: float, sent: list, received: list
+    ) -> dict[str, Any]:
         seconds, size = time.perf_counter() - start, sum(report["bytes"] for report in sent)
         ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
-        for number, workers in zip(numbers, received, strict=True):  # the first worker has no number of its own
-            ranks |= {f"rollout {number}" + f".{k}" * (k > 0): report for k, report in enumerate(workers)}
-        metrics = {"sync/transfer_s": seconds, "sync/bytes": size, "sync/gb_per_s": size / seconds / 1e9}
+        for number, workers in zip(
+            numbers, received, strict=True
+        ):  # the first worker has no number of its own
+            ranks |= {
+                f"rollout {number}" + f".{k}" * (k > 0): report for k, report in enumerate(workers)
+            }
+        metrics = {
+            "sync/transfer_s": seconds,
+            "sync/bytes": size,
+            "sync/gb_per_s": size / seconds / 1e9,
+        }
         changed = 2 * sum(report["changed"] for report in sent) / self.total_bytes
         metrics |= {"sync/full_bytes": float(self.total_bytes), "sync/changed_share": changed}
         workers = [worker for replica in received for worker in replica]
@@ -289,33 +399,54 @@ class WeightSync:
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         # Either end's time includes its wait for the other, so the shorter one counts.
         slowest = dict(sorted((i, seconds) for report in sent for i, seconds in report["each"]))
-        metrics["sync/wire_s"], raw = max((sum(min(s, slowest[i]) for i, s in w["each"]), w["raw"]) for w in workers)
+        metrics["sync/wire_s"], raw = max(
+            (sum(min(s, slowest[i]) for i, s in w["each"]), w["raw"]) for w in workers
+        )
         if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
         # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
         if held := [w["in_place"] for w in workers if "in_place" in w]:
             metrics["sync/in_place"] = min(held)
         plain = ("bytes", *SENDING, *RECEIVING)
-        took = {who: sum(report.get(phase, 0.0) for phase in plain[1:]) for who, report in ranks.items()}
+        took = {
+            who: sum(report.get(phase, 0.0) for phase in plain[1:]) for who, report in ranks.items()
+        }
         ranks = {who: ranks[who] for who in sorted(took, key=took.get)[-MOST_TOLD:]}
-        spans = [(f"sync {who}", *s) for who, r in ranks.items() for s in r["spans"][: MOST_DRAWN // len(ranks)]]
-        self.on_trace([(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans])
-        metrics["sync/ranks"] = {who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()}
+        spans = [
+            (f"sync {who}", *s)
+            for who, r in ranks.items()
+            for s in r["spans"][: MOST_DRAWN // len(ranks)]
+        ]
+        self.on_trace(
+            [(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans]
+        )
+        metrics["sync/ranks"] = {
+            who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()
+        }
         return metrics
 
-    async def _check_canary(self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]) -> dict[str, float]:
+    async def _check_canary(
+        self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]
+    ) -> dict[str, float]:
         what = f"canary after the sync of version {stamp[1]}"
         chosen = {i: self.rollout.all[i] for i in numbers}
-        calls = [Call(f"rollout {i}", actor, actor.score.remote(self.canary), i) for i, actor in chosen.items()]
+        calls = [
+            Call(f"rollout {i}", actor, actor.score.remote(self.canary), i)
+            for i, actor in chosen.items()
+        ]
         replicas = await self._together(what, calls, self.cfg.timeout_s, self.cfg.timeout_s)
         diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
         # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
         found = {"max": diffs.max(1), "mean": diffs.mean(1)}
-        for (kind, sizes), share, shown in zip(found.items(), (1.0, 0.1), ("", " / 10"), strict=True):
+        for (kind, sizes), share, shown in zip(
+            found.items(), (1.0, 0.1), ("", " / 10"), strict=True
+        ):
             for i in np.flatnonzero(~(sizes <= share * self.tolerance)):  # NaN fails too
                 who = f"{what}: rollout replica {numbers[i]} and the trainer"
                 most = f"weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
-                raise SyncError(f"{who} differ by {sizes[i]:.3g} nats on the same tokens ({kind}), more than {most}")
+                raise SyncError(
+                    f"{who} differ by {sizes[i]:.3g} nats on the same tokens ({kind}), more than {most}"
+                )
         return {f"canary/logprob_diff_{kind}": float(sizes.max()) for kind, sizes in found.items()}
 
 

@@ -41,7 +41,10 @@ def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.
     64 bytes where the block divides into such: finding single words costs much more than comparing."""
     shift, seen = (3, torch.int16) if len(new) % 32 else (5, torch.int64)  # a row is 8 or 32 words
     rows = (new.view(torch.int64) != old.view(torch.int64)).view(seen).nonzero().flatten()
-    new, old = (words.view(torch.int64).view(-1, (1 << shift) // 4).index_select(0, rows) for words in (new, old))
+    new, old = (
+        words.view(torch.int64).view(-1, (1 << shift) // 4).index_select(0, rows)
+        for words in (new, old)
+    )
     step = (new.view(torch.int16) - old.view(torch.int16)).flatten()
     at = step.nonzero().flatten()
     step = step.index_select(0, at).int()
@@ -53,7 +56,11 @@ def _split(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """The streams of a column (int32 [c], none negative), as `_WIDTHS` has them."""
     wide = column[column >= 0xFF]
     narrow, wide = (column, wide) if 2 * len(wide) < len(column) else (column[:0], column)
-    return wide[wide >= 0xFFFF], wide.clamp(max=0xFFFF).to(torch.int16), narrow.clamp(max=0xFF).to(torch.uint8)
+    return (
+        wide[wide >= 0xFFFF],
+        wide.clamp(max=0xFFFF).to(torch.int16),
+        narrow.clamp(max=0xFF).to(torch.uint8),
+    )
 
 
 def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
@@ -82,7 +89,9 @@ def _blocks(payload: torch.Tensor, words: torch.Tensor) -> list[tuple[torch.Tens
     size = at + sum(length * _WIDTHS[i % 3].itemsize for i, length in enumerate(lengths))
     real = (len(words), 6 * len(starts), len(payload))
     if (count, len(lengths), -(-size // 16) * 16) != real or min(lengths, default=0) < 0:
-        raise ValueError(f"delta: a payload of {len(payload)} bytes for {count} words does not fit {len(words)} words")
+        raise ValueError(
+            f"delta: a payload of {len(payload)} bytes for {count} words does not fit {len(words)} words"
+        )
     columns: list[list[torch.Tensor]] = [[] for _ in range(2 * len(starts))]
     for i, dtype in enumerate(_WIDTHS):
         for column, length in zip(columns, lengths[i::3], strict=True):

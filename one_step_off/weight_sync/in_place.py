@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from one_step_off.distributed_util import Mirror
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.weight_sync.mirror import Mirror
 
 
 class NotInPlace(RuntimeError):
@@ -42,8 +42,12 @@ class LiveWeights:
             NotInPlace: anything of this does not hold.
         """
         # A CPU kernel that works on the parameter itself closes over nothing.
-        kernels = ((name, getattr(module, "cpu_linear", None)) for name, module in model.named_modules())
-        if packed := next((name for name, kernel in kernels if getattr(kernel, "__closure__", None)), None):
+        kernels = (
+            (name, getattr(module, "cpu_linear", None)) for name, module in model.named_modules()
+        )
+        if packed := next(
+            (name for name, kernel in kernels if getattr(kernel, "__closure__", None)), None
+        ):
             raise NotInPlace(f"{packed} is packed for its CPU kernel")
         watch = _Watch(model, tensors)
         before = {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}
@@ -53,13 +57,19 @@ class LiveWeights:
         except Exception as e:
             raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
         if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
-            raise RuntimeError("load_weights replaced parameters; the model cannot be used any more")
+            raise RuntimeError(
+                "load_weights replaced parameters; the model cannot be used any more"
+            )
         self.live, self.held = [live for live, _ in watch.pairs], [held for _, held in watch.pairs]
         spans = sorted((live.data_ptr(), live.data_ptr() + live.nbytes) for live in self.live)
         if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
             raise NotInPlace("two parts share memory in the parameters")
-        if sum(held.numel() for held in self.held) != sum(tensor.numel() for tensor in tensors.values()):
-            raise NotInPlace("the parameters hold other amounts of numbers than were sent: only a part, or some twice")
+        if sum(held.numel() for held in self.held) != sum(
+            tensor.numel() for tensor in tensors.values()
+        ):
+            raise NotInPlace(
+                "the parameters hold other amounts of numbers than were sent: only a part, or some twice"
+            )
         for tensor in tensors.values():
             tensor.view(-1).view(torch.uint8).fill_(0xFF)
 
@@ -76,18 +86,26 @@ class InPlace(Mirror):
     """The model's own parameters in place of a mirror: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
-    def __init__(self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module) -> None:
+    def __init__(
+        self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module
+    ) -> None:
         """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
         checksums of what the `model` must hold. Raises NotInPlace."""
         self.plan, self.room, self.device = plan, room, room.device
-        self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(plan.buckets)
+        self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(
+            plan.buckets
+        )
         self.live: list[LiveWeights] = []
         for i, bucket in enumerate(plan.buckets):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
                 self.live += [LiveWeights(model, tensors)] * len(strips)
-                if not all(torch.equal(checksum(p), sums[s, k]) for k in strips for s, p in self.held(k).items()):
+                if not all(
+                    torch.equal(checksum(p), sums[s, k])
+                    for k in strips
+                    for s, p in self.held(k).items()
+                ):
                     raise NotInPlace("the parameters hold other bytes than were sent")
 
     def held(self, i: int) -> Parts:
@@ -107,7 +125,11 @@ class InPlace(Mirror):
 
 def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """All parameters and buffers that hold anything, by name."""
-    return {name: tensor for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.numel()}
+    return {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel()
+    }
 
 
 def _home(tensor: torch.Tensor) -> int:
@@ -123,24 +145,44 @@ class _Watch(TorchDispatchMode):
         self.sources = {_home(tensor) for tensor in tensors.values()}
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
-        given = {**{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)}, **kwargs}
-        names = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        written = [x for x in tree_leaves([given.get(n) for n in names]) if isinstance(x, torch.Tensor) and x.numel()]
+        given = {
+            **{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)},
+            **kwargs,
+        }
+        names = [
+            a.name
+            for a in func._schema.arguments
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        written = [
+            x
+            for x in tree_leaves([given.get(n) for n in names])
+            if isinstance(x, torch.Tensor) and x.numel()
+        ]
         hit = next((self.homes[_home(x)] for x in written if _home(x) in self.homes), None)
         if hit is None:
             return func(*args, **kwargs)
-        live, fills = written[0], func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default)
+        live, fills = (
+            written[0],
+            func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default),
+        )
         if func is torch.ops.aten.copy_.default and _home(args[1]) in self.sources:
             self._note(hit, live, args[1])
         elif not fills or bool((live != [*args, 0][1]).any()):
-            raise NotInPlace(f"loading {hit} writes something else than a part of what was sent ({func})")
+            raise NotInPlace(
+                f"loading {hit} writes something else than a part of what was sent ({func})"
+            )
         return live
 
     def _note(self, name: str, live: torch.Tensor, held: torch.Tensor) -> None:
         if live.shape != held.shape or not live.is_contiguous():
             raise NotInPlace(f"{name} does not hold a part of what was sent in one piece")
         if live.device != held.device or torch.promote_types(live.dtype, held.dtype) != live.dtype:
-            raise NotInPlace(f"{name} holds {live.dtype} on {live.device}, and {held.dtype} on {held.device} is sent")
+            raise NotInPlace(
+                f"{name} holds {live.dtype} on {live.device}, and {held.dtype} on {held.device} is sent"
+            )
         self.pairs.append((live.detach(), held.detach()))

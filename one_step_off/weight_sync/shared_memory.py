@@ -23,7 +23,9 @@ def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         return buffer, pickle.dumps(reduce_tensor(buffer))
     file = os.fdopen(os.memfd_create("weight_sync"))
-    os.posix_fallocate(file.fileno(), 0, max(size, 1))  # or a lack of memory would show as a bus error, much later
+    os.posix_fallocate(
+        file.fileno(), 0, max(size, 1)
+    )  # or a lack of memory would show as a bus error, much later
     where = f"/proc/{os.getpid()}/fd/{file.fileno()}", size
     buffer: Any = _mapped(*where)
     buffer.file = file  # open as long as the buffer is there, for others to map
@@ -37,7 +39,9 @@ def _mapped(path: str, size: int) -> torch.Tensor:
 class SharedOutlet:
     """The sender's end. `buffers`: uint8, to be packed in turn; every message waits for all `readers` (numbers)."""
 
-    def __init__(self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device) -> None:
+    def __init__(
+        self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device
+    ) -> None:
         self.store, self.readers, self.count = store, readers, 0
         self.signal = AbortSignal(store)
         made = [shared_buffer(size, device) for size in sizes]
@@ -50,13 +54,18 @@ class SharedOutlet:
         starts = [buffer.data_ptr() for buffer in self.buffers]
         here = tensor.data_ptr()
         self.count += 1
-        message = str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
+        message = (
+            str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
+        )
         self.store.set(f"message{self.count}", message)
 
     def wait(self, timeout_s: float) -> None:
         """Until every reader is done with the last message. Raises TimeoutError after `timeout_s` seconds, Aborted as soon
         as the sync was given up."""
-        keys = [f"message{self.count}", *(f"answer{self.count}.{reader}" for reader in self.readers)]
+        keys = [
+            f"message{self.count}",
+            *(f"answer{self.count}.{reader}" for reader in self.readers),
+        ]
         wait_for_keys(self.store, keys, timeout_s, self.signal)
         for key in keys:
             self.store.delete_key(key)
@@ -70,11 +79,16 @@ class SharedOutlet:
 class SharedInlet:
     """A receiver's end, as reader `number`; its peer must hold a SharedOutlet. `timeout_s`: for any message."""
 
-    def __init__(self, store: dist.Store, number: int, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, store: dist.Store, number: int, device: torch.device, timeout_s: float
+    ) -> None:
         self.store, self.number, self.device, self.count = store, number, device, 0
         self.answers = store.clone()  # a store lets no other thread in while one waits
         self.timeout_s, self.signal = timeout_s, AbortSignal(store)
-        self.buffers = [rebuild(*args) for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))]
+        self.buffers = [
+            rebuild(*args)
+            for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))
+        ]
 
     def ask(self, room: torch.Tensor) -> None:
         """Messages come unasked."""
@@ -84,7 +98,10 @@ class SharedInlet:
         `release`; any other goes into `room`. Raises as `SharedOutlet.wait`."""
         key = f"message{self.count + 1}"
         wait_for_keys(self.store, [key], self.timeout_s, self.signal)
-        message, self.count = self.store.get(key), self.count + 1  # now, for what is still in use was the one before
+        message, self.count = (
+            self.store.get(key),
+            self.count + 1,
+        )  # now, for what is still in use was the one before
         if room.dtype == torch.uint8:
             return self.buffers[int(message)][: len(room)]
         room.copy_(torch.frombuffer(bytearray(message), dtype=room.dtype).view(room.shape))

@@ -14,9 +14,12 @@ from typing import Any
 import ray
 import torch
 
+from one_step_off.cluster.core_binding import unpin
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import own_host
 from one_step_off.config.schema import Config
-from one_step_off.distributed_util import Sender, own_host, unpin
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, SyncError, sent_by
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, sent_by
+from one_step_off.weight_sync.sender import Sender
 
 
 class SendingEnd:
@@ -35,7 +38,9 @@ class SendingEnd:
     sync_failure = ""  # why no sync will release the weights any more
 
     @ray.method(concurrency_group="sync")
-    def open_sender(self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float) -> tuple[str, int] | None:
+    def open_sender(
+        self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float
+    ) -> tuple[str, int] | None:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
         self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
@@ -60,13 +65,17 @@ class SendingEnd:
         unpin()
         own = self.cfg.weight_sync.sender == "sharded"
         if version != self.version and not (own and self.sender.kept == version):
-            raise SyncError(f"trainer rank {self.rank} holds version {self.version}, asked to send {version}")
+            raise SyncError(
+                f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
+            )
         if own:
             return self.sender.send(self.weight_tensors(), version)
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
             return self.sender.send((tensor for _, tensor in gathered), version)
-        return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(gathered)  # which has nothing here
+        return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(
+            gathered
+        )  # which has nothing here
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:
@@ -95,7 +104,9 @@ class SendingEnd:
         limit_s = self.cfg.trainer.step_timeout_s
         who = f"trainer rank {self.rank}: version {self.version}"
         with self.changing:
-            ended = self.changing.wait_for(lambda: self.sync_failure or self.released >= self.version, limit_s)
+            ended = self.changing.wait_for(
+                lambda: self.sync_failure or self.released >= self.version, limit_s
+            )
         if self.sync_failure:
             raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
         if not ended:

@@ -19,12 +19,19 @@ from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    get_layerwise_info,
+)
 
-from one_step_off.distributed_util import Receiver
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.cluster.errors import SyncError
+from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.in_place import InPlace, NotInPlace
+from one_step_off.weight_sync.receiver import Receiver
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
@@ -34,12 +41,21 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
 
     def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
-        self, pieces: list, bucket_bytes: int, first_receiver: int, host: str, timeout_s: float, **groups: Any
+        self,
+        pieces: list,
+        bucket_bytes: int,
+        first_receiver: int,
+        host: str,
+        timeout_s: float,
+        **groups: Any,
     ) -> None:
         """Build the plan and join the senders' groups; an earlier epoch's are given up. Plain data only, since it crosses
         process borders: `pieces[s]` are the fields of sender s's WeightPieces. `groups`: for `Receiver.connect`."""
         pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in pieces]
-        plan, index = BucketPlan.build(pieces, bucket_bytes), first_receiver + get_tensor_model_parallel_rank()
+        plan, index = (
+            BucketPlan.build(pieces, bucket_bytes),
+            first_receiver + get_tensor_model_parallel_rank(),
+        )
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
             self.receiver = Receiver(plan, index, torch.device(self.device), host, timeout_s)
             # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync. Taken while
@@ -52,26 +68,34 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     def start_weight_update(self) -> None:
         """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
         self.report: dict[str, Any] = {}
-        if self.receiver.live:  # it writes all that the epoch's first update has loaded: `loaded` stays true
+        if (
+            self.receiver.live
+        ):  # it writes all that the epoch's first update has loaded: `loaded` stays true
             return
         self.loaded: set[str] = set()
         start = time.perf_counter()
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
-            if info.can_load():  # what an update that broke has left: the reload would take it for its own
+            if (
+                info.can_load()
+            ):  # what an update that broke has left: the reload would take it for its own
                 _place_kernel_tensors(layer, info)
                 info.reset()
         initialize_layerwise_reload(self.model)
         for method in (getattr(layer, "quant_method", None) for layer in self.model.modules()):
             if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
-                method.moe_kernel = None  # vLLM packs experts for CPUs only while it makes their kernel
+                method.moe_kernel = (
+                    None  # vLLM packs experts for CPUs only while it makes their kernel
+                )
         self.report = {"prepare": time.perf_counter() - start}
 
     def receive_weights(self, update_info: dict[str, int]) -> None:
         """Receive all buckets of "version"; verified by checksum and by name when this returns."""
         self.report |= self.receiver.receive(self._load, **update_info)
         if missing := sorted(self.expected - self.loaded):
-            raise SyncError(f"{self.receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}")
+            raise SyncError(
+                f"{self.receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}"
+            )
 
     update_weights = receive_weights  # the receiver has synchronised what there is to
 
@@ -118,7 +142,11 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         for layer in self.model.modules() if len(self.receiver.plan.buckets) > 1 else ():
             for _, bound in get_layerwise_info(layer).loaded_weights:
                 for key, value in bound.arguments.items():
-                    if isinstance(value, torch.Tensor) and not value.is_meta and not hasattr(value, "is_own_copy"):
+                    if (
+                        isinstance(value, torch.Tensor)
+                        and not value.is_meta
+                        and not hasattr(value, "is_own_copy")
+                    ):
                         bound.arguments[key] = value.clone()
                         bound.arguments[key].is_own_copy = True
 

@@ -47,4 +47,8 @@ class WeightPiece:
 
     def place(self, tensor: Any, first: int = 0) -> Any:
         """Where the piece lies in the whole tensor, or in another piece of it that starts at `first`: a view."""
-        return tensor.narrow(self.dim, self.start - first, self.stop - self.start) if self.shape else tensor
+        return (
+            tensor.narrow(self.dim, self.start - first, self.stop - self.start)
+            if self.shape
+            else tensor
+        )

@@ -41,33 +41,69 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=1e9, help="begin no kill after so many")
     parser.add_argument("--out", type=Path, default=Path("outputs/chaos"))
-    parser.add_argument("--kinds", default="", help=f"of {', '.join(KINDS)}; default: all that the run has")
-    parser.add_argument("--each", action="store_true", help="the kinds one after the other, not by chance")
+    parser.add_argument(
+        "--kinds", default="", help=f"of {', '.join(KINDS)}; default: all that the run has"
+    )
+    parser.add_argument(
+        "--each", action="store_true", help="the kinds one after the other, not by chance"
+    )
     parser.add_argument("--points", default="", help="names, separated by commas; default: all")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer")
     parser.add_argument("--critic", action="store_true", help="train one too, in a pool of its own")
     parser.add_argument("--stop", action="store_true", help="also SIGSTOP: processes that hang")
     parser.add_argument("--limit", type=float, default=150.0, help="seconds for one recovery")
-    parser.add_argument("--reach", type=float, default=20.0, help="seconds for a point to be reached")
-    parser.add_argument("--exact", action="store_true", help="only the driver; compare bits with a run never stopped")
-    parser.add_argument("--compare", action="store_true", help="in the end with a run that nothing was killed of, too")
     parser.add_argument(
-        "--syncs", action="store_true", help="break weight syncs instead; every pair of properties once"
+        "--reach", type=float, default=20.0, help="seconds for a point to be reached"
     )
-    parser.add_argument("--all", action="store_true", help="with --syncs: the whole matrix, for hours")
-    parser.add_argument("--faults", action="append", default=[], help='with --syncs: only these, "KIND: POINT: ACTION"')
-    parser.add_argument("--layouts", action="append", default=[], help="with --syncs: only these, RANKSxREPLICAS")
     parser.add_argument(
-        "--versions", action="append", default=[], help="with --syncs: only first, second, middle, last"
+        "--exact",
+        action="store_true",
+        help="only the driver; compare bits with a run never stopped",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="in the end with a run that nothing was killed of, too",
+    )
+    parser.add_argument(
+        "--syncs",
+        action="store_true",
+        help="break weight syncs instead; every pair of properties once",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="with --syncs: the whole matrix, for hours"
+    )
+    parser.add_argument(
+        "--faults",
+        action="append",
+        default=[],
+        help='with --syncs: only these, "KIND: POINT: ACTION"',
+    )
+    parser.add_argument(
+        "--layouts", action="append", default=[], help="with --syncs: only these, RANKSxREPLICAS"
+    )
+    parser.add_argument(
+        "--versions",
+        action="append",
+        default=[],
+        help="with --syncs: only first, second, middle, last",
     )
     parser.add_argument("keys", nargs="*", help="section.key=value, for the run")
     args = parser.parse_args(argv)
-    args.kinds = [kind for kind in args.kinds.split(",") if kind] or [k for k in KINDS if args.critic or k != "critic"]
+    args.kinds = [kind for kind in args.kinds.split(",") if kind] or [
+        k for k in KINDS if args.critic or k != "critic"
+    ]
     args.points = [point for point in args.points.split(",") if point]
-    unknown = set(args.kinds) - set(KINDS) | set(args.points) - {p.name for p in POINTS} - {ANYWHERE}
+    unknown = set(args.kinds) - set(KINDS) | set(args.points) - {p.name for p in POINTS} - {
+        ANYWHERE
+    }
     if unknown:
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    possible = [k for k in args.kinds if not args.points or {p.name for p in POINTS if p.kind == k} & set(args.points)]
+    possible = [
+        k
+        for k in args.kinds
+        if not args.points or {p.name for p in POINTS if p.kind == k} & set(args.points)
+    ]
     args.kinds = args.kinds if ANYWHERE in args.points else possible
     return args
 
@@ -93,7 +129,10 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
         code = command.end(signal.SIGTERM)
         if code != 130:
             wrong.append(f"SIGTERM at the end: exit code {code}, not 130")
-        wrong += [f"after SIGTERM: still there: {line[:80]}" for line in command.wait_until_gone()[1].values()]
+        wrong += [
+            f"after SIGTERM: still there: {line[:80]}"
+            for line in command.wait_until_gone()[1].values()
+        ]
         steps = max(command.steps(), last) + 1
         if go_on:
             steps += STEPS_LEFT
@@ -105,11 +144,18 @@ def disturb(args: argparse.Namespace, go_on: bool = True) -> dict[str, Any]:
         wrong += real.left_behind(command)
         if args.compare:
             whole, bad = undisturbed(args, steps)
-            wrong += bad or [f"{name} differs from the whole run's" for name in differing(whole, command.folder)]
+            wrong += bad or [
+                f"{name} differs from the whole run's" for name in differing(whole, command.folder)
+            ]
     finally:
         command.clear()
     wrong += [describe(kill) for kill in chaos.kills if kill.wrong or kill.left]
-    done = {"kills": as_rows(chaos.kills), "hit": len(chaos.done), "steps": steps, "starts": command.starts}
+    done = {
+        "kills": as_rows(chaos.kills),
+        "hit": len(chaos.done),
+        "steps": steps,
+        "starts": command.starts,
+    }
     return done | {"wrong": wrong, "seconds": time.monotonic() - begin, "table": table(chaos.kills)}
 
 
@@ -123,14 +169,20 @@ def exact(args: argparse.Namespace) -> dict[str, Any]:
     while len(stops) < args.kills and time.monotonic() - begin < 60 * args.minutes:
         runs += 1
         out = args.out / f"stopped_{runs}"
-        command = Command(out, real.settings(out / "run", EXACT_STEPS, args.ranks, args.critic, args.keys))
+        command = Command(
+            out, real.settings(out / "run", EXACT_STEPS, args.ranks, args.critic, args.keys)
+        )
         try:
             wrong += _stopped_run(command, chance, args.kills, stops, begin + 60 * args.minutes)
         finally:
             command.clear()
         other = differing(whole, command.folder)
         wrong += [f"run {runs}: {name} differs from the whole run's" for name in other]
-        print(f"run {runs}, {len(stops)} stops so far: " + (f"other {other}" if other else "same bits"), flush=True)
+        print(
+            f"run {runs}, {len(stops)} stops so far: "
+            + (f"other {other}" if other else "same bits"),
+            flush=True,
+        )
     lines = ["| Signal | Stops | Between these steps |", "| --- | --- | --- |"]
     for name in dict.fromkeys(stop["signal"] for stop in stops):
         own = [stop["step"] for stop in stops if stop["signal"] == name]
@@ -162,7 +214,13 @@ def _stopped_run(
             return wrong + real.left_behind(command)
         gone, left = command.wait_until_gone()
         stops.append(
-            {"signal": number.name, "step": step, "code": code, "end_s": time.monotonic() - begin, "gone_s": gone}
+            {
+                "signal": number.name,
+                "step": step,
+                "code": code,
+                "end_s": time.monotonic() - begin,
+                "gone_s": gone,
+            }
         )
         wrong += [f"{number.name} after step {step}: left {line[:80]}" for line in left.values()]
         if code != (-9 if number == signal.SIGKILL else 130):
@@ -181,7 +239,8 @@ def differing(one: Path, two: Path) -> list[str]:
     same = {
         "ledger.jsonl": real.rows(one, "ledger.jsonl") == real.rows(two, "ledger.jsonl"),
         "metrics.jsonl (without what a clock says)": learnt(one) == learnt(two),
-        "hf_model": set(mine) == set(theirs) and all(torch.equal(mine[name], theirs[name]) for name in mine),
+        "hf_model": set(mine) == set(theirs)
+        and all(torch.equal(mine[name], theirs[name]) for name in mine),
     }
     return [name for name, equal in same.items() if not equal]
 
@@ -189,13 +248,17 @@ def differing(one: Path, two: Path) -> list[str]:
 def undisturbed(args: argparse.Namespace, steps: int) -> tuple[Path, list[str]]:
     """The same run without kills: its folder, and what is wrong with it."""
     out = args.out / "whole"
-    whole = Command(out, real.settings(out / "run", steps, args.ranks, args.critic, args.keys), inject=False)
+    whole = Command(
+        out, real.settings(out / "run", steps, args.ranks, args.critic, args.keys), inject=False
+    )
     try:
         whole.start()
         code = whole.process.wait(300 + 5 * steps)
     finally:
         whole.clear()
-    return whole.folder, [f"the whole run ended with exit code {code}; see {whole.log}"] * (code != 0)
+    return whole.folder, [f"the whole run ended with exit code {code}; see {whole.log}"] * (
+        code != 0
+    )
 
 
 def main(argv: list[str]) -> int:
@@ -214,8 +277,14 @@ def main(argv: list[str]) -> int:
     (args.out / "result.json").write_text(json.dumps(found, indent=2) + "\n")
     told = [f"`{found['command']}`", "", found.get("table", ""), ""]
     what = "broken syncs" if args.syncs else "kills"
-    told += [f"{found.get('hit', len(found.get('stops', ())))} {what}, {found.get('seconds', 0):.0f} s."]
-    told += ["All as promised."] if not found["wrong"] else ["Wrong:", *(f"- {line}" for line in found["wrong"])]
+    told += [
+        f"{found.get('hit', len(found.get('stops', ())))} {what}, {found.get('seconds', 0):.0f} s."
+    ]
+    told += (
+        ["All as promised."]
+        if not found["wrong"]
+        else ["Wrong:", *(f"- {line}" for line in found["wrong"])]
+    )
     (args.out / "result.md").write_text("\n".join(told) + "\n")
     print("\n".join(told), flush=True)
     return 1 if found["wrong"] else 0

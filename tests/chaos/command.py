@@ -42,7 +42,9 @@ TINY = {
 }
 
 
-def settings(folder: Path, steps: int, ranks: int = 1, critic: bool = False, more: Sequence[str] = ()) -> list[str]:
+def settings(
+    folder: Path, steps: int, ranks: int = 1, critic: bool = False, more: Sequence[str] = ()
+) -> list[str]:
     """The arguments of a run: `ranks` of the actor, two replicas, perhaps a critic in a pool of its own."""
     pools = f"placement.pools={{rollout: [2], actor: [{ranks}]{', critic: [1]' if critic else ''}}}"
     keys = [f"{key}={value}" for key, value in TINY.items()]
@@ -69,14 +71,20 @@ class Command:
     """One run: its command, started as often as needed. `marks` tells its processes from all others."""
 
     def __init__(
-        self, out: Path, arguments: list[str], inject: bool = True, module: str = "one_step_off.main_ppo"
+        self,
+        out: Path,
+        arguments: list[str],
+        inject: bool = True,
+        module: str = "one_step_off.main_ppo",
     ) -> None:
         self.module = module
         self.out, self.folder, self.arguments, self.inject = out, out / "run", arguments, inject
         self.mark, self.starts = f"{os.getpid()}-{time.time_ns()}", 0
         self.process: subprocess.Popen | None = None
         self.belongings = Belongings()
-        self.temporary = Path(tempfile.mkdtemp(prefix="chaos_", dir="/tmp"))  # short, as sockets need it
+        self.temporary = Path(
+            tempfile.mkdtemp(prefix="chaos_", dir="/tmp")
+        )  # short, as sockets need it
         self.out.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -104,7 +112,13 @@ class Command:
             log.write(f"--- start {self.starts}, {time.strftime('%H:%M:%S')}\n")
             log.flush()
             command = [sys.executable, "-m", self.module, *self.arguments]
-            how = {"env": env, "cwd": ROOT, "stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
+            how = {
+                "env": env,
+                "cwd": ROOT,
+                "stdout": log,
+                "stderr": subprocess.STDOUT,
+                "start_new_session": True,
+            }
             self.process = subprocess.Popen(command, preexec_fn=_end_with_parent, **how)
 
     def steps(self) -> int:
@@ -149,11 +163,17 @@ def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:
     ledger, metrics = rows(command.folder, "ledger.jsonl"), rows(command.folder, "metrics.jsonl")
     for name, have in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
         if [row["step"] for row in have] != list(range(steps)):
-            found.append(f"{name}: steps are {_ranges([row['step'] for row in have])}, not 0 to {steps - 1} once each")
+            found.append(
+                f"{name}: steps are {_ranges([row['step'] for row in have])}, not 0 to {steps - 1} once each"
+            )
     prompts = [row["prompts"] for row in ledger]
-    wrong = [i for i, (mine, theirs) in enumerate(zip(prompts, expected, strict=False)) if mine != theirs]
+    wrong = [
+        i for i, (mine, theirs) in enumerate(zip(prompts, expected, strict=False)) if mine != theirs
+    ]
     if wrong:
-        found.append(f"ledger.jsonl: other prompts, or in another order, in steps {wrong[:5]} ({len(wrong)} in all)")
+        found.append(
+            f"ledger.jsonl: other prompts, or in another order, in steps {wrong[:5]} ({len(wrong)} in all)"
+        )
     seen = [tuple(prompt) for step in prompts for prompt in step]
     if len(seen) != len(set(seen)):
         found.append(f"ledger.jsonl: {len(seen) - len(set(seen))} prompts stand there twice")
@@ -175,7 +195,9 @@ def left_behind(command: Command) -> list[str]:
     found = [f"process {pid} {line[:80]}" for pid, line in processes.items()]
     found += command.belongings.left()
     known = ("torchinductor_",)  # a cache, meant to stay
-    return found + [f"{path}" for path in sorted(command.temporary.iterdir()) if not path.name.startswith(known)]
+    return found + [
+        f"{path}" for path in sorted(command.temporary.iterdir()) if not path.name.startswith(known)
+    ]
 
 
 def expected_prompts(arguments: list[str], steps: int) -> list[list]:

@@ -47,7 +47,12 @@ class Chaos:
     """Arms, waits, and starts the driver again. `limit_s`: for one recovery; `reach_s`: for a point to be reached."""
 
     def __init__(
-        self, command: Command, seed: int, limit_s: float, reach_s: float, say: Callable[[str], None] = print
+        self,
+        command: Command,
+        seed: int,
+        limit_s: float,
+        reach_s: float,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.command, self.random, self.limit_s, self.reach_s, self.say = (
             command,
@@ -70,7 +75,9 @@ class Chaos:
         known = [p.name for p in POINTS if p.kind == kind] + [ANYWHERE]
         point = self.random.choice([name for name in known if not points or name in points])
         name = (
-            "SIGSTOP" if stop and kind in ("replica", "engine", "trainer") and self.random.random() < 0.2 else "SIGKILL"
+            "SIGSTOP"
+            if stop and kind in ("replica", "engine", "trainer") and self.random.random() < 0.2
+            else "SIGKILL"
         )
         return Kill(len(self.kills), kind, point, name, self.random.randrange(3))
 
@@ -117,7 +124,13 @@ class Chaos:
     def _arm(self, kill: Kill) -> None:
         if kill.point in RARE:
             kill.skip = 0
-        wish = {"id": kill.number, "kind": kill.kind, "point": kill.point, "skip": kill.skip, "signal": kill.signal}
+        wish = {
+            "id": kill.number,
+            "kind": kill.kind,
+            "point": kill.point,
+            "skip": kill.skip,
+            "signal": kill.signal,
+        }
         new = self._path("armed.new")
         new.write_text(json.dumps(wish))
         os.replace(new, self._path("armed"))
@@ -126,8 +139,14 @@ class Chaos:
         self._path("armed").unlink(missing_ok=True)
 
     def _directly(self, kill: Kill) -> None:
-        found = [pid for pid, line in self.command.processes().items() if line.startswith(TITLES.get(kill.kind, "\0"))]
-        pid = self.command.process.pid if kill.kind == "driver" else self.random.choice(found or [0])
+        found = [
+            pid
+            for pid, line in self.command.processes().items()
+            if line.startswith(TITLES.get(kill.kind, "\0"))
+        ]
+        pid = (
+            self.command.process.pid if kill.kind == "driver" else self.random.choice(found or [0])
+        )
         if pid:
             kill.pid, kill.step, kill.time = pid, self.command.steps(), time.time()
             os.kill(pid, getattr(signal, kill.signal))
@@ -192,7 +211,11 @@ class Chaos:
 
 def describe(kill: Kill) -> str:
     """One line."""
-    how = f"recovered in {kill.recovered_s:.1f} s" if kill.recovered_s is not None and not kill.wrong else kill.wrong
+    how = (
+        f"recovered in {kill.recovered_s:.1f} s"
+        if kill.recovered_s is not None and not kill.wrong
+        else kill.wrong
+    )
     gone = "" if kill.gone_s is None else f", processes gone after {kill.gone_s:.1f} s"
     left = f", LEFT: {kill.left}" if kill.left else ""
     return f"{kill.number:3d} {kill.signal} {kill.kind}, {kill.point}, after step {kill.step}: {how}{gone}{left}"

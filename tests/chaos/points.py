@@ -13,7 +13,11 @@ from dataclasses import dataclass
 
 Test = Callable[[tuple, dict], bool]
 
-ACTIONS = ("raise", "hang", "corrupt")  # an exception, a call that never returns, a wrong number in what is compared
+ACTIONS = (
+    "raise",
+    "hang",
+    "corrupt",
+)  # an exception, a call that never returns, a wrong number in what is compared
 
 
 @dataclass(frozen=True)
@@ -61,32 +65,28 @@ def _other_log_probs(args: tuple) -> None:
     args[2][0] = args[2][0] + 9.0
 
 
-FSDP, SYNC, ROLLOUT = (
-    "one_step_off.training.fsdp_workers",
-    "one_step_off.distributed_util",
-    "one_step_off.rollout.vllm_replica",
-)
-SENDING, RECEIVER, PIPELINE = (
-    "one_step_off.weight_sync.trainer_sender",
-    "one_step_off.weight_sync.vllm_receiver",
-    "one_step_off.ray_trainer",
-)
-CHECKPOINT, GROUPS, WEIGHTS = (
-    "one_step_off.checkpoint.checkpoints",
-    "one_step_off.rollout.replica_group",
-    "one_step_off.weight_sync.coordinator",
-)
+FSDP = "one_step_off.training.fsdp_workers"
+ROLLOUT = "one_step_off.rollout.vllm_replica"
+SENDER = "one_step_off.weight_sync.sender"
+RECEIVER = "one_step_off.weight_sync.receiver"
+TRAINER_SENDER = "one_step_off.weight_sync.trainer_sender"
+VLLM_RECEIVER = "one_step_off.weight_sync.vllm_receiver"
+PIPELINE = "one_step_off.ray_trainer"
+CHECKPOINT = "one_step_off.checkpoint.checkpoints"
+REPLICA_GROUP = "one_step_off.rollout.replica_group"
+TRAINER_GROUP = "one_step_off.training.trainer_group"
+COORDINATOR = "one_step_off.weight_sync.coordinator"
 
 POINTS = [
     # The driver.
     Point("generating", "driver", f"{PIPELINE}:Pipeline._collect"),
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
-    Point("before the sync", "driver", f"{WEIGHTS}:WeightSync.__call__"),
-    Point("in the sync", "driver", f"{WEIGHTS}:WeightSync._metrics"),
+    Point("before the sync", "driver", f"{COORDINATOR}:WeightSync.__call__"),
+    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._metrics"),
     Point(
         "in the canary",
         "driver",
-        f"{WEIGHTS}:WeightSync._check_canary",
+        f"{COORDINATOR}:WeightSync._check_canary",
         version=_stamped,
         corrupt=_other_log_probs,
     ),
@@ -95,7 +95,9 @@ POINTS = [
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
     Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_sync"),
     Point("checkpoint: has its name", "driver", f"{CHECKPOINT}:Checkpointer._commit", "after"),
-    Point("between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"),
+    Point(
+        "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
+    ),
     Point("starting", "driver", "one_step_off.runtime.processes:Spawned.setup"),
     Point("resuming", "driver", "one_step_off.runtime.processes:Spawned.load_state"),
     # A replica: the Ray actor.
@@ -110,24 +112,47 @@ POINTS = [
     Point("generating", "engine", f"{ROLLOUT}:RolloutReplica._generate", "after"),
     Point("idle", "engine", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
     Point("in the canary", "engine", f"{ROLLOUT}:RolloutReplica.score"),
-    Point("in the header", "engine", f"{SYNC}:Receiver._headers", version=_second, corrupt=_other_plan),
-    Point("before the first bucket", "engine", f"{SYNC}:Receiver._headers", "after", version=_second),
+    Point(
+        "in the header",
+        "engine",
+        f"{RECEIVER}:Receiver._headers",
+        version=_second,
+        corrupt=_other_plan,
+    ),
+    Point(
+        "before the first bucket",
+        "engine",
+        f"{RECEIVER}:Receiver._headers",
+        "after",
+        version=_second,
+    ),
     Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
-    Point("loading", "engine", f"{RECEIVER}:OneStepOffTransferEngine._load"),
-    Point("after the last bucket", "engine", f"{SYNC}:Receiver._check_sums", corrupt=_other_sum),
-    Point("packing layers", "engine", f"{RECEIVER}:OneStepOffTransferEngine.finish_weight_update"),
-    Point("joining the sync", "engine", f"{RECEIVER}:SyncWorkerExtension.connect_sync"),
+    Point("loading", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine._load"),
+    Point(
+        "after the last bucket", "engine", f"{RECEIVER}:Receiver._check_sums", corrupt=_other_sum
+    ),
+    Point(
+        "packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"
+    ),
+    Point("joining the sync", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.connect_sync"),
     # A rank of the actor.
     Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
     Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
     Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
-    Point("joining the sync", "trainer", f"{SENDING}:SendingEnd.connect_sync"),
-    Point("before the first bucket", "trainer", f"{SENDING}:SendingEnd.send_weights", version=_second),
-    Point("between buckets", "trainer", f"{SYNC}:Sender._pack", only=_later_bucket),
-    Point("after the last bucket", "trainer", f"{SENDING}:SendingEnd.send_weights", "after"),
+    Point("joining the sync", "trainer", f"{TRAINER_SENDER}:SendingEnd.connect_sync"),
+    Point(
+        "before the first bucket",
+        "trainer",
+        f"{TRAINER_SENDER}:SendingEnd.send_weights",
+        version=_second,
+    ),
+    Point("between buckets", "trainer", f"{SENDER}:Sender._pack", only=_later_bucket),
+    Point("after the last bucket", "trainer", f"{TRAINER_SENDER}:SendingEnd.send_weights", "after"),
     Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
     Point("checkpoint", "trainer", f"{FSDP}:TrainedWorker._write_state", only=_role("actor")),
-    Point("checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")),
+    Point(
+        "checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")
+    ),
     Point("starting", "trainer", f"{FSDP}:PolicyWorker.setup", only=_role("actor")),
     Point("resuming", "trainer", f"{FSDP}:TrainedWorker.load_state", only=_role("actor")),
     # A rank of the critic.
@@ -140,6 +165,6 @@ POINTS = [
     Point("idle", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch", "idle"),
 ]
 # Nothing happens there; the process notes its weight version.
-NOTES = [Point("", "engine", f"{RECEIVER}:SyncWorkerExtension.sync_weights", version=_second)]
+NOTES = [Point("", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.sync_weights", version=_second)]
 KINDS = tuple(dict.fromkeys(p.kind for p in POINTS))
 RARE = ("starting", "resuming", "joining the sync")  # only while something else comes back

@@ -23,7 +23,12 @@ from typing import Any
 from tests.chaos import command as real
 
 STEPS = 4
-VERSIONS = {"first": 0, "second": 1, "middle": 2, "last": STEPS}  # the last one is for the final evaluation
+VERSIONS = {
+    "first": 0,
+    "second": 1,
+    "middle": 2,
+    "last": STEPS,
+}  # the last one is for the final evaluation
 LIMIT_S = 10.0  # weight_sync.timeout_s: what a hang costs before any process can notice it
 BOUND_S = 30.0  # from then on
 CASE_S = 150.0  # more than any case may take
@@ -79,7 +84,9 @@ class Case:
     replicas: int
     hit: bool = False
     outcome: str = ""
-    reaction_s: float | None = None  # from the detection to the error, or to the restart of what failed
+    reaction_s: float | None = (
+        None  # from the detection to the error, or to the restart of what failed
+    )
     wrong: str = ""
 
     @property
@@ -98,7 +105,9 @@ class Case:
 def all_cases() -> list[Case]:
     """The whole matrix."""
     layouts = list(itertools.product((1, 2), (1, 2)))
-    cases = [Case(*fault, "first", o, *at) for fault in JOINING for o in (False, True) for at in layouts]
+    cases = [
+        Case(*fault, "first", o, *at) for fault in JOINING for o in (False, True) for at in layouts
+    ]
     both = itertools.product(IN_A_SYNC, VERSIONS, (False, True), layouts)
     return cases + [Case(*fault, version, overlap, *at) for fault, version, overlap, at in both]
 
@@ -107,7 +116,13 @@ def covering(cases: list[Case], seed: int) -> list[Case]:
     """So few of them that every pair of two properties' values that occurs at all occurs in one (greedy)."""
 
     def pairs(case: Case) -> set[tuple]:
-        values = [(case.kind, case.point, case.action), case.version, case.overlap, case.ranks, case.replicas]
+        values = [
+            (case.kind, case.point, case.action),
+            case.version,
+            case.overlap,
+            case.ranks,
+            case.replicas,
+        ]
         return set(itertools.combinations(enumerate(values), 2))
 
     shuffled = random.Random(seed).sample(cases, len(cases))
@@ -129,7 +144,11 @@ class Layout:
 
         self.out, self.lines = out, []
         pools = f"placement.pools={{rollout: [{replicas}], actor: [{ranks}]}}"
-        more = ["data.val_files=generator:word_problems", "data.val_size=4", f"weight_sync.timeout_s={LIMIT_S}"]
+        more = [
+            "data.val_files=generator:word_problems",
+            "data.val_size=4",
+            f"weight_sync.timeout_s={LIMIT_S}",
+        ]
         more += [pools, "trainer.test_freq=-1", "trainer.val_before_train=false"]
         self.cfg = load(real.settings(out / "run", STEPS, more=more))
         self.prepared = launch.prepare(self.cfg, lambda line: None)
@@ -210,7 +229,13 @@ class Layout:
 
     def arm(self, number: int, case: Case) -> None:
         """Let the fault happen once, from now on."""
-        wish = {"id": number, "kind": case.kind, "point": case.point, "skip": 0, "signal": case.action}
+        wish = {
+            "id": number,
+            "kind": case.kind,
+            "point": case.point,
+            "skip": 0,
+            "signal": case.action,
+        }
         if case.point != "joining the sync":
             wish["version"] = VERSIONS[case.version]
         (self.out / "armed.new").write_text(json.dumps(wish))
@@ -222,9 +247,13 @@ class Layout:
             return f"{case.reaction_s:.1f} s from the detection"
         if case.expected == "replica" and (case.outcome != "ended well" or restarts != 1):
             return f"the run did not go on with one restart ({restarts})"
-        if case.expected == "attempt" and not (another and case.outcome.startswith(("ProcessDied", "TrainerDied"))):
+        if case.expected == "attempt" and not (
+            another and case.outcome.startswith(("ProcessDied", "TrainerDied"))
+        ):
             return "no other attempt would begin"
-        if case.expected == "error" and (another or not case.outcome.startswith(("SyncError", "RoleError"))):
+        if case.expected == "error" and (
+            another or not case.outcome.startswith(("SyncError", "RoleError"))
+        ):
             return "no named error"
         return ""
 
@@ -255,7 +284,10 @@ def describe(case: Case) -> str:
 
 def table(cases: list[Case]) -> str:
     """Markdown: cases and seconds per fault."""
-    lines = ["| Process | Phase | Fault | Cases | As promised | Seconds: median, longest |", "| --- " * 6 + "|"]
+    lines = [
+        "| Process | Phase | Fault | Cases | As promised | Seconds: median, longest |",
+        "| --- " * 6 + "|",
+    ]
     groups: dict[tuple, list[Case]] = {}
     for case in cases:
         groups.setdefault((case.kind, case.point, case.action), []).append(case)
@@ -278,9 +310,15 @@ def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
     """Start every layout after the other; returns what `tests.chaos` writes down."""
     cases = all_cases() if args.all else covering(all_cases(), args.seed)
     if args.faults:
-        cases = [case for case in cases if f"{case.kind}: {case.point}: {case.action}" in args.faults]
+        cases = [
+            case for case in cases if f"{case.kind}: {case.point}: {case.action}" in args.faults
+        ]
     if args.versions:
-        cases = [case for case in cases if case.version in args.versions or case.point == "joining the sync"]
+        cases = [
+            case
+            for case in cases
+            if case.version in args.versions or case.point == "joining the sync"
+        ]
     if args.layouts:
         cases = [case for case in cases if f"{case.ranks}x{case.replicas}" in args.layouts]
     begin, ended, wrong = time.monotonic(), [], []

@@ -23,7 +23,12 @@ def marked(mark: str) -> dict[int, str]:
         with contextlib.suppress(OSError):
             variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if any(variable.startswith(wanted) for variable in variables):
-                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                line = (
+                    Path(f"/proc/{pid}/cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                )
                 found[pid] = line.strip()
     return found
 
@@ -50,12 +55,18 @@ class Belongings:
             with contextlib.suppress(OSError):  # somebody else's has just gone
                 new = path.name not in self.before and path.stat().st_uid == os.geteuid()
                 segments += [str(path)] * (new and path.stat().st_ino not in used)
-        listening = {link.laddr.port: link.pid for link in psutil.net_connections("tcp") if link.status == "LISTEN"}
+        listening = {
+            link.laddr.port: link.pid
+            for link in psutil.net_connections("tcp")
+            if link.status == "LISTEN"
+        }
         ports = [f"port {port}" for port, pid in self.ports.items() if listening.get(port) == pid]
         return segments + ports
 
 
-def wait_until_gone(mark: str, limit_s: float, belongings: Belongings) -> tuple[float, dict[int, str]]:
+def wait_until_gone(
+    mark: str, limit_s: float, belongings: Belongings
+) -> tuple[float, dict[int, str]]:
     """Wait until no process of the run lives: how long that took, and after `limit_s` those that still do."""
     begin = time.monotonic()
     while (left := marked(mark)) and time.monotonic() - begin < limit_s:

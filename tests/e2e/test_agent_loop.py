@@ -50,7 +50,9 @@ def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tm
             "agent.max_turns": 3,
             "agent.max_turn_tokens": 12,
             "agent.max_concurrency": 5,
-            "rollout.sampling_kwargs": {"stop_token_ids": list(range(200))},  # a random model seldom stops by itself
+            "rollout.sampling_kwargs": {
+                "stop_token_ids": list(range(200))
+            },  # a random model seldom stops by itself
             "data.max_response_length": 120,
             "trainer.save_freq": 2,
         },
@@ -60,17 +62,25 @@ def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tm
     assert len(rows) == 3
     for row in rows:
         # Three turns, but for those of which one was cut at 12 tokens.
-        assert 1.5 < row["agent/turns/mean"] <= 3.0 and row["agent/tries/mean"] < row["agent/turns/mean"]
+        assert (
+            1.5 < row["agent/turns/mean"] <= 3.0
+            and row["agent/tries/mean"] < row["agent/turns/mean"]
+        )
         assert row["agent/tool_calls/mean"] > 0 and row["agent/tool_errors/mean"] == 0
         assert row["actor/grad_norm"] > 0
         assert row["staleness/max"] == min(1, row["step"])
     assert rows[0]["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
     assert rows[0]["ratio/max"] == pytest.approx(1.0, abs=3e-4)
-    samples, tokenizer = read_samples(finished(tmp_path / "checkpoints")[0]), tiny_qwen.build_tokenizer()
+    samples, tokenizer = (
+        read_samples(finished(tmp_path / "checkpoints")[0]),
+        tiny_qwen.build_tokenizer(),
+    )
     assert len(samples) == rows[-1]["samples"]
     for sample in samples:
         assert len(sample.response_ids) == len(sample.loss_mask) and sample.loss_mask[-1]
-        assert (sample.versions[~sample.loss_mask] == -1).all() and (sample.versions[sample.loss_mask] >= 0).all()
+        assert (sample.versions[~sample.loss_mask] == -1).all() and (
+            sample.versions[sample.loss_mask] >= 0
+        ).all()
         assert not sample.log_probs[~sample.loss_mask].any() and sample.extra["agent"]["turns"] <= 3
         heard = tokenizer.decode(sample.response_ids[~sample.loss_mask])
         facts, words = sample.extra["agent"], {"tool_calls": "x " * 20, "tries": "That is wrong."}
@@ -83,7 +93,9 @@ def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tm
 def test_the_example_learns_to_call_its_tool(tmp_path):
     """Products that only the calculator knows: both the rate of calls and what is right held out must rise."""
     command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/tool_agent.yaml"]
-    done = subprocess.run([*command, f"trainer.output_dir={tmp_path}"], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, f"trainer.output_dir={tmp_path}"], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     calls = [row["agent/used_tools/mean"] for row in rows]

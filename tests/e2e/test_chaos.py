@@ -19,7 +19,18 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
     """Killed so often, then SIGTERM. Ledger, rows and leftovers are checked."""
-    args = ["--kills", f"{kills}", "--kinds", kinds, "--points", points, "--seed", "1", "--out", f"{tmp_path}/c"]
+    args = [
+        "--kills",
+        f"{kills}",
+        "--kinds",
+        kinds,
+        "--points",
+        points,
+        "--seed",
+        "1",
+        "--out",
+        f"{tmp_path}/c",
+    ]
     found = disturb(parsed(args), go_on=False)
     assert found["wrong"] == [] and found["hit"] == kills, json.dumps(found, indent=1)
     assert found["starts"] == 1, "the run itself never ended"
@@ -47,7 +58,18 @@ def test_a_replica_and_an_engine_die_one_after_the_other(tmp_path: Path):
 @pytest.mark.ci
 def test_one_of_each_kind_of_process_dies_and_the_run_goes_on(tmp_path: Path):
     """By its number, at any moment: driver, replica, engine, trainer, critic, reward worker."""
-    args = ["--kills", "6", "--each", "--critic", "--points", "anywhere", "--seed", "3", "--out", f"{tmp_path}/c"]
+    args = [
+        "--kills",
+        "6",
+        "--each",
+        "--critic",
+        "--points",
+        "anywhere",
+        "--seed",
+        "3",
+        "--out",
+        f"{tmp_path}/c",
+    ]
     found = disturb(parsed(args))
     assert found["wrong"] == [], json.dumps(found, indent=1)
     assert sorted(kill["kind"] for kill in found["kills"]) == sorted(KINDS)
@@ -69,10 +91,17 @@ def test_everything_dies(tmp_path: Path):
             "corrupt",
             r"SyncError: canary after the sync of version 2: rollout replica \d and",
         ),
-        ("engine", "loading", "raise", "SyncError: weight sync of version 2.*broken on purpose: engine, loading"),
+        (
+            "engine",
+            "loading",
+            "raise",
+            "SyncError: weight sync of version 2.*broken on purpose: engine, loading",
+        ),
     ],
 )
-def test_a_failed_sync_in_mid_run_ends_the_command_by_name(tmp_path: Path, kind, point, action, words):
+def test_a_failed_sync_in_mid_run_ends_the_command_by_name(
+    tmp_path: Path, kind, point, action, words
+):
     """The sync is beside the update of step 2, whose ranks wait for it before their optimiser step."""
     command = Command(tmp_path, settings(tmp_path / "run", 50, ranks=2))
     wish = {"id": 0, "kind": kind, "point": point, "skip": 0, "signal": action, "version": 2}
@@ -80,7 +109,11 @@ def test_a_failed_sync_in_mid_run_ends_the_command_by_name(tmp_path: Path, kind,
     try:
         command.start()
         deadline = time.monotonic() + 240
-        while not (tmp_path / "hit_0").exists() and time.monotonic() < deadline and command.process.poll() is None:
+        while (
+            not (tmp_path / "hit_0").exists()
+            and time.monotonic() < deadline
+            and command.process.poll() is None
+        ):
             time.sleep(0.1)
         assert (tmp_path / "hit_0").exists(), command.log.read_text()
         code = command.process.wait(30)  # from the fault on

@@ -75,9 +75,13 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
             found.append(await roles.sync((0, version)))
         assert {metrics["sync/in_place"] for metrics in found} == {float(not packed)}
         full = found[0]["sync/full_bytes"]
-        assert [i for i, metrics in enumerate(found) if metrics["sync/bytes"] >= full] == [*range(0, syncs + 1, 20)]
+        assert [i for i, metrics in enumerate(found) if metrics["sync/bytes"] >= full] == [
+            *range(0, syncs + 1, 20)
+        ]
         changed = [await answers(roles), await bits(roles)]
-        assert changed[0] != first, "the updates changed nothing, so the comparison below proves nothing"
+        assert changed[0] != first, (
+            "the updates changed nothing, so the comparison below proves nothing"
+        )
         if dtype == "float32":
             await roles.actor.save_hf(str(tmp_path / "after"))
             await compare(roles, str(tmp_path / "after"))

@@ -15,7 +15,9 @@ from tests.e2e.test_sync import sync_and_compare
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+    ),
 ]
 
 TP, PP, EP = ({f"actor.{kind}_parallel_size": 2} for kind in ("tensor", "pipeline", "expert"))
@@ -35,7 +37,9 @@ SLOW = pytest.mark.slow
 def test_engine_equals_hf_after_sync(models, tmp_path, kind, tied, layout):
     other, mine = models(kind, tied=tied, seed=1), models(kind, tied=tied, seed=2)
     pools = {"rollout": [1], "actor": [2]}
-    sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout})
+    sync_and_compare(
+        other, mine, tmp_path, {"placement.pools": pools, "actor.backend": "megatron", **layout}
+    )
 
 
 @pytest.mark.slow
@@ -51,13 +55,21 @@ def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
         ("megatron", 22, [*megatron, "actor.pipeline_parallel_size=2"]),
     ):
         folder = tmp_path / name
-        settings = ["config=config/gsm8k_tiny_cpu.yaml", "model.path=tiny:qwen3", f"trainer.output_dir={folder}"]
+        settings = [
+            "config=config/gsm8k_tiny_cpu.yaml",
+            "model.path=tiny:qwen3",
+            f"trainer.output_dir={folder}",
+        ]
         settings += [f"trainer.total_steps={steps}", "trainer.save_freq=20", *changes]
         done = subprocess.run(
-            [sys.executable, "-m", "one_step_off.main_ppo", *settings], capture_output=True, text=True
+            [sys.executable, "-m", "one_step_off.main_ppo", *settings],
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        found[name, steps] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        found[name, steps] = [
+            json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
+        ]
     fsdp, megatron, resumed = found.values()
     rewards, same = ([row["reward/mean"] for row in rows] for rows in (megatron, fsdp))
     assert len(rewards) == len(same) == 20 and rewards[:5] == pytest.approx(same[:5], abs=1e-3)
@@ -67,7 +79,8 @@ def test_learns_as_fsdp_does_and_goes_on_in_another_layout(tmp_path):
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
     for folder in ("fsdp", "megatron"):
         first, *_, last = (
-            json.loads(line) for line in (tmp_path / folder / "evaluations.jsonl").read_text().splitlines()
+            json.loads(line)
+            for line in (tmp_path / folder / "evaluations.jsonl").read_text().splitlines()
         )
         assert last["val/reward"] > first["val/reward"] + 0.5
     for name in ("actor/grad_norm", "actor/loss", "actor/entropy"):

@@ -50,9 +50,16 @@ def test_reward_workers_die_and_come_back():
     said = ["a", "exit", "bb", "crash", "ccc", "kill", "dddd", "quit", "spin", "eeeee"]
 
     async def main(queue, texts):
-        return await asyncio.gather(*(queue.score(RewardItem((0, 0), i, "", t, "")) for i, t in enumerate(texts)))
+        return await asyncio.gather(
+            *(queue.score(RewardItem((0, 0), i, "", t, "")) for i, t in enumerate(texts))
+        )
 
-    options = {"num_cpus": 2, "include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False}
+    options = {
+        "num_cpus": 2,
+        "include_dashboard": False,
+        "_node_ip_address": "127.0.0.1",
+        "log_to_driver": False,
+    }
     ray.init(address="local", **options)
     try:
         cfg = RewardConfig(function=f"{__name__}:deadly", timeout_s=0.5)
@@ -65,7 +72,9 @@ def test_reward_workers_die_and_come_back():
                 assert reward == len(text)
             else:
                 assert isinstance(reward, RewardError), text
-                assert ("raised SystemExit" if text == "quit" else "killed the process") in str(reward)
+                assert ("raised SystemExit" if text == "quit" else "killed the process") in str(
+                    reward
+                )
         pids = asyncio.run(main(RewardQueue(scorers), ["pid"] * 20))
         for pid in set(pids):
             os.kill(int(pid), signal.SIGKILL)
@@ -128,18 +137,28 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
     )
     assert launch.run(cfg) == 0
     rows, ledger = (
-        [json.loads(x) for x in (out / f"{n}.jsonl").read_text().splitlines()] for n in ("metrics", "ledger")
+        [json.loads(x) for x in (out / f"{n}.jsonl").read_text().splitlines()]
+        for n in ("metrics", "ledger")
     )
     skipped = [row["actor/skipped_updates"] for row in rows]
-    assert skipped == [0, 1, 0], "of the two mini-batches of one step the one that has the advantage that is no number"
+    assert skipped == [0, 1, 0], (
+        "of the two mini-batches of one step the one that has the advantage that is no number"
+    )
     assert sum(row["samples/dropped_groups"] for row in rows) > 0 and flag.read_text() == "xx"
     for row, consumed in zip(rows, ledger, strict=True):
         gone = consumed.get("dropped", [])
         assert len(consumed["prompts"]) == 8 and len(gone) == row["samples/dropped_groups"]
-        assert row["samples"] == 4 * (8 - len(gone)) and row["reward/errors"] + row["reward/timeouts"] == 4 * len(gone)
-        dumped = [json.loads(x) for x in (out / f"samples/step_{row['step']:06d}.jsonl").read_text().splitlines()]
+        assert row["samples"] == 4 * (8 - len(gone)) and row["reward/errors"] + row[
+            "reward/timeouts"
+        ] == 4 * len(gone)
+        dumped = [
+            json.loads(x)
+            for x in (out / f"samples/step_{row['step']:06d}.jsonl").read_text().splitlines()
+        ]
         assert len(dumped) == 32 and sum("error" in s for s in dumped) == 4 * len(gone)
-        assert all((int(s["ground_truth"]) % 3 == 0) == ("error" in s) == ("dropped" in s) for s in dumped)
+        assert all(
+            (int(s["ground_truth"]) % 3 == 0) == ("error" in s) == ("dropped" in s) for s in dumped
+        )
     folder = out / "skipped" / "step_000001"
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
     before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
@@ -147,7 +166,11 @@ def test_a_run_goes_on_and_a_skipped_update_is_replayed(models, tmp_path, capfd)
     assert main_ppo.main([f"config={out / 'config.yaml'}", "--replay", str(folder)]) == 0
     said = capfd.readouterr().out
     assert re.search(r"step 1 again, with the weights of \S+checkpoints/step_000001", said), said
-    assert re.search(r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt", said), said
+    assert re.search(
+        r"advantages: \d+ of \d+ trained tokens are not finite\s+nan at prompt", said
+    ), said
     assert re.search(r"ratio: 0 of \d+ trained tokens are not finite", said), said
-    assert re.search(r"actor: .*actor/loss nan, .*actor/skipped_updates 1,", said.replace("\n", " ")), said
+    assert re.search(
+        r"actor: .*actor/loss nan, .*actor/skipped_updates 1,", said.replace("\n", " ")
+    ), said
     assert {p: p.read_bytes() for p in before} == before, "a replay changes nothing of the run"

@@ -94,7 +94,12 @@ class Hosts:
         return max(link["stats64"][way]["bytes"] for way in ("rx", "tx"))
 
     def popen(self, host: str, *command: object, **variables: str) -> subprocess.Popen:
-        env = os.environ | {"PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", **self.token, **variables}
+        env = os.environ | {
+            "PYTHONPATH": str(ROOT),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            **self.token,
+            **variables,
+        }
         words = ["ip", "netns", "exec", self.space[host], *map(str, command)]
         out = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(words, env=env, cwd=ROOT, **out)
@@ -107,10 +112,21 @@ class Hosts:
 
     def ray(self, host: str, cpus: int) -> None:
         """Make a host part of the cluster, `a` as its head, with so many seats."""
-        ray = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--node-ip-address={ADDRESS[host]}"]
+        ray = [
+            sys.executable,
+            "-m",
+            "ray.scripts.scripts",
+            "start",
+            f"--node-ip-address={ADDRESS[host]}",
+        ]
         ray += [f"--num-cpus={cpus}", "--disable-usage-stats", "--object-store-memory=100000000"]
         if host == "a":
-            ray += ["--head", f"--port={PORT}", f"--temp-dir={self.temp}", "--include-dashboard=false"]
+            ray += [
+                "--head",
+                f"--port={PORT}",
+                f"--temp-dir={self.temp}",
+                "--include-dashboard=false",
+            ]
         else:
             ray += [f"--address={ADDRESS['a']}:{PORT}"]
         started = self.popen(host, *ray)
@@ -123,10 +139,22 @@ class Hosts:
 
     def run(self, folder: Path, *overrides: str, **changes: object) -> subprocess.Popen:
         """The default run on CPUs, started on `a`."""
-        keys = {"trainer.output_dir": folder, "data.val_files": "", "trainer.start_timeout_s": START_S, **changes}
-        command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
+        keys = {
+            "trainer.output_dir": folder,
+            "data.val_files": "",
+            "trainer.start_timeout_s": START_S,
+            **changes,
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "one_step_off.main_ppo",
+            "config=config/gsm8k_tiny_cpu.yaml",
+        ]
         address = {"RAY_ADDRESS": f"{ADDRESS['a']}:{PORT}"}
-        return self.popen("a", *command, *(f"{k}={v}" for k, v in keys.items()), *overrides, **address)
+        return self.popen(
+            "a", *command, *(f"{k}={v}" for k, v in keys.items()), *overrides, **address
+        )
 
     def close(self) -> None:
         for space in self.space.values():
@@ -159,9 +187,17 @@ def steps_of(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("seats", "actor", "where"),
     [
-        pytest.param((1, 1), [1], r"([\d.]+): rollout; pool actor \[1\] on (?!\1:)[\d.]+: actor", id="a_role_each"),
         pytest.param(
-            (2, 1), [1, 1], r"\S+ rollout; pool actor \[1, 1\] on ([\d.]+) (?!\1:)[\d.]+: actor", id="ranks_on_both"
+            (1, 1),
+            [1],
+            r"([\d.]+): rollout; pool actor \[1\] on (?!\1:)[\d.]+: actor",
+            id="a_role_each",
+        ),
+        pytest.param(
+            (2, 1),
+            [1, 1],
+            r"\S+ rollout; pool actor \[1, 1\] on ([\d.]+) (?!\1:)[\d.]+: actor",
+            id="ranks_on_both",
         ),
     ],
 )
@@ -178,7 +214,10 @@ def test_a_run_over_the_cable(hosts, models, tmp_path, seats, actor, where):
     assert re.search(r"created pool rollout \[1\] on " + where, said), said
     assert steps_of(tmp_path) == [0, 1, 2, 3]
     metrics = rows(tmp_path, "metrics.jsonl")
-    assert [r["sync/bytes"] for r in metrics] == [0, *[whole := metrics[-1]["sync/full_bytes"]] * 3] and whole > 3e6
+    assert [r["sync/bytes"] for r in metrics] == [
+        0,
+        *[whole := metrics[-1]["sync/full_bytes"]] * 3,
+    ] and whole > 3e6
     # And the first one, before the first step. With ranks on both, half of the model may stay on its host.
     assert hosts.carried() - before >= 4 * whole / len(actor)
     assert all(r["canary/logprob_diff_max"] < 1e-4 for r in metrics)
@@ -211,7 +250,12 @@ def test_a_cable_cut_in_a_sync(hosts, models, tmp_path, far, back_s):
         hosts.slow(40)
     except OSError as e:
         pytest.skip(f"a transfer is slowed down by tc's tbf: {e}")
-    keys = {"model.path": models(), "trainer.total_steps": 8, "trainer.save_freq": 2, "weight_sync.timeout_s": SYNC_S}
+    keys = {
+        "model.path": models(),
+        "trainer.total_steps": 8,
+        "trainer.save_freq": 2,
+        "weight_sync.timeout_s": SYNC_S,
+    }
     keys |= {"placement.pools": "{rollout: [1], actor: [2]}", "trainer.step_timeout_s": 4 * START_S}
     run = hosts.run(tmp_path, **keys)
     cut_in_a_sync(hosts, run, tmp_path, Path(models(), "model.safetensors").stat().st_size)
@@ -224,7 +268,9 @@ def test_a_cable_cut_in_a_sync(hosts, models, tmp_path, far, back_s):
     assert "never retrieved" not in said
     if not back_s or run.returncode:
         assert run.returncode == 1, said
-        error = next(line for line in said.splitlines() if line.startswith("error: the run ended by"))
+        error = next(
+            line for line in said.splitlines() if line.startswith("error: the run ended by")
+        )
         named = r"by \w+: (weight sync of version \d+, (rollout|trainer rank) \d|.*(rollout|actor|replica))"
         assert re.search(named, error), said
         go_on(hosts, seats[1], tmp_path, keys)

@@ -41,7 +41,10 @@ def in_parts(response: str, **_: object) -> dict[str, float]:
 
 
 IN_PARTS = f"{__name__}:in_parts"
-VARIED = {"reward.function": "tests.e2e.test_pipeline:half_letters", "trainer.val_before_train": True}
+VARIED = {
+    "reward.function": "tests.e2e.test_pipeline:half_letters",
+    "trainer.val_before_train": True,
+}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +101,9 @@ def evaluate_only(model: str, folder: Path) -> None:
     )
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert launch.run(only) == 0
-    assert {path: path.read_bytes() for path in before} == before, "an evaluation alone touches nothing of the run"
+    assert {path: path.read_bytes() for path in before} == before, (
+        "an evaluation alone touches nothing of the run"
+    )
     assert json.loads((folder / "val_only" / "summary.json").read_text())["steps"] == 0
     (last,) = rows(folder / "val_only", "evaluations.jsonl")
     assert last["val/version"] == 0 and last["val/samples"] == last["val/other/samples"] == 16
@@ -110,7 +115,9 @@ def listeners() -> Iterator[dict[str, set[str]]]:
     """At which addresses this process and all below it listen meanwhile, and who."""
     found: dict[str, set[str]] = {}
     over, me = threading.Event(), psutil.Process()
-    before = {c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN}  # inherited ones, say
+    before = {
+        c.laddr for c in me.net_connections("inet") if c.status == psutil.CONN_LISTEN
+    }  # inherited ones, say
 
     def look() -> None:
         while not over.wait(0.5):
@@ -118,7 +125,9 @@ def listeners() -> Iterator[dict[str, set[str]]]:
                 with contextlib.suppress(psutil.Error):
                     for c in process.net_connections("inet"):
                         if c.status == psutil.CONN_LISTEN and c.laddr not in before:
-                            found.setdefault(c.laddr.ip, set()).add(" ".join(process.cmdline())[:80])
+                            found.setdefault(c.laddr.ip, set()).add(
+                                " ".join(process.cmdline())[:80]
+                            )
 
     thread = threading.Thread(target=look)
     thread.start()
@@ -131,22 +140,34 @@ def listeners() -> Iterator[dict[str, set[str]]]:
 
 def assert_watched(folder: Path) -> None:
     """The report, the timeline, torch's profile of step 2; the dashboard asks for nothing that a run does not have."""
-    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', (folder / "report.html").read_text())
+    data = re.search(
+        r'<script type="application/json" id="data">(.*?)</script>',
+        (folder / "report.html").read_text(),
+    )
     found = json.loads(data[1])
-    assert found["columns"]["step"] == [0, 1, 2, 3] and found["ended"] == "" and len(found["evaluations"]) == 3
-    assert found["summary"] == [json.loads((folder / "summary.json").read_text())] and found["samples"][0]["response"]
+    assert (
+        found["columns"]["step"] == [0, 1, 2, 3]
+        and found["ended"] == ""
+        and len(found["evaluations"]) == 3
+    )
+    assert (
+        found["summary"] == [json.loads((folder / "summary.json").read_text())]
+        and found["samples"][0]["response"]
+    )
     events = json.loads((folder / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     assert len(events) == len(found["events"]) and not found["cut"]
     works = {(e["cat"], e["name"]) for e in events if e["ph"] == "X"}
-    names = (
-        "rollout 0/generate 3, rollout 0 evaluation/evaluate 2, sync/weights 3, actor/update 3, sync rollout 0/load 2"
-    )
+    names = "rollout 0/generate 3, rollout 0 evaluation/evaluate 2, sync/weights 3, actor/update 3, sync rollout 0/load 2"
     names += ", sync trainer 0/wire 2, evaluation/evaluate 4"
     assert {tuple(name.split("/")) for name in names.split(", ")} <= works
     (profile,) = (folder / "profile").iterdir()
     assert profile.name == "actor_rank_0.json.gz"
     assert json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]
-    known = {name for row in rows(folder, "metrics.jsonl") + rows(folder, "evaluations.jsonl") for name in row}
+    known = {
+        name
+        for row in rows(folder, "metrics.jsonl") + rows(folder, "evaluations.jsonl")
+        for name in row
+    }
     assert dashboard_names() <= {"one_step_off_" + re.sub(r"\W", "_", name) for name in known}
 
 
@@ -158,7 +179,13 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
 
     first = tmp_path / "first"
     watched = {"trainer.profile_step": 2, "logging.prometheus_port": free_port()}
-    cfg = tiny_config(models(), str(first), **VARIED, **{"trainer.test_freq": 2, "trainer.total_steps": 4}, **watched)
+    cfg = tiny_config(
+        models(),
+        str(first),
+        **VARIED,
+        **{"trainer.test_freq": 2, "trainer.total_steps": 4},
+        **watched,
+    )
     with listeners() as found:
         assert launch.run(cfg) == 0
     assert "127.0.0.1" in found and found.keys() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
@@ -173,10 +200,18 @@ def test_one_step_off_run_and_what_it_leaves(models, tmp_path):
     assert metrics[-1]["val/version"] == 4
     assert all(r["sync/bytes"] > 1e6 for r in metrics[1:])
     summary = json.loads((first / "summary.json").read_text())
-    assert summary["steps"] == 4 and summary["overlap_ratio"] > 0 and summary["val/versions"] == [0, 2, 4]
+    assert (
+        summary["steps"] == 4
+        and summary["overlap_ratio"] > 0
+        and summary["val/versions"] == [0, 2, 4]
+    )
     assert {"config.yaml", "versions.json"} <= {p.name for p in first.iterdir()}
     samples = rows(first, "samples/step_000003.jsonl")
-    assert len(samples) == metrics[3]["samples"] and samples[0]["prompt"] and samples[0]["versions"] == [2]
+    assert (
+        len(samples) == metrics[3]["samples"]
+        and samples[0]["prompt"]
+        and samples[0]["versions"] == [2]
+    )
     assert np.mean([s["reward"] for s in samples]) == pytest.approx(metrics[3]["reward/mean"])
     assert [s["prompt_id"][0] for s in rows(first, "samples/val_v000002.jsonl")] == [-1] * 8
     assert len(list((first / "tensorboard").glob("events.out.tfevents.*"))) == 1
@@ -241,7 +276,11 @@ def wait_for_steps(folder: Path, count: int, run: subprocess.Popen) -> None:
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
     _, alive = psutil.wait_procs(processes, timeout=20)
-    left = [f"{p.pid} {' '.join(p.cmdline())[:80]}" for p in alive if p.is_running() and p.status() != "zombie"]
+    left = [
+        f"{p.pid} {' '.join(p.cmdline())[:80]}"
+        for p in alive
+        if p.is_running() and p.status() != "zombie"
+    ]
     assert not left, f"left behind: {left}"
 
 
@@ -261,7 +300,9 @@ def test_ctrl_c_ends_the_run_and_every_process(models, tmp_path):
 def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     """kill -9 of a rank: another incarnation from the last checkpoint; the rows and the prompts are those of one run."""
     run = start_run(
-        models, tmp_path, **{"trainer.total_steps": 9, "trainer.save_freq": 2, "trainer.save_hf_model": False}
+        models,
+        tmp_path,
+        **{"trainer.total_steps": 9, "trainer.save_freq": 2, "trainer.save_hf_model": False},
     )
     wait_for_steps(tmp_path, 4, run)
     family = family_of(run.pid)
@@ -270,7 +311,9 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     victims[0].kill()
     said, _ = run.communicate(timeout=240)
     assert run.returncode == 0, said
-    assert re.search(r"its process died \(pid \d+\).*; going on from .*step_0000\d\d as incarnation 1", said), said
+    assert re.search(
+        r"its process died \(pid \d+\).*; going on from .*step_0000\d\d as incarnation 1", said
+    ), said
     metrics, ledger = rows(tmp_path, "metrics.jsonl"), rows(tmp_path, "ledger.jsonl")
     assert [r["step"] for r in metrics] == [r["step"] for r in ledger] == list(range(9))
     assert metrics[0]["restarts/trainer"] == 0 and metrics[-1]["restarts/trainer"] == 1
@@ -279,7 +322,9 @@ def test_a_run_goes_on_after_the_death_of_its_trainer(models, tmp_path):
     assert len(prompts) == len(set(prompts)) == 9 * 16
     events = json.loads((tmp_path / "timeline.json").read_text().rstrip().rstrip(",") + "]")
     works = [(e["cat"], e["name"]) for e in events if e["ph"] == "X"]
-    assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), "both lives are in it"
+    assert {("checkpoint", "stall 2"), ("checkpoint write", "write 2")} <= set(works), (
+        "both lives are in it"
+    )
     assert works.count(("actor", "update 0")) == 1 and ("actor", "update 8") in works
     assert '"restarts/trainer": [0, ' in (tmp_path / "report.html").read_text()
     assert "Traceback" not in said
@@ -293,7 +338,9 @@ def test_the_default_run_learns(tmp_path, seed):
     """The promise of the default CPU run: the reward of the last 5 steps is 0.2 above that of the first 5."""
     command = [sys.executable, "-m", "one_step_off.main_ppo", "config=config/gsm8k_tiny_cpu.yaml"]
     done = subprocess.run(
-        [*command, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}"], capture_output=True, text=True
+        [*command, f"trainer.seed={seed}", f"trainer.output_dir={tmp_path}"],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((tmp_path / "summary.json").read_text())

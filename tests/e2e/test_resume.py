@@ -11,7 +11,15 @@ import pytest
 import torch
 
 from tests.conftest import tiny_config
-from tests.e2e.test_pipeline import IN_PARTS, VARIED, assert_all_gone, family_of, rows, start_run, wait_for_steps
+from tests.e2e.test_pipeline import (
+    IN_PARTS,
+    VARIED,
+    assert_all_gone,
+    family_of,
+    rows,
+    start_run,
+    wait_for_steps,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -27,7 +35,10 @@ def learnt(folder: Path) -> list[dict]:
     names = [name for name in ("metrics.jsonl", "evaluations.jsonl") if (folder / name).exists()]
     left_out = {"metrics.jsonl": (*TIMES, "val/"), "evaluations.jsonl": TIMES}
     found = ((row.items(), left_out[name]) for name in names for row in rows(folder, name))
-    return [{k: v for k, v in row if not k.startswith(without) and not k.endswith("_s")} for row, without in found]
+    return [
+        {k: v for k, v in row if not k.startswith(without) and not k.endswith("_s")}
+        for row, without in found
+    ]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -48,9 +59,16 @@ def assert_greedy_baselines(folder: Path) -> None:
             assert s["baseline"] == baselines[tuple(s["prompt_id"])]
             assert s["reward"] == pytest.approx(sum(s["reward_parts"].values()))
             assert s["advantage/mean"] == pytest.approx(s["reward"] - s["baseline"], abs=1e-5)
-        assert row["reward/even/mean"] + row["reward/short/mean"] == pytest.approx(row["reward/mean"])
-    saved = [json.loads(x) for x in (folder / "checkpoints/step_000006/samples.jsonl").read_text().splitlines()]
-    assert [s["index"] for s in saved if s["extra"].get("greedy")] == [4] * 4, "a checkpoint keeps them"
+        assert row["reward/even/mean"] + row["reward/short/mean"] == pytest.approx(
+            row["reward/mean"]
+        )
+    saved = [
+        json.loads(x)
+        for x in (folder / "checkpoints/step_000006/samples.jsonl").read_text().splitlines()
+    ]
+    assert [s["index"] for s in saved if s["extra"].get("greedy")] == [4] * 4, (
+        "a checkpoint keeps them"
+    )
 
 
 @pytest.mark.slow  # test_e2e_roles.py has another one, with a critic
@@ -109,7 +127,11 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(models, tmp_path):
     os.killpg(run.pid, signal.SIGINT)
     said, _ = run.communicate(timeout=60)
     assert run.returncode == 130, said
-    assert "checkpoint of step" in said and "the same command goes on" in said and "Traceback" not in said
+    assert (
+        "checkpoint of step" in said
+        and "the same command goes on" in said
+        and "Traceback" not in said
+    )
     assert_all_gone(family)
     done = len(rows(tmp_path, "metrics.jsonl"))
     run = start_run(models, tmp_path, **{"trainer.total_steps": done + 2})

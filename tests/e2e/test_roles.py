@@ -94,8 +94,15 @@ def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
     from one_step_off.runtime import launch
 
     for name, where in (("together", TOGETHER), ("apart", APART), ("colocated", COLOCATED)):
-        assert launch.run(ppo(models(), judge, tmp_path / name, **where, **{"pipeline.staleness": 0})) == 0
-    assert learnt(tmp_path / "together") == learnt(tmp_path / "apart") == learnt(tmp_path / "colocated")
+        assert (
+            launch.run(ppo(models(), judge, tmp_path / name, **where, **{"pipeline.staleness": 0}))
+            == 0
+        )
+    assert (
+        learnt(tmp_path / "together")
+        == learnt(tmp_path / "apart")
+        == learnt(tmp_path / "colocated")
+    )
     pairs = [("actor_update", "critic_update"), ("ref_log_prob", "critic_values")]
     pairs += [("critic_values", "reward_model_score_sequences")]
     for one, other in pairs:
@@ -110,7 +117,9 @@ def test_roles_apart_work_at_once_and_learn_the_same(models, judge, tmp_path):
             sum(row.get(f"time/{what}_s", 0.0) for row in rows(tmp_path / name, "metrics.jsonl"))
             for what in ("update", "actor_update", "critic_update")
         )
-        assert (phase < actor + critic) == (name == "apart"), "side by side it takes less than the sum, in turns more"
+        assert (phase < actor + critic) == (name == "apart"), (
+            "side by side it takes less than the sum, in turns more"
+        )
     on_one_core, on_two = (
         np.median([row["time/update_s"] for row in rows(tmp_path / name, "metrics.jsonl")[1:]])
         for name in ("together", "apart")
@@ -131,14 +140,31 @@ def test_colocated_replicas_read_every_ranks_shards_out_of_shared_memory(models,
     }
     assert launch.run(tiny_config(models(), str(tmp_path / "run"), **VARIED | changes)) == 0
     found = rows(tmp_path / "run", "metrics.jsonl")
-    assert [row["weight_version"] for row in found] == [0, 1, 2] and all(row["staleness/max"] == 0 for row in found)
-    assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), "both replicas hold the trainer's weights"
+    assert [row["weight_version"] for row in found] == [0, 1, 2] and all(
+        row["staleness/max"] == 0 for row in found
+    )
+    assert all(0 < row["canary/logprob_diff_max"] < 1e-4 for row in found), (
+        "both replicas hold the trainer's weights"
+    )
     events = json.loads((tmp_path / "run" / "timeline.json").read_text().rstrip().rstrip(",") + "]")
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("rollout", "evaluation", "actor"))
-    lanes = {(e["cat"], e["name"].split()[0]) for e in events if e.get("cat", "").startswith(("rollout", "eval"))}
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"])
+        for e in events
+        if e.get("cat") in ("rollout", "evaluation", "actor")
+    )
+    lanes = {
+        (e["cat"], e["name"].split()[0])
+        for e in events
+        if e.get("cat", "").startswith(("rollout", "eval"))
+    }
     work = ("rollout", "generate"), ("evaluation", "evaluate")
-    assert lanes == {*work, *((f"rollout {i}{' evaluation' * k}", work[k][1]) for i in (0, 1) for k in (0, 1))}
-    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), "one pool, in turns"
+    assert lanes == {
+        *work,
+        *((f"rollout {i}{' evaluation' * k}", work[k][1]) for i in (0, 1) for k in (0, 1)),
+    }
+    assert all(end <= begin for (_, end), (begin, _) in zip(spans, spans[1:], strict=False)), (
+        "one pool, in turns"
+    )
     said = capfd.readouterr().out
     assert re.search(r"created pool all \[2\] on [0-9.]+: rollout, actor\n", said), said
 
@@ -159,7 +185,12 @@ def test_full_ppo_one_step_off_resumes_exactly(models, judge, tmp_path):
     assert sample["reward"] is not None
     events = (whole / "timeline.json").read_text().rstrip().rstrip(",") + "]"
     names = {(e.get("cat"), e["name"].split()[0]) for e in json.loads(events)}
-    assert {("rollout", "generate"), ("sync", "weights"), ("actor", "update"), ("critic", "update")} <= names
+    assert {
+        ("rollout", "generate"),
+        ("sync", "weights"),
+        ("actor", "update"),
+        ("critic", "update"),
+    } <= names
     shutil.copytree(whole, parts)
     shutil.rmtree(parts / "checkpoints" / "step_000004")
     assert launch.run(ppo(models(), judge, parts, **TOGETHER, **{"trainer.save_freq": 2})) == 0

@@ -32,10 +32,11 @@ def test_every_documented_command_has_a_smallest_form() -> None:
 
 
 def test_every_benchmark_has_a_smallest_form() -> None:
-    programs = {path.stem for path in (ROOT / "benchmarks").glob("*.py") if "__main__" in path.read_text()}
-    run_by_others = {"trl_arm", "zero_sync"}  # the arms of trl_comparison, and of weight_sync --exposed
+    folder = ROOT / "benchmarks"
+    programs = {path.parent.name for path in folder.glob("*/__main__.py")}
+    programs |= {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
     listed = {case.program for case in BENCHMARKS} | {without.program for without in WITHOUT}
-    assert programs - run_by_others == {name.partition(".")[2] for name in listed if name.startswith("benchmarks.")}
+    assert programs == {name.partition(".")[2] for name in listed if name.startswith("benchmarks.")}
 
 
 def test_no_reason_stands_there_for_nothing() -> None:
@@ -68,10 +69,14 @@ def test_a_new_flag_key_or_program_is_not_covered() -> None:
     def covered(line: str) -> bool:
         command = docs_commands.read(line, "page")
         assert isinstance(command, Command)
-        return any(covers(case, command) for case in CASES.values()) or any(w.means(command) for w in WITHOUT)
+        return any(covers(case, command) for case in CASES.values()) or any(
+            w.means(command) for w in WITHOUT
+        )
 
     tiny = "python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml"
-    assert covered("python -m benchmarks.lora --out DIR --model 0.5b") and covered(f"{tiny} trainer.total_steps=7")
+    assert covered("python -m benchmarks.lora --out DIR --model 0.5b") and covered(
+        f"{tiny} trainer.total_steps=7"
+    )
     assert not covered("python -m benchmarks.lora --out DIR --rank 8")
     assert not covered("python -m benchmarks.brand_new --out DIR")
     assert not covered(f"{tiny} --brand-new")
@@ -93,7 +98,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "shell", checkout / "shell")
     (checkout / "venv").symlink_to(sys.prefix)
     # Its work is done: this Python has what setup.sh would install.
-    (checkout / "shell/setup.sh").write_text(f'[[ "${{1:-}}" != --print-venv ]] || echo "{checkout}/venv"\n')
+    (checkout / "shell/setup.sh").write_text(
+        f'[[ "${{1:-}}" != --print-venv ]] || echo "{checkout}/venv"\n'
+    )
     (checkout / "shell/setup.sh").chmod(0o755)
     place = root / "desk"
     place.mkdir()
@@ -105,7 +112,9 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def words_of(case: Smoke, checkout: Path) -> list[str]:
     """The command line. A benchmark runs by shell/bench.sh, as the pages show both ways."""
-    arguments = [re.sub(r"^(config=)?(?=config/)", rf"\1{checkout}/", word) for word in case.arguments]
+    arguments = [
+        re.sub(r"^(config=)?(?=config/)", rf"\1{checkout}/", word) for word in case.arguments
+    ]
     if case.program.startswith("shell/"):
         return ["bash", f"{checkout}/{case.program}", *arguments]
     if case.program == "benchmarks.throughput":
@@ -119,7 +128,11 @@ def outcome(desk: Path) -> Callable[[Smoke], str]:
     printed: dict[str, str] = {}
     paths = os.pathsep.join([str(desk), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # The scripts' own variables must come from the case alone.
-    env = {name: value for name, value in os.environ.items() if name not in ("MODEL", "DATA", "BACKEND", "BENCHMARK")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MODEL", "DATA", "BACKEND", "BENCHMARK")
+    }
     env |= {"PYTHONPATH": paths, "EXTRA": "cpu"}
 
     def of(case: Smoke) -> str:
@@ -128,9 +141,16 @@ def outcome(desk: Path) -> Callable[[Smoke], str]:
         if case.name not in printed:
             words = words_of(case, desk.parent / "checkout")
             done = subprocess.run(
-                words, cwd=desk, env=env | case.variables, capture_output=True, text=True, timeout=LIMIT_S
+                words,
+                cwd=desk,
+                env=env | case.variables,
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S,
             )
-            assert done.returncode == 0, f"{shlex.join(words)}\n{(done.stdout + done.stderr)[-4000:]}"
+            assert done.returncode == 0, (
+                f"{shlex.join(words)}\n{(done.stdout + done.stderr)[-4000:]}"
+            )
             printed[case.name] = done.stdout
         return printed[case.name]
 
@@ -141,7 +161,9 @@ def outcome(desk: Path) -> Callable[[Smoke], str]:
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.timeout(3 * LIMIT_S)
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in [*BENCHMARKS, *PROGRAM]])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name) for case in [*BENCHMARKS, *PROGRAM]]
+)
 def test_runs(case: Smoke, desk: Path, outcome: Callable[[Smoke], str]) -> None:
     if case.needs and importlib.util.find_spec(case.needs.partition(".")[0]) is None:
         pytest.skip(f"{case.needs} is not installed")

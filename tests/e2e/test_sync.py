@@ -52,7 +52,13 @@ def batch_for_update() -> Batch:
         logs = np.full(12, -5.9, np.float32)
         samples.append(
             Sample(
-                (0, i // 4), i % 4, np.arange(8, dtype=np.int32), ids, logs, np.ones(12, bool), np.zeros(12, np.int32)
+                (0, i // 4),
+                i % 4,
+                np.arange(8, dtype=np.int32),
+                ids,
+                logs,
+                np.ones(12, bool),
+                np.zeros(12, np.int32),
             )
         )
     batch = Batch(0, samples, expected=(0, 0))
@@ -60,7 +66,9 @@ def batch_for_update() -> Batch:
     return batch
 
 
-def hf_answers(path: str, sequences: list[np.ndarray], new_tokens: int) -> list[tuple[list[int], np.ndarray]]:
+def hf_answers(
+    path: str, sequences: list[np.ndarray], new_tokens: int
+) -> list[tuple[list[int], np.ndarray]]:
     """Greedy continuation and its log-probs by transformers, without a cache: the plainest reference there is."""
     from transformers import AutoModelForCausalLM
 
@@ -85,7 +93,9 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks
     """The engine starts from other weights than the trainer; after a sync it must answer as the trainer's model."""
     other, mine = models(tied=tied, seed=1), models(tied=tied, seed=2)
     pools = {"rollout": [replicas * tp], "actor": [ranks]}
-    sync_and_compare(other, mine, tmp_path, {"placement.pools": pools, "rollout.tensor_parallel_size": tp})
+    sync_and_compare(
+        other, mine, tmp_path, {"placement.pools": pools, "rollout.tensor_parallel_size": tp}
+    )
 
 
 @pytest.mark.slow
@@ -93,10 +103,14 @@ def test_engine_equals_hf_after_sync(models, tmp_path, tied, tp, replicas, ranks
 def test_engine_equals_hf_with_adapters(models, tmp_path):
     """LoRA: the engine loads the merged weights that the trainer streams, and answers as the merged model it saves."""
     changes = {"model.lora_rank": 4, "actor.lr": 1e-2}
-    sync_and_compare(models(tied=True, seed=1), models(tied=True, seed=2), tmp_path, changes, "proj.weight")
+    sync_and_compare(
+        models(tied=True, seed=1), models(tied=True, seed=2), tmp_path, changes, "proj.weight"
+    )
 
 
-def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, trained: str = "") -> None:
+def sync_and_compare(
+    other: str, mine: str, tmp_path: Path, changes: dict, trained: str = ""
+) -> None:
     """From `other` in the engine to `mine`, an update, and again: after each sync the engine answers as transformers.
     `trained`: what stands in the names of the weights that an update moves."""
     import ray
@@ -127,7 +141,9 @@ def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, train
         saved = str(tmp_path / "after")
         await roles.actor.save_hf(saved)
         await compare(roles, saved)
-        assert moved(mine, saved, trained), "the update changed nothing, so the second comparison proves nothing"
+        assert moved(mine, saved, trained), (
+            "the update changed nothing, so the second comparison proves nothing"
+        )
         await roles.rollout.stop()
 
     launch.start_ray(cfg)
@@ -140,7 +156,9 @@ def sync_and_compare(other: str, mine: str, tmp_path: Path, changes: dict, train
 async def compare(roles, path: str) -> None:
     """Every replica, so each prompt goes to each of them."""
     n = len(roles.rollout.all)
-    repeated = [Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)]
+    repeated = [
+        Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)
+    ]
     samples, _ = await roles.rollout.generate(repeated, "test", Sampling(1, 0.0, None))
     expected = hf_answers(path, [p.ids for p in prompts()], 16)
     diffs = []
@@ -158,7 +176,9 @@ def moved(before: str, after: str, trained: str) -> bool:
     from safetensors.torch import load_file
 
     a, b = (load_file(Path(p) / "model.safetensors") for p in (before, after))
-    return all((a[n] != b[n]).float().mean() > 0.5 if trained in n else torch.equal(a[n], b[n]) for n in a)
+    return all(
+        (a[n] != b[n]).float().mean() > 0.5 if trained in n else torch.equal(a[n], b[n]) for n in a
+    )
 
 
 @pytest.mark.slow
@@ -167,8 +187,8 @@ def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
     """A trainer whose layers compute something else than the engine's: same names, same bytes, other rope base."""
     import json
 
+    from one_step_off.cluster.errors import SyncError
     from one_step_off.runtime import launch
-    from one_step_off.weight_sync.bucket_plan import SyncError
 
     mine = models(tied=True, seed=2)
     twisted = shutil.copytree(mine, tmp_path / "twisted")
@@ -177,10 +197,16 @@ def test_a_sync_whose_canary_fails_stops_the_run(models, tmp_path):
         if "rope_theta" in holder:
             holder["rope_theta"] = 37.0
     (twisted / "config.json").write_text(json.dumps(config))
-    cfg = tiny_config(mine, str(tmp_path / "run"), **{"rollout.engine_kwargs": {"model": str(twisted)}})
-    with pytest.raises(SyncError, match=r"canary after the sync of version 0: rollout replica 0.*canary_tolerance"):
+    cfg = tiny_config(
+        mine, str(tmp_path / "run"), **{"rollout.engine_kwargs": {"model": str(twisted)}}
+    )
+    with pytest.raises(
+        SyncError, match=r"canary after the sync of version 0: rollout replica 0.*canary_tolerance"
+    ):
         launch.run(cfg)
-    assert not (tmp_path / "run" / "ledger.jsonl").exists(), "nothing may be trained after a failed canary"
+    assert not (tmp_path / "run" / "ledger.jsonl").exists(), (
+        "nothing may be trained after a failed canary"
+    )
 
 
 @pytest.mark.slow  # the one with the killed replica goes further
@@ -189,10 +215,10 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     """The sender says nothing: the engine's receiver runs into its time limit."""
     import ray
 
-    from one_step_off.rollout.replica_group import RoleError, named
+    from one_step_off.cluster.errors import RoleError, SyncError
+    from one_step_off.cluster.remote_calls import named
     from one_step_off.runtime import launch
     from one_step_off.runtime.processes import Spawned
-    from one_step_off.weight_sync.bucket_plan import SyncError
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
@@ -202,7 +228,9 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         await roles.sync.connect()
         await roles.sync((0, 0))
         replica = roles.rollout.all[0]
-        with pytest.raises(SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"):
+        with pytest.raises(
+            SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"
+        ):
             await named("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
             await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
@@ -274,11 +302,15 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         saved = str(tmp_path / "after")
         await roles.actor.save_hf(saved)
         await compare(roles, saved)
-        await roles.actor.update(batch_for_update())  # the trainer goes on meanwhile: what was sent is kept
+        await roles.actor.update(
+            batch_for_update()
+        )  # the trainer goes on meanwhile: what was sent is kept
         await roles.rollout.returning[1]
         assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
         assert await roles.rollout.serving() == [0, 1]
-        left = [p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"]
+        left = [
+            p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
+        ]
         assert former and not left, "the engine of the dead one must not live on"
         await compare(roles, saved)
         await roles.rollout.stop()

@@ -113,10 +113,14 @@ def test_output_parts_and_columns_of_ones_own_code(models, tmp_path):
     reward, rollout = ((run / f"logs/{name}_0.log").read_text() for name in ("reward", "rollout"))
     assert "judging even 0" in reward and "from a child of the function" in reward
     assert "the loop speaks" in rollout and "the tool was called" in rollout
-    assert "KeyError: 'Ulm'" in rollout and f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout
+    assert (
+        "KeyError: 'Ulm'" in rollout
+        and f'my_code.py", line {line_of("return {}[city]")}, in broken' in rollout
+    )
     assert "speaks" not in done.stdout and "judging" not in done.stdout
     rows, evaluations = (
-        [json.loads(x) for x in (run / f"{n}.jsonl").read_text().splitlines()] for n in ("metrics", "evaluations")
+        [json.loads(x) for x in (run / f"{n}.jsonl").read_text().splitlines()]
+        for n in ("metrics", "evaluations")
     )
     assert rows[0]["agent/failed/mean"] == 1.0
     for row in rows:
@@ -126,8 +130,13 @@ def test_output_parts_and_columns_of_ones_own_code(models, tmp_path):
             (found["val/reward/right"] + found["val/reward/length"] + 0.125) / 2
         )
     line = next(line for line in done.stdout.splitlines() if line.startswith("step 1/2"))
-    assert f"(right {rows[0]['reward/right/mean']:.3f}, length {rows[0]['reward/length/mean']:.3f})" in line
-    assert "(right " in next(line for line in done.stdout.splitlines() if line.startswith("held-out reward"))
+    assert (
+        f"(right {rows[0]['reward/right/mean']:.3f}, length {rows[0]['reward/length/mean']:.3f})"
+        in line
+    )
+    assert "(right " in next(
+        line for line in done.stdout.splitlines() if line.startswith("held-out reward")
+    )
     first = json.loads((run / "samples/step_000000.jsonl").read_text().splitlines()[0])
     assert first["reward"] == pytest.approx(sum(first["reward_parts"].values()))
 
@@ -138,10 +147,17 @@ def test_a_reward_that_raises_in_mid_run_is_told_with_its_line(models, tmp_path)
     line = done.stderr.splitlines()[0]
     assert line.startswith("error: the run ended by ") and "RewardError" in line
     deepest, outer = line_of("return table[ground_truth]"), line_of("look_up({})")
-    assert f"raised KeyError at my_code.py:{deepest}: " in line and "the response begins " in line, line
-    assert f"prompt (0, 2), sample 0, data row {tmp_path}/rows.jsonl:3: " in line.replace("sample 1", "sample 0"), line
+    assert (
+        f"raised KeyError at my_code.py:{deepest}: " in line and "the response begins " in line
+    ), line
+    assert f"prompt (0, 2), sample 0, data row {tmp_path}/rows.jsonl:3: " in line.replace(
+        "sample 1", "sample 0"
+    ), line
     assert f"logs of the replicas and reward functions: {tmp_path}/run/logs" in done.stderr
     log = (tmp_path / "run" / "error.log").read_text()
-    assert f'my_code.py", line {outer}, in raises_later' in log and f'my_code.py", line {deepest}, in look_up' in log
+    assert (
+        f'my_code.py", line {outer}, in raises_later' in log
+        and f'my_code.py", line {deepest}, in look_up' in log
+    )
     assert "return table[ground_truth]" in log
     assert f'my_code.py", line {deepest}' in (tmp_path / "run/logs/reward_0.log").read_text()

@@ -23,7 +23,9 @@ AT = {"version": None}  # the weight version that this process is busy with
 
 
 def _points():
-    spec = importlib.util.spec_from_file_location("chaos_points", Path(__file__).parent.parent / "points.py")
+    spec = importlib.util.spec_from_file_location(
+        "chaos_points", Path(__file__).parent.parent / "points.py"
+    )
     module = importlib.util.module_from_spec(spec)
     sys.modules["chaos_points"] = module  # dataclasses look there
     spec.loader.exec_module(module)
@@ -61,7 +63,11 @@ def _wrap(module, point):
     def looks(args, kwargs, when):
         if when == "before" and point.version:
             AT["version"] = point.version(args)
-        if point.name and when == {"idle": "after"}.get(point.when, point.when) and os.path.exists(ARMED):
+        if (
+            point.name
+            and when == {"idle": "after"}.get(point.when, point.when)
+            and os.path.exists(ARMED)
+        ):
             _maybe(point, args, kwargs)
 
     if inspect.iscoroutinefunction(real):
@@ -99,7 +105,11 @@ def _maybe(point, args, kwargs):
     SEEN[wish["id"]] = SEEN.get(wish["id"], -1) + 1
     if SEEN[wish["id"]] < wish["skip"]:  # a later call
         return
-    victim = _engine_of(os.getpid()) if point.kind == "engine" and "vllm_rollout" in point.where else os.getpid()
+    victim = (
+        _engine_of(os.getpid())
+        if point.kind == "engine" and "vllm_rollout" in point.where
+        else os.getpid()
+    )
     if victim is None:
         return
     claimed = os.path.join(FOLDER, f"claimed_{wish['id']}")

@@ -16,7 +16,7 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop import FakeEngine, looped
+from benchmarks.agent_loop.__main__ import FakeEngine, looped
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate
 from one_step_off.config.loading import load
 from one_step_off.config.schema import Config, ConfigError
@@ -46,7 +46,11 @@ def tokenizer():
 
 def config(**changes) -> Config:
     cfg = Config()
-    cfg.agent.loop, cfg.agent.tools, cfg.agent.loop_kwargs = "tool", "calculator, python", {"tool": {"taught": True}}
+    cfg.agent.loop, cfg.agent.tools, cfg.agent.loop_kwargs = (
+        "tool",
+        "calculator, python",
+        {"tool": {"taught": True}},
+    )
     for name, value in changes.items():
         setattr(cfg.agent, name, value)
     return cfg
@@ -65,18 +69,28 @@ class Script:
         cut = said[:max_tokens]
         log_probs = -0.01 * np.arange(1, len(cut) + 1, dtype=np.float32)
         versions = np.full(len(cut), self.version, np.int32)
-        return Generated(np.array(cut, np.int32), log_probs, versions, 0, "stop" if cut == said else "length")
+        return Generated(
+            np.array(cut, np.int32), log_probs, versions, 0, "stop" if cut == said else "length"
+        )
 
 
 def prompt(tokenizer, question: str = "What is 12 * 13?", truth: str = "156", **extra) -> Prompt:
-    return Prompt((0, 0), np.array(tiny_qwen.prompt_ids(tokenizer, question), np.int32), question, truth, extra=extra)
+    return Prompt(
+        (0, 0),
+        np.array(tiny_qwen.prompt_ids(tokenizer, question), np.int32),
+        question,
+        truth,
+        extra=extra,
+    )
 
 
 USUAL = Limits(800, 8)
 
 
 def run(cfg, tokenizer, engine, score=None, limits=USUAL, **kw) -> Trajectory:
-    return asyncio.run(Loops(cfg, tokenizer).get().run(prompt(tokenizer, **kw), engine, score, limits))
+    return asyncio.run(
+        Loops(cfg, tokenizer).get().run(prompt(tokenizer, **kw), engine, score, limits)
+    )
 
 
 def call(expression: str) -> str:
@@ -106,7 +120,9 @@ def test_a_conversation_of_four_turns_in_tokens(tokenizer):
     assert sample.response_ids[sample.loss_mask].tolist() == sum(said, [])
     expected = np.concatenate([-0.01 * np.arange(1, len(turn) + 1) for turn in said])
     np.testing.assert_allclose(sample.log_probs[sample.loss_mask], expected, rtol=1e-6)
-    assert set(sample.versions[sample.loss_mask]) == {3} and set(sample.versions[~sample.loss_mask]) == {OTHERS}
+    assert set(sample.versions[sample.loss_mask]) == {3} and set(
+        sample.versions[~sample.loss_mask]
+    ) == {OTHERS}
     assert not sample.log_probs[~sample.loss_mask].any()
     assert sample.extra["agent"]["turns"] == 4 and sample.finish_reason == "stop"
 
@@ -115,7 +131,10 @@ def test_every_token_of_the_policy_is_checked_trained_or_not(tokenizer):
     sample = run(config(), tokenizer, Script(tokenizer, *FOUR)).sample(prompt(tokenizer), 0)
     batch = Batch(4, [sample], (0, 3))
     assert_versions(batch)
-    place, other = int(np.flatnonzero(sample.loss_mask)[-1]), int(np.flatnonzero(~sample.loss_mask)[0])
+    place, other = (
+        int(np.flatnonzero(sample.loss_mask)[-1]),
+        int(np.flatnonzero(~sample.loss_mask)[0]),
+    )
     sample.versions[place], sample.loss_mask[place] = 2, False
     with pytest.raises(StalenessError, match=f"token {place}"):
         assert_versions(batch)
@@ -135,7 +154,9 @@ def test_log_probs_of_a_conversation_are_those_of_one_forward_pass(tokenizer):
 
     def log_probs(ids: np.ndarray) -> torch.Tensor:
         with torch.no_grad():
-            return torch.log_softmax(model(torch.tensor(ids[None], dtype=torch.long), use_cache=False).logits[0], -1)
+            return torch.log_softmax(
+                model(torch.tensor(ids[None], dtype=torch.long), use_cache=False).logits[0], -1
+            )
 
     async def generate(ids, max_tokens):
         said = (await script(ids, max_tokens)).ids
@@ -151,7 +172,9 @@ def test_log_probs_of_a_conversation_are_those_of_one_forward_pass(tokenizer):
     assert talk.turns == 4
     whole = np.concatenate([sample.prompt_ids, sample.response_ids])
     rows = log_probs(whole)[len(sample.prompt_ids) - 1 : -1]
-    once = rows[torch.arange(len(sample.response_ids)), torch.tensor(sample.response_ids, dtype=torch.long)].numpy()
+    once = rows[
+        torch.arange(len(sample.response_ids)), torch.tensor(sample.response_ids, dtype=torch.long)
+    ].numpy()
     difference = np.abs(once - sample.log_probs)[sample.loss_mask]
     assert difference.mean() < 1e-5 and difference.max() < 1e-4
     assert sample.loss_mask.sum() == 20 + sum(len(tokenizer.encode(turn)) + 1 for turn in FOUR)
@@ -161,10 +184,15 @@ def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
     sample = run(config(), tokenizer, Script(tokenizer, *FOUR)).sample(prompt(tokenizer), 0)
     mask, n = sample.loss_mask, len(sample.response_ids)
     values = np.random.default_rng(0).normal(size=n).astype(np.float32)
-    wild = np.where(mask, values, 1e6).astype(np.float32)  # the critic's values of tool tokens must not matter
+    wild = np.where(mask, values, 1e6).astype(
+        np.float32
+    )  # the critic's values of tool tokens must not matter
     gamma, lam = 0.9, 0.8
     found = estimate(
-        "gae", Trajectories(np.array([1.0]), [0], [mask], values=[wild]), Options(gamma, lam, True), whiten=False
+        "gae",
+        Trajectories(np.array([1.0]), [0], [mask], values=[wild]),
+        Options(gamma, lam, True),
+        whiten=False,
     )[0][0]
     own, expected, after, following = values[mask].astype(float), [], 0.0, 0.0
     for t in reversed(range(len(own))):
@@ -183,7 +211,11 @@ TURN = tiny_qwen.build_tokenizer().encode(FOUR[0]) + [1]
     [
         (Limits(400, 2), "turns", 2),
         (Limits(30, 8), "length", 1),
-        (Limits(len(TURN) + 2, 8), "room", 1),  # the answer is whole; what the tool says does not fit
+        (
+            Limits(len(TURN) + 2, 8),
+            "room",
+            1,
+        ),  # the answer is whole; what the tool says does not fit
         (Limits(400, 8, turn_tokens=10), "turn_length", 1),
         (Limits(400, 8, seconds=0.0), "time", 0),
     ],
@@ -202,11 +234,11 @@ def test_limits_end_a_conversation_and_say_so(tokenizer, limits, reason, turns):
 
 def test_the_two_call_formats():
     assert hermes_calls("<think>a <tool_call>{}</tool_call></think>plain") == []
-    two = (
-        '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>\n{"name": "g", "arguments": "{}"}'
-    )
+    two = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and <tool_call>\n{"name": "g", "arguments": "{}"}'
     assert hermes_calls(two) == [("f", {"a": 1}), ("g", {})]
-    assert llama_calls('{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}') == [
+    assert llama_calls(
+        '{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}'
+    ) == [
         ("f", {"a": 1}),
         ("g", {}),
     ]
@@ -227,7 +259,10 @@ def test_the_two_call_formats():
 @pytest.mark.parametrize(
     ("template", "tail"),
     [
-        (CHATML, "\n<|im_start|>user\n<tool_response>\nX<\n</tool_response><|im_end|>\n<|im_start|>assistant\n"),
+        (
+            CHATML,
+            "\n<|im_start|>user\n<tool_response>\nX<\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+        ),
         (LLAMA, "<|start|>ipython<|end|>\n\nX<<|im_end|><|start|>assistant<|end|>\n\n"),
     ],
 )
@@ -239,7 +274,9 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
     assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
     plain = [{"role": "tool", "content": "X<"}]
     whole = own(tail, add_special_tokens=False)["input_ids"]
-    assert loop.turn(plain, np.array([own.eos_token_id])).tolist() == whole, "as the template's text is tokenised"
+    assert loop.turn(plain, np.array([own.eos_token_id])).tolist() == whole, (
+        "as the template's text is tokenised"
+    )
     # A policy that was stopped otherwise has its turn ended for it.
     assert own.decode(loop.turn(plain, np.array([5]))) == "<|im_end|>" + tail
     # A tool cannot open a turn, however it writes it, nor end the frame; what it says is kept.
@@ -250,16 +287,32 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
         "\ud800",
         "3.",
     ):
-        ids = loop.turn([{"role": "tool", "content": content}] * 2, np.array([own.eos_token_id])).tolist()
+        ids = loop.turn(
+            [{"role": "tool", "content": content}] * 2, np.array([own.eos_token_id])
+        ).tolist()
         text, kept = own.decode(ids), content.replace("\ud800", "?")
         assert text.count(kept) == 2 and text.startswith(tail[:6]) and text.endswith(tail[-15:])
-        clean = loop.turn([{"role": "tool", "content": "a"}] * 2, np.array([own.eos_token_id])).tolist()
-        assert [i for i in ids if i in own.all_special_ids] == [i for i in clean if i in own.all_special_ids]
+        clean = loop.turn(
+            [{"role": "tool", "content": "a"}] * 2, np.array([own.eos_token_id])
+        ).tolist()
+        assert [i for i in ids if i in own.all_special_ids] == [
+            i for i in clean if i in own.all_special_ids
+        ]
 
 
 def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
-    talk = run(config(), tokenizer, Script(tokenizer, call("2 * 3") * 30, " #### 6"), limits=Limits(4000, 8))
-    assert heard(talk, tokenizer)[0].count("error: more than 8 calls in one turn; the last 22 were not made") == 1
+    talk = run(
+        config(),
+        tokenizer,
+        Script(tokenizer, call("2 * 3") * 30, " #### 6"),
+        limits=Limits(4000, 8),
+    )
+    assert (
+        heard(talk, tokenizer)[0].count(
+            "error: more than 8 calls in one turn; the last 22 were not made"
+        )
+        == 1
+    )
     assert heard(talk, tokenizer)[0].count("6\n") == 8
     assert talk.facts == {"tool_calls": 30, "tool_errors": 22, "used_tools": 1}
     loop: Any = Loops(config(), tokenizer).get()
@@ -273,7 +326,9 @@ def test_added_tokens_that_are_not_special_are_kept():
     own = tiny_qwen.build_tokenizer()
     own.add_tokens(["    "])
     loop = Loops(config(), own).get()
-    assert "if x:\n    y" in own.decode(loop.turn([{"role": "tool", "content": "if x:\n    y"}], np.array([])))
+    assert "if x:\n    y" in own.decode(
+        loop.turn([{"role": "tool", "content": "if x:\n    y"}], np.array([]))
+    )
 
 
 def test_a_model_whose_calls_no_text_shows_is_refused():
@@ -295,8 +350,14 @@ REFUSES_TWO = "{% if messages | length > 3 %}{{ raise_exception('no') }}{% endif
             CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
             "does not show what 'tool' says",
         ),
-        (CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1), "does not show 2 messages in a row of 'tool'"),
-        (CHATML.replace("{% for", REFUSES_TWO + "{% for", 1), "does not take 'tool': TemplateError: no"),
+        (
+            CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1),
+            "does not show 2 messages in a row of 'tool'",
+        ),
+        (
+            CHATML.replace("{% for", REFUSES_TWO + "{% for", 1),
+            "does not take 'tool': TemplateError: no",
+        ),
         (CHATML.replace("{{ tools | tojson }}", ""), "does not write the tools into prompts"),
         (
             CHATML.replace("{{ tools | tojson }}", "{{ raise_exception('no') }}"),
@@ -313,7 +374,9 @@ def test_a_template_from_which_the_model_learns_nothing_of_tools_is_refused(temp
 
 def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
     own = tiny_qwen.build_tokenizer()
-    own.chat_template = "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
+    own.chat_template = (
+        "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
+    )
     with pytest.raises(ConfigError, match="does not show what the assistant said"):
         Loops(config(), own).get()
 
@@ -322,7 +385,10 @@ def test_tries_until_the_verifier_is_content(tokenizer):
     async def score(response: str) -> Reward | None:
         return Reward.of({"right": float("156" in response), "form": 0.25})
 
-    cfg = config(loop="retry_with_feedback", loop_kwargs={"retry_with_feedback": {"discount": 0.5, "feedback": "No."}})
+    cfg = config(
+        loop="retry_with_feedback",
+        loop_kwargs={"retry_with_feedback": {"discount": 0.5, "feedback": "No."}},
+    )
     talk = run(cfg, tokenizer, Script(tokenizer, " 155", " 157", " 156"), score)
     assert isinstance(talk.reward, Reward)
     assert (
@@ -346,8 +412,15 @@ def test_a_puzzle_of_reasoning_gym(tokenizer):
     answer, engine = puzzle.entry["answer"], Script(tokenizer, " 0", " nothing", " 1", " 2")
     talk = run(config(loop="environment"), tokenizer, engine, truth=truth)
     assert talk.turns == talk.facts["steps"] == 3 and 0 <= talk.reward < 1
-    talk = run(config(loop="environment"), tokenizer, Script(tokenizer, " 0", f" {answer}", " 1"), truth=truth)
-    assert talk.turns == 2 and talk.reward == pytest.approx(1.0), "the best guess counts, and ends it"
+    talk = run(
+        config(loop="environment"),
+        tokenizer,
+        Script(tokenizer, " 0", f" {answer}", " 1"),
+        truth=truth,
+    )
+    assert talk.turns == 2 and talk.reward == pytest.approx(1.0), (
+        "the best guess counts, and ends it"
+    )
 
 
 def moody(tokenizer, *turns: str, truth: str = "good") -> Trajectory:
@@ -366,7 +439,11 @@ def test_a_step_that_never_ends_is_killed_and_ends_its_episode_alone(tokenizer, 
 
 def test_an_environment_of_ones_own(tokenizer):
     talk = moody(tokenizer, " x", " end", " x")
-    assert talk.reward == 1.0 and talk.facts == {"steps": 2} and heard(talk, tokenizer) == ["\nQuestion: x\nAnswer:"]
+    assert (
+        talk.reward == 1.0
+        and talk.facts == {"steps": 2}
+        and heard(talk, tokenizer) == ["\nQuestion: x\nAnswer:"]
+    )
     for how, words in (
         ("raise", "Moody.step: KeyError: 'mood'"),
         ("nan", "returned .*nan, False., not .* a finite number"),
@@ -387,7 +464,9 @@ def test_a_guess_that_is_code_harms_nobody(tokenizer, guess, lost):
 
     async def main() -> tuple[Trajectory, float]:
         engine, late = Script(tokenizer, f" {guess}", " 1", " 2"), 0.0
-        talk = asyncio.create_task(Loops(cfg, tokenizer).get().run(prompt(tokenizer, truth=truth), engine, None, USUAL))
+        talk = asyncio.create_task(
+            Loops(cfg, tokenizer).get().run(prompt(tokenizer, truth=truth), engine, None, USUAL)
+        )
         while not talk.done():
             begin = time.perf_counter()
             await asyncio.sleep(0.01)
@@ -407,7 +486,9 @@ def test_many_confined_episodes_at_once_are_in_time(tokenizer):
 
     async def everyone() -> list[Trajectory]:
         ask = prompt(tokenizer)
-        return await asyncio.gather(*(loop.run(ask, Script(tokenizer, " end"), None, USUAL) for _ in range(24)))
+        return await asyncio.gather(
+            *(loop.run(ask, Script(tokenizer, " end"), None, USUAL) for _ in range(24))
+        )
 
     assert [talk.reward for talk in asyncio.run(everyone())] == [1.0] * 24
 
@@ -415,15 +496,23 @@ def test_many_confined_episodes_at_once_are_in_time(tokenizer):
 def test_rows_that_an_environment_does_not_take_are_told_before_engines_start(tokenizer):
     loop = Loops(config(loop="environment"), tokenizer).get()
     asyncio.run(loop.check(prompt(tokenizer, truth='{"dataset": "countdown", "seed": 2}')))
-    with pytest.raises(ConfigError, match="Puzzle does not begin with the ground truth '156'.*AttributeError"):
+    with pytest.raises(
+        ConfigError, match="Puzzle does not begin with the ground truth '156'.*AttributeError"
+    ):
         asyncio.run(loop.check(prompt(tokenizer)))
 
 
 @pytest.mark.parametrize("loop", ["tool", "retry_with_feedback", "environment"])
 def test_loops_with_turns_need_a_chat_template(tokenizer, loop):
-    bare, refusing, cfg = tiny_qwen.build_tokenizer(), tiny_qwen.build_tokenizer(), config(loop=loop)
+    bare, refusing, cfg = (
+        tiny_qwen.build_tokenizer(),
+        tiny_qwen.build_tokenizer(),
+        config(loop=loop),
+    )
     bare.chat_template = None
-    refusing.chat_template = "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"
+    refusing.chat_template = (
+        "{{ raise_exception('no') if messages | length > 2 }}{{ messages[1]['content'] }}"
+    )
     for own, words in (
         (bare, "has turns, which a chat template writes"),
         (refusing, "does not take '(tool|user)': TemplateError: no"),
@@ -463,7 +552,10 @@ def test_the_config_of_the_example_answers_by_tool_within_its_limits():
     asked = prompt(tokenizer, row["question"])
     talk = asyncio.run(loops.get().run(asked, engine, None, limits))
     assert (talk.turns, talk.finish_reason, talk.facts["tool_errors"]) == (2, "stop", 0)
-    assert heard(talk, tokenizer) == ["\n9801\nAnswer:"] and len(asked.ids) <= cfg.data.max_prompt_length
+    assert (
+        heard(talk, tokenizer) == ["\n9801\nAnswer:"]
+        and len(asked.ids) <= cfg.data.max_prompt_length
+    )
 
 
 def test_the_names_in_the_config_checks_are_those_that_exist():

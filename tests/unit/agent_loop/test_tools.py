@@ -64,7 +64,12 @@ async def dies_awaited(how: str) -> str:
         how: In which way.
     """
     await asyncio.sleep(0)
-    kinds = {"exit": SystemExit, "cancel": asyncio.CancelledError, "time": TimeoutError, "mute": Unspeakable}
+    kinds = {
+        "exit": SystemExit,
+        "cancel": asyncio.CancelledError,
+        "time": TimeoutError,
+        "mute": Unspeakable,
+    }
     raise kinds[how]("of old age")
 
 
@@ -123,17 +128,24 @@ def test_tools_of_an_mcp_server(mcp_url):
 
     async def everyone() -> list[tuple[str, bool]]:
         calls = [("double", {"number": k}, 9.0) for k in range(8)]
-        calls += [("double", {"number": -1}, 9.0), ("double", {"word": 1}, 9.0), ("slow", {"seconds": 9.0}, 0.5)]
+        calls += [
+            ("double", {"number": -1}, 9.0),
+            ("double", {"word": 1}, 9.0),
+            ("slow", {"seconds": 9.0}, 0.5),
+        ]
         return await asyncio.gather(*(box.call(*call) for call in calls))
 
     *good, negative, unfit, late = asyncio.run(everyone())
     assert good == [(str(2 * k), True) for k in range(8)]
-    assert not negative[1] and not unfit[1] and late == ("error: slow took longer than 0.5 s", False)
+    assert (
+        not negative[1] and not unfit[1] and late == ("error: slow took longer than 0.5 s", False)
+    )
 
 
 def test_faults_of_mcp_servers_are_told_before_engines_start(mcp_url):
     with pytest.raises(
-        ConfigError, match="agent.tools=mcp:http://127.0.0.1:9/mcp: the server lists no tools.*start it"
+        ConfigError,
+        match="agent.tools=mcp:http://127.0.0.1:9/mcp: the server lists no tools.*start it",
     ):
         Toolbox(AgentConfig(tools="mcp:http://127.0.0.1:9/mcp"))
     with pytest.raises(ConfigError, match="a tool before it is named double too"):
@@ -142,7 +154,13 @@ def test_faults_of_mcp_servers_are_told_before_engines_start(mcp_url):
 
 @pytest.mark.parametrize(
     ("expression", "answer"),
-    [("12 * (3 + 4)", "84"), ("-2 ** 2", "-4"), ("7 / 2", "3.5"), ("8 / 2", "4"), ("2 ** 0.5", str(2**0.5))],
+    [
+        ("12 * (3 + 4)", "84"),
+        ("-2 ** 2", "-4"),
+        ("7 / 2", "3.5"),
+        ("8 / 2", "4"),
+        ("2 ** 0.5", str(2**0.5)),
+    ],
 )
 def test_the_calculator(expression, answer):
     assert ask("calculator", expression=expression) == (answer, True)
@@ -150,7 +168,18 @@ def test_the_calculator(expression, answer):
 
 @pytest.mark.parametrize(
     "expression",
-    ["", "1 +", "9 ** 9 ** 9", "2 ** 10000", "(-8) ** 0.5", "1 / 0", "__import__('os')", "a", "'a' * 9", "True + 1"]
+    [
+        "",
+        "1 +",
+        "9 ** 9 ** 9",
+        "2 ** 10000",
+        "(-8) ** 0.5",
+        "1 / 0",
+        "__import__('os')",
+        "a",
+        "'a' * 9",
+        "True + 1",
+    ]
     + ["1" * 500, "(" * 150 + "1", "10 ** 99 * 10 ** 99", "[1][0]", "1 if 1 else 2"],
 )
 def test_what_the_calculator_refuses_in_no_time(expression):
@@ -162,12 +191,17 @@ def test_what_the_calculator_refuses_in_no_time(expression):
 def test_schemas_come_from_types_and_docstrings():
     schema = Toolbox(AgentConfig(tools=BOX)).schemas[2]["function"]
     assert schema["name"] == "hangs" and schema["parameters"]["required"] == ["seconds"]
-    assert schema["parameters"]["properties"]["seconds"] == {"type": "number", "description": "How long."}
+    assert schema["parameters"]["properties"]["seconds"] == {
+        "type": "number",
+        "description": "How long.",
+    }
 
 
 def test_the_tool_of_the_page_works(tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs/tutorials/your_own_agent.md").read_text()
-    (tmp_path / "my_tools.py").write_text(page.partition("```python\n# my_tools.py\n")[2].partition("```")[0])
+    (tmp_path / "my_tools.py").write_text(
+        page.partition("```python\n# my_tools.py\n")[2].partition("```")[0]
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     box = Toolbox(AgentConfig(tools="my_tools:shout"))
     assert asyncio.run(box.call("shout", {"text": "a", "times": 2}, 5.0)) == ("AA", True)
@@ -195,7 +229,11 @@ def test_a_tool_that_dies(how):
 
 @pytest.mark.parametrize(
     ("how", "words"),
-    [("exit", "SystemExit: of old"), ("cancel", "CancelledError: of old"), ("time", "error: TimeoutError: of old age")]
+    [
+        ("exit", "SystemExit: of old"),
+        ("cancel", "CancelledError: of old"),
+        ("time", "error: TimeoutError: of old age"),
+    ]
     + [("mute", "error: tests.unit.agent_loop.test_tools.Unspeakable: <")],
 )
 def test_a_coroutine_that_dies_takes_neither_its_trajectory_nor_the_event_loop_along(how, words):
@@ -225,8 +263,13 @@ def test_python_says_what_it_printed_and_its_traceback():
     assert "ZeroDivisionError" in ask("python", code="1 / 0")[0]
     assert ask("python", code="1 / 0")[1] is False, "it counts as a tool's error"
     assert "ended itself" in ask("python", code="import os; os._exit(3)")[0]
-    assert ask("python", code="import threading as t; t.Thread(target=print, args=[5]).start()") == ("5\n", True)
-    assert ask("python", code="import os; print(os.listdir(), open('a', 'w').write('x'))") == ("[] 1\n", True)
+    assert ask(
+        "python", code="import threading as t; t.Thread(target=print, args=[5]).start()"
+    ) == ("5\n", True)
+    assert ask("python", code="import os; print(os.listdir(), open('a', 'w').write('x'))") == (
+        "[] 1\n",
+        True,
+    )
 
 
 CALL = """
@@ -282,17 +325,45 @@ for call in {0}:
     if libc.syscall(*call) != -1 or ctypes.get_errno() != errno.EPERM:
         print(call, "is not refused but", errno.errorcode.get(ctypes.get_errno()))
 """
-METADATA = [90, 91, 268, 452, 92, 93, 94, 260, 132, 235, 261, 280, 188, 189, 190, 197, 198, 199, 463, 466, 469]
+METADATA = [
+    90,
+    91,
+    268,
+    452,
+    92,
+    93,
+    94,
+    260,
+    132,
+    235,
+    261,
+    280,
+    188,
+    189,
+    190,
+    197,
+    198,
+    199,
+    463,
+    466,
+    469,
+]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls")
 @pytest.mark.parametrize(
     "calls",
     [
-        [(number, -1, 0, 0, 0) for number in METADATA],  # chmod, chown, utime, setxattr and their like
+        [
+            (number, -1, 0, 0, 0) for number in METADATA
+        ],  # chmod, chown, utime, setxattr and their like
         [(16, -1, command, 0) for command in (0x40086602, 0x401C5820)],  # what chattr asks
         [(76, b"/nowhere", 0)],  # truncate
-        [(2, b"/nowhere", 0o1000), (2, b"/nowhere", 0o1003), (257, -100, b"/nowhere", 0o1000, 0)],  # by opening
+        [
+            (2, b"/nowhere", 0o1000),
+            (2, b"/nowhere", 0o1003),
+            (257, -100, b"/nowhere", 0o1000, 0),
+        ],  # by opening
         [(53, 1, kind, 0, 0) for kind in (2, 5, 0x80002)],  # socketpair, but of streams
         [(42, 1, 0, 0), (49, 1, 0, 0)],  # connect, bind
         [(157, 1, 0, 0, 0, 0)],  # to outlive the parent
@@ -333,10 +404,15 @@ asyncio.run(python("import time; time.sleep(60)"))
 
 @pytest.mark.parametrize("who", ["owner", "parent"])
 def test_programs_end_with_whoever_is_killed_above_them(who, tmp_path):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER], env=os.environ | {"TMPDIR": str(tmp_path)})
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER], env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
     try:
         deadline = time.monotonic() + 60
-        while len(below := psutil.Process(owner.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
+        while (
+            len(below := psutil.Process(owner.pid).children(recursive=True)) < 2
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.05)
         time.sleep(0.5)  # until it sleeps
         assert len(below) == 2
@@ -376,7 +452,9 @@ def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted(monkeypa
     async def main():
         boxes = [Toolbox(AgentConfig(tools="python", tool_timeout_s=2.0)) for _ in range(2)]
         code = "import time; print(time.time()); time.sleep(0.5); print(time.time())"
-        return await asyncio.gather(*(boxes[i % 2].call("python", {"code": code}, 600.0) for i in range(6 * cores)))
+        return await asyncio.gather(
+            *(boxes[i % 2].call("python", {"code": code}, 600.0) for i in range(6 * cores))
+        )
 
     answers = asyncio.run(main())
     assert all(good for _, good in answers)
@@ -408,7 +486,9 @@ def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
     monkeypatch.setattr(tools, "python", refused)
     monkeypatch.setitem(tools.BUILT_IN, "python", refused)
     refused.__doc__ = "Run.\n\nArgs:\n    code: It."
-    with pytest.raises(ConfigError, match="agent.tools=python: programs cannot be confined here .*Landlock is not"):
+    with pytest.raises(
+        ConfigError, match="agent.tools=python: programs cannot be confined here .*Landlock is not"
+    ):
         Toolbox(AgentConfig(tools="python"))
 
 
@@ -437,9 +517,9 @@ except ConfigError as e:
 def test_where_the_kernel_refuses_to_confine_the_cause_is_told(what):
     code = TOO_DEEP.format(path=sys.path, what=what)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert re.search(r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not to be had", said.stdout), (
-        said.stdout + said.stderr
-    )
+    assert re.search(
+        r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not to be had", said.stdout
+    ), said.stdout + said.stderr
 
 
 def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(monkeypatch, tmp_path):
@@ -482,9 +562,13 @@ def test_python_that_floods_is_cut():
     # Also with as large a buffer as the program can make itself, of a size that is read and left.
     code = "import socket; s = socket.socket(fileno=1); s.setsockopt(1, 7, 1 << 22); s.setblocking(False)\n"
     answer, good = ask(
-        "python", timeout=20.0, code=code + "while True:\n  try: s.send(b'x' * 1000)\n  except OSError: 0"
+        "python",
+        timeout=20.0,
+        code=code + "while True:\n  try: s.send(b'x' * 1000)\n  except OSError: 0",
     )
-    assert good and len(answer) < 2100 and "characters)" in answer and time.perf_counter() - begin < 15
+    assert (
+        good and len(answer) < 2100 and "characters)" in answer and time.perf_counter() - begin < 15
+    )
 
 
 LONG = Limits(4000, 8)
@@ -534,7 +618,8 @@ def test_what_a_guess_writes_for_its_environment_is_a_lost_step(line):
 @pytest.mark.parametrize("how", ["none", "bytes", "set", "pair", "nothing", "long", "word"])
 def test_an_environment_that_answers_wrongly_ends_the_run_by_name(how):
     with pytest.raises(
-        RuntimeError, match="environments:Moody.step: (TypeError: float|ValueError: .*(MiB|float)|it returned .*, not)"
+        RuntimeError,
+        match="environments:Moody.step: (TypeError: float|ValueError: .*(MiB|float)|it returned .*, not)",
     ):
         episode("Moody", "x", how)
 
@@ -562,6 +647,8 @@ def test_an_episode_waits_for_a_core_no_longer_than_its_time():
 
         async with stack:
             ask = prompt(loop.tokenizer)
-            return await asyncio.wait_for(loop.run(ask, generate, None, Limits(400, 8, seconds=0.5)), 20)
+            return await asyncio.wait_for(
+                loop.run(ask, generate, None, Limits(400, 8, seconds=0.5)), 20
+            )
 
     assert asyncio.run(main()).facts == {"steps": 1, "lost_steps": 1}

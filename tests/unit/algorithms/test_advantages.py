@@ -17,14 +17,18 @@ from one_step_off.config.loading import KEYS
 from one_step_off.config.schema import ConfigError
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
-CORRECTIONS = [name for name in KEYS["algorithm.rollout_correction"].meta["choices"] if name != "none"]
+CORRECTIONS = [
+    name for name in KEYS["algorithm.rollout_correction"].meta["choices"] if name != "none"
+]
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
 quick = settings(max_examples=25, deadline=None)
 
 
 def outcome(rewards, groups, lengths=None, **more):
     lengths = lengths or [1] * len(rewards)
-    return Trajectories(np.array(rewards, dtype=float), groups, [np.ones(n, dtype=bool) for n in lengths], **more)
+    return Trajectories(
+        np.array(rewards, dtype=float), groups, [np.ones(n, dtype=bool) for n in lengths], **more
+    )
 
 
 def first(t, name, options=None, **kwargs):
@@ -77,21 +81,33 @@ def test_grpo_by_hand():
     # group a: mean .5, sample std sqrt(.5); group b: mean 1.5, the same std; c stands alone
     s = 0.5 / (math.sqrt(0.5) + 1e-6)
     np.testing.assert_allclose(first(t, "grpo"), [-s, -s, s, s, 0.0], rtol=1e-6)
-    np.testing.assert_allclose(first(t, "grpo", Options(norm_by_std=False)), [-0.5, -0.5, 0.5, 0.5, 0.0])
+    np.testing.assert_allclose(
+        first(t, "grpo", Options(norm_by_std=False)), [-0.5, -0.5, 0.5, 0.5, 0.0]
+    )
     np.testing.assert_allclose(first(t, "dr_grpo"), [-0.5, -0.5, 0.5, 0.5, 0.0])
     assert estimate("grpo", t)[0][0].dtype == np.float32
 
 
 def test_without_variance_exactly_zero():
     # 0.1 three times has a mean that is not 0.1 in floating point; 1 / eps must not blow that up.
-    for name in ("grpo", "dr_grpo", "rloo", "opo", "gpg", "grpo_passk", "reinforce_plus_plus_baseline"):
+    for name in (
+        "grpo",
+        "dr_grpo",
+        "rloo",
+        "opo",
+        "gpg",
+        "grpo_passk",
+        "reinforce_plus_plus_baseline",
+    ):
         assert first(outcome([0.1] * 3, [0] * 3), name) == [0, 0, 0], name
         assert first(outcome([7.0], [0]), name) == [0], name
 
 
 def test_rloo_by_hand():
     # 0 against (1 + 5) / 2, 1 against (0 + 5) / 2, 5 against (0 + 1) / 2
-    np.testing.assert_allclose(first(outcome([0, 1, 5], [0, 0, 0]), "rloo"), [-3, -1.5, 4.5], rtol=1e-6)
+    np.testing.assert_allclose(
+        first(outcome([0, 1, 5], [0, 0, 0]), "rloo"), [-3, -1.5, 4.5], rtol=1e-6
+    )
 
 
 def test_opo_by_hand():
@@ -124,7 +140,9 @@ def test_passk_equals_the_mean_over_all_sets(rewards, k):
 
 def test_passk_of_the_whole_group_is_the_lead_of_the_best():
     s = np.std([1, 4, 2], ddof=1) + 1e-6
-    np.testing.assert_allclose(first(outcome([1, 4, 2], [0] * 3), "grpo_passk"), [0, 2 / s, 0], rtol=1e-6)
+    np.testing.assert_allclose(
+        first(outcome([1, 4, 2], [0] * 3), "grpo_passk"), [0, 2 / s, 0], rtol=1e-6
+    )
     with pytest.raises(ValueError, match="pass_k=1"):
         estimate("grpo_passk", outcome([1, 2], [0, 0]), pass_k=1)
 
@@ -162,17 +180,23 @@ def test_gae_ends():
     values = t.rows(t.values)
     np.testing.assert_allclose(t.rows(full[0]), (to_go - values) * t.alive, atol=1e-5)
     ahead = np.pad(values[:, 1:], ((0, 0), (0, 1)))
-    np.testing.assert_allclose(t.rows(one[0]), (t.step_rewards() + ahead - values) * t.alive, atol=1e-5)
+    np.testing.assert_allclose(
+        t.rows(one[0]), (t.step_rewards() + ahead - values) * t.alive, atol=1e-5
+    )
 
 
 def test_reinforce_plus_plus_by_hand():
-    t = outcome([1.0, 0.0], [0, 1], [2, 1], token_rewards=[np.array([-0.5, 0.25]), np.array([0.75])])
+    t = outcome(
+        [1.0, 0.0], [0, 1], [2, 1], token_rewards=[np.array([-0.5, 0.25]), np.array([0.75])]
+    )
     raw = estimate("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False)[0]
     # the outcome's 1 joins the last token: 1.25; the first has -.5 + .5 * 1.25; the other trajectory .75
     assert [a.tolist() for a in raw] == [[0.125, 1.25], [0.75]]
     white = estimate("reinforce_plus_plus", t, Options(gamma=0.5))[0]
     x = np.array([0.125, 1.25, 0.75])
-    np.testing.assert_allclose(np.concatenate(white), (x - x.mean()) / (x.std(ddof=1) + 1e-6), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.concatenate(white), (x - x.mean()) / (x.std(ddof=1) + 1e-6), rtol=1e-5
+    )
 
 
 def test_reinforce_plus_plus_baseline_by_hand():
@@ -195,14 +219,22 @@ def test_gdpo_by_hand():
     x = np.array([-2 * s, 2 * s, -s, s])
     np.testing.assert_allclose(first(t, "gdpo"), x / x.std(ddof=1), rtol=1e-4)
     x = np.array([-3 * s, 3 * s, -2 * s, 2 * s])
-    np.testing.assert_allclose(first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4)
+    np.testing.assert_allclose(
+        first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4
+    )
     with pytest.raises(ConfigError, match="'fom'.*no part.*'form', 'right'"):
         estimate("gdpo", t, weights={"fom": 1.0})
 
 
 def test_optimal_token_baseline_by_hand():
     logs = [np.log([0.5, 0.8]), np.log([0.2])]
-    t = outcome([1.0, 0.0], [0, 0], [2, 1], log_probs=logs, prob_squares=[np.array([0.5, 0.7]), np.array([0.6])])
+    t = outcome(
+        [1.0, 0.0],
+        [0, 0],
+        [2, 1],
+        log_probs=logs,
+        prob_squares=[np.array([0.5, 0.7]), np.array([0.6])],
+    )
     # energies: 1 - 1 + .5 = .5 and 1 - .4 + .6 = 1.2: B = 1 * .5 / 1.7 for the first tokens; the second is alone
     b = 0.5 / 1.7
     got = estimate("optimal_token_baseline", t)[0]
@@ -222,7 +254,9 @@ def test_optimal_token_baseline_has_the_least_variance():
     def cost(b):
         return ((to_go - b) ** 2 * weight).sum()
 
-    assert weight.sum() > 0 and cost(best) < min(cost(best + 0.01), cost(best - 0.01), cost(to_go.mean() + 1e-3))
+    assert weight.sum() > 0 and cost(best) < min(
+        cost(best + 0.01), cost(best - 0.01), cost(to_go.mean() + 1e-3)
+    )
 
 
 # ---- what holds for all -------------------------------------------------------------------------------------------
@@ -259,7 +293,10 @@ def test_what_is_not_trained_does_not_matter(name, seed):
             result[-1][p] = a[k]
         return result
 
-    per_token = {f: spread(getattr(t, f), 9.0) for f in ("token_rewards", "values", "log_probs", "prob_squares")}
+    per_token = {
+        f: spread(getattr(t, f), 9.0)
+        for f in ("token_rewards", "values", "log_probs", "prob_squares")
+    }
     rest = {f: getattr(t, f) for f in ("rewards", "groups", "parts", "baselines")}
     again = estimate(name, Trajectories(masks=spread(t.masks, False), **per_token, **rest))[0]
     for a, k, b, p in zip(base, keep, again, places, strict=True):
@@ -267,7 +304,11 @@ def test_what_is_not_trained_does_not_matter(name, seed):
 
 
 @pytest.mark.parametrize("name", GROUPED)
-@given(st.lists(st.integers(-20, 20), min_size=2, max_size=10), st.integers(-50, 50), st.integers(1, 16))
+@given(
+    st.lists(st.integers(-20, 20), min_size=2, max_size=10),
+    st.integers(-50, 50),
+    st.integers(1, 16),
+)
 @quick
 def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
     """A shift changes nothing; a scale nothing where it is divided out, and else scales the advantages."""
@@ -276,7 +317,9 @@ def test_shift_and_scale_of_the_reward(name, rewards, shift, scale):
     t, moved = (outcome(x, [0] * n, parts={"all": x}, **more) for x in (r, r * scale + shift))
     normalised = name in ("grpo", "grpo_passk", "gdpo", "reinforce_plus_plus_baseline")
     factor = 1.0 if normalised else scale
-    np.testing.assert_allclose(first(moved, name), np.array(first(t, name)) * factor, rtol=1e-4, atol=2e-4)
+    np.testing.assert_allclose(
+        first(moved, name), np.array(first(t, name)) * factor, rtol=1e-4, atol=2e-4
+    )
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in GROUPED])
@@ -286,18 +329,24 @@ def test_the_scale_of_everything_in_the_rewards_unit(name, seed, scale):
     """Where no group is compared: advantages scale as the rewards do, and whitened ones stay."""
     t = some(seed)
     by = {f: [scale * x for x in getattr(t, f)] for f in ("token_rewards", "values")}
-    moved = Trajectories(**vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines})
+    moved = Trajectories(
+        **vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines}
+    )
     factor = 1.0 if adv.ADVANTAGE_ESTIMATORS[name].whitens else scale
     for a, b in zip(estimate(name, t)[0], estimate(name, moved)[0], strict=True):
         np.testing.assert_allclose(b, factor * a, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "gdpo"])
+@pytest.mark.parametrize(
+    "name", ["grpo", "dr_grpo", "rloo", "gpg", "reinforce_plus_plus_baseline", "gdpo"]
+)
 @given(st.lists(st.integers(-20, 20), min_size=2, max_size=10))
 @quick
 def test_a_group_sums_to_zero(name, rewards):
     r = np.array(rewards, dtype=float)
-    assert sum(first(outcome(r, [0] * len(r), parts={"all": r}), name)) == pytest.approx(0, abs=1e-4)
+    assert sum(first(outcome(r, [0] * len(r), parts={"all": r}), name)) == pytest.approx(
+        0, abs=1e-4
+    )
 
 
 @given(st.integers(0, 1000))
@@ -307,10 +356,14 @@ def test_whitening(seed):
     for name in ("gae", "grpo"):
         plain, white = (estimate(name, t, whiten=whiten)[0] for whiten in (False, True))
         assert all((a[~m] == 0).all() for a, m in zip(white, t.masks, strict=True))
-        before, after = (np.concatenate([a[m] for a, m in zip(x, t.masks, strict=True)]) for x in (plain, white))
+        before, after = (
+            np.concatenate([a[m] for a, m in zip(x, t.masks, strict=True)]) for x in (plain, white)
+        )
         np.testing.assert_allclose(after, adv.standardised(before.astype(float)), atol=1e-6)
         if len(after) > 2 and before.std() > 1e-2:
-            assert after.mean() == pytest.approx(0, abs=1e-5) and after.std(ddof=1) == pytest.approx(1, abs=1e-3)
+            assert after.mean() == pytest.approx(0, abs=1e-5) and after.std(
+                ddof=1
+            ) == pytest.approx(1, abs=1e-3)
 
 
 def test_gae_of_a_constant_critic_and_reward_is_reinforce():
@@ -322,7 +375,9 @@ def test_gae_of_a_constant_critic_and_reward_is_reinforce():
 
 
 def test_token_rewards_count_in_the_outcome():
-    t = outcome([1.0, 1.0], [0, 0], [2, 2], token_rewards=[np.array([0.5, 0.5]), np.array([0.0, 0.0])])
+    t = outcome(
+        [1.0, 1.0], [0, 0], [2, 2], token_rewards=[np.array([0.5, 0.5]), np.array([0.0, 0.0])]
+    )
     np.testing.assert_allclose(first(t, "dr_grpo"), [0.5, -0.5])
 
 
@@ -339,10 +394,15 @@ def test_errors():
     parts = {"right": np.array([1.0, 0.0, 1.0]), "form": np.array([1.0, np.nan, 1.0])}
     with pytest.raises(ConfigError, match="gdpo: sample 1, of prompt b, has no part 'form'"):
         estimate("gdpo", outcome([2, 0, 2], ["a", "b", "b"], parts=parts))
-    assert first(outcome([1, 0], [0, 0], parts={"form": np.array([1.0, np.nan])}), "dr_grpo") == [0.5, -0.5]
+    assert first(outcome([1, 0], [0, 0], parts={"form": np.array([1.0, np.nan])}), "dr_grpo") == [
+        0.5,
+        -0.5,
+    ]
     for name in NAMES:
         for field in adv.ADVANTAGE_ESTIMATORS[name].needs:
-            with pytest.raises(ConfigError, match=f"adv_estimator={name}: needs {adv.NEEDS.get(field, field)[:9]}"):
+            with pytest.raises(
+                ConfigError, match=f"adv_estimator={name}: needs {adv.NEEDS.get(field, field)[:9]}"
+            ):
                 estimate(name, Trajectories(**vars(some(0)) | {field: None}))
 
 
@@ -411,16 +471,29 @@ def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
     from one_step_off.ray_trainer import Pipeline
 
     def sample(index, reward, n, finish):
-        arrays = np.zeros(n, np.int32), np.full(n, -1.0, np.float32), np.ones(n, bool), np.zeros(n, np.int32)
-        return Sample((0, 0), index, np.zeros(2, np.int32), *arrays, reward=reward, finish_reason=finish)
+        arrays = (
+            np.zeros(n, np.int32),
+            np.full(n, -1.0, np.float32),
+            np.ones(n, bool),
+            np.zeros(n, np.int32),
+        )
+        return Sample(
+            (0, 0), index, np.zeros(2, np.int32), *arrays, reward=reward, finish_reason=finish
+        )
 
     cfg = Config()
     cfg.data.max_response_length, cfg.reward.overlong_buffer = 4, 2
     cfg.algorithm.adv_estimator, cfg.algorithm.filter_overlong = "dr_grpo", True
     cfg.algorithm.kl_in_reward, cfg.algorithm.kl_coef = True, 0.1
-    batch = Batch(0, [sample(0, 1.0, 4, "length"), sample(1, 1.0, 3, "stop"), sample(2, 0.0, 1, "stop")], (0, 0))
+    batch = Batch(
+        0,
+        [sample(0, 1.0, 4, "length"), sample(1, 1.0, 3, "stop"), sample(2, 0.0, 1, "stop")],
+        (0, 0),
+    )
     batch.ref_log_probs = [np.full(len(s.log_probs), -1.5, np.float32) for s in batch.samples]
-    metrics = Pipeline._advantages(SimpleNamespace(cfg=cfg, kl=KLController(0.1, target=0.5, horizon=6)), batch)
+    metrics = Pipeline._advantages(
+        SimpleNamespace(cfg=cfg, kl=KLController(0.1, target=0.5, horizon=6)), batch
+    )
     # KL of the two that are left: 1.5 and .5. Totals: 1 - 1 (filtered, so without KL), 1 - .5 - .15, 0 - .05
     assert metrics == {"kl/response": 1.0, "kl/coef": 0.1}
     mean = (0.0 + 0.35 - 0.05) / 3
@@ -440,14 +513,24 @@ def test_the_kl_in_the_reward_is_that_of_the_recomputed_log_probs():
     cfg = Config()
     cfg.algorithm.adv_estimator = "reinforce_plus_plus"
     cfg.algorithm.whiten_adv, cfg.algorithm.kl_in_reward, cfg.algorithm.kl_coef = False, True, 0.1
-    for recomputed, kl in ((None, [1.0, 0.5]), ([np.array([-1.5, -1.75], np.float32)], [0.5, 0.25])):
-        arrays = np.zeros(2, np.int32), np.array([-1.0, -1.5], np.float32), np.ones(2, bool), np.zeros(2, np.int32)
+    for recomputed, kl in (
+        (None, [1.0, 0.5]),
+        ([np.array([-1.5, -1.75], np.float32)], [0.5, 0.25]),
+    ):
+        arrays = (
+            np.zeros(2, np.int32),
+            np.array([-1.0, -1.5], np.float32),
+            np.ones(2, bool),
+            np.zeros(2, np.int32),
+        )
         batch = Batch(0, [Sample((0, 0), 0, np.zeros(2, np.int32), *arrays, reward=1.0)], (0, 0))
         batch.ref_log_probs, batch.old_log_probs = [np.full(2, -2.0, np.float32)], recomputed
         metrics = Pipeline._advantages(SimpleNamespace(cfg=cfg, kl=KLController(0.1)), batch)
         assert metrics == {"kl/response": pytest.approx(sum(kl)), "kl/coef": 0.1}
         # reward-to-go: the KL of this token and of those after it, and the reward
-        np.testing.assert_allclose(batch.advantages[0], [1 - 0.1 * sum(kl), 1 - 0.1 * kl[1]], rtol=1e-6)
+        np.testing.assert_allclose(
+            batch.advantages[0], [1 - 0.1 * sum(kl), 1 - 0.1 * kl[1]], rtol=1e-6
+        )
 
 
 def test_a_checkpoint_brings_the_adapted_kl_coefficient_back():
@@ -461,4 +544,6 @@ def test_a_checkpoint_brings_the_adapted_kl_coefficient_back():
         Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.1
     )  # fixed: what the config says
     cfg.algorithm.kl_target = 6.0
-    assert Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.25
+    assert (
+        Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.25
+    )

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import batching
 
-cases = st.tuples(st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 120), st.booleans())
+cases = st.tuples(
+    st.lists(st.integers(1, 60), max_size=40), st.integers(1, 5), st.integers(1, 120), st.booleans()
+)
 
 
 def cost(micro, lengths, packed):
@@ -20,8 +22,12 @@ def test_plan_properties(case):
     lengths, ranks, budget, packed = case
     plan = batching.plan(lengths, ranks, budget, packed)
     assert len(plan) == ranks
-    assert len({len(micros) for micros in plan}) == 1, "a rank with fewer micro-batches would hang the others"
-    assert sorted(i for micros in plan for micro in micros for i in micro) == list(range(len(lengths)))
+    assert len({len(micros) for micros in plan}) == 1, (
+        "a rank with fewer micro-batches would hang the others"
+    )
+    assert sorted(i for micros in plan for micro in micros for i in micro) == list(
+        range(len(lengths))
+    )
     for micro in (m for micros in plan for m in micros if len(m) > 1):
         assert cost(micro, lengths, packed) <= budget
     assert plan == batching.plan(np.array(lengths, dtype=np.int64), ranks, budget, packed)
@@ -31,7 +37,10 @@ def test_plan_properties(case):
 @settings(max_examples=100, deadline=None)
 def test_ranks_are_balanced(case):
     lengths, ranks, budget, packed = case
-    loads = [sum(lengths[i] for m in micros for i in m) for micros in batching.plan(lengths, ranks, budget, packed)]
+    loads = [
+        sum(lengths[i] for m in micros for i in m)
+        for micros in batching.plan(lengths, ranks, budget, packed)
+    ]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
@@ -81,10 +90,16 @@ def test_collate_points_at_the_position_before_each_wanted_token():
     sequences, wanted = [np.array([5, 6, 7]), np.array([8, 9])], [np.array([1, 2]), np.array([1])]
     padded = batching.collate(sequences, wanted, packed=False)
     assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
-    assert padded.at.tolist() == [0, 1, 3] and padded.tokens.tolist() == [6, 7, 9] and padded.counts == [2, 1]
+    assert (
+        padded.at.tolist() == [0, 1, 3]
+        and padded.tokens.tolist() == [6, 7, 9]
+        and padded.counts == [2, 1]
+    )
     assert padded.position_ids is None
     packed = batching.collate(sequences, wanted, packed=True)
-    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [[0, 1, 2, 0, 1]]
+    assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [
+        [0, 1, 2, 0, 1]
+    ]
     assert packed.at.tolist() == [0, 1, 3] and packed.tokens.tolist() == [6, 7, 9]
 
 

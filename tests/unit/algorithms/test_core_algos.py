@@ -21,7 +21,10 @@ def test_token_weights_by_hand():
     assert ca.token_weights([2, 0, 6], "seq-mean-token-sum", 8, 2).tolist() == [1 / 2, 0, 1 / 2]
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.sampled_from(["token-mean", "sequence-mean"]))
+@given(
+    st.lists(st.integers(0, 9), min_size=1, max_size=8),
+    st.sampled_from(["token-mean", "sequence-mean"]),
+)
 def test_token_weights_sum_to_one_however_the_batch_is_cut(lengths, agg):
     total, alive = sum(lengths), sum(n > 0 for n in lengths)
     parts = [ca.token_weights([n], agg, total, alive)[0] * n for n in lengths]
@@ -38,10 +41,14 @@ def test_kl_by_hand():
 @given(st.integers(0, 1000))
 @settings(max_examples=25, deadline=None)
 def test_k1_and_k3_are_unbiased(seed):
-    p, q = (torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)).log_softmax(-1)
+    p, q = (
+        torch.randn(2, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ).log_softmax(-1)
     exact = (p.exp() * (p - q)).sum()
     for estimator in ("k1", "k3"):
-        assert (p.exp() * ca.kl(p, q, estimator)).sum().item() == pytest.approx(exact.item(), abs=1e-9)
+        assert (p.exp() * ca.kl(p, q, estimator)).sum().item() == pytest.approx(
+            exact.item(), abs=1e-9
+        )
     assert (ca.kl(p, q, "k3") >= 0).all() and (ca.kl(p, q, "k2") >= 0).all()
 
 
@@ -53,19 +60,26 @@ STRAIGHT_THROUGH = ("k1+", "k3+", "abs+")
 def test_the_expected_gradient_of_k2_and_of_the_straight_through_estimators_is_that_of_the_kl(seed):
     """Over all tokens, each as likely as p has it: k1's is zero, k3's is that of the other KL."""
     g = torch.Generator().manual_seed(seed)
-    logits, q = torch.randn(6, generator=g, dtype=torch.float64), torch.randn(6, generator=g, dtype=torch.float64)
+    logits, q = (
+        torch.randn(6, generator=g, dtype=torch.float64),
+        torch.randn(6, generator=g, dtype=torch.float64),
+    )
     logits.requires_grad_()
     p, q = logits.log_softmax(-1), q.log_softmax(-1)
     (want,) = torch.autograd.grad((p.exp() * (p - q)).sum(), logits, retain_graph=True)
     for estimator in ("k2", *STRAIGHT_THROUGH):
-        (got,) = torch.autograd.grad((p.exp().detach() * ca.kl(p, q, estimator)).sum(), logits, retain_graph=True)
+        (got,) = torch.autograd.grad(
+            (p.exp().detach() * ca.kl(p, q, estimator)).sum(), logits, retain_graph=True
+        )
         torch.testing.assert_close(got, want)
 
 
 def test_the_value_of_a_straight_through_estimator_is_the_plain_ones():
     log_p, log_q = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -0.5])
     for estimator in STRAIGHT_THROUGH:
-        torch.testing.assert_close(ca.kl(log_p, log_q, estimator), ca.kl(log_p, log_q, estimator[:-1]))
+        torch.testing.assert_close(
+            ca.kl(log_p, log_q, estimator), ca.kl(log_p, log_q, estimator[:-1])
+        )
     assert ca.kl(log_p, log_q, "abs").tolist() == [0.5, 1.5]
 
 
@@ -73,7 +87,9 @@ def test_log_probs_and_entropy():
     logits = torch.tensor([[0.0, math.log(3.0)], [0.0, -torch.inf]], requires_grad=True)
     log_probs, entropy = ca.log_probs_and_entropy(logits, torch.tensor([1, 0]), entropy="metric")
     torch.testing.assert_close(log_probs, torch.tensor([math.log(0.75), 0.0]))
-    torch.testing.assert_close(entropy, torch.tensor([-0.75 * math.log(0.75) - 0.25 * math.log(0.25), 0.0]))
+    torch.testing.assert_close(
+        entropy, torch.tensor([-0.75 * math.log(0.75) - 0.25 * math.log(0.25), 0.0])
+    )
     assert log_probs.requires_grad and not entropy.requires_grad
     assert ca.log_probs_and_entropy(logits, torch.tensor([1, 0]))[1] is None
     half = ca.log_probs_and_entropy(logits, torch.tensor([1, 0]), temperature=0.5, entropy="grad")
@@ -84,7 +100,9 @@ def test_log_probs_and_entropy():
 def test_token_stats():
     theta, mu = torch.log(torch.tensor([0.2, 0.6])), torch.log(torch.tensor([0.4, 0.3]))
     sums, maxima = ca.token_stats(theta, mu, torch.tensor([True, False]))
-    assert sums["ratio"].item() == pytest.approx(2.5, rel=1e-6) and maxima["ratio"].item() == pytest.approx(2)
+    assert sums["ratio"].item() == pytest.approx(2.5, rel=1e-6) and maxima[
+        "ratio"
+    ].item() == pytest.approx(2)
     assert sums["clip"].item() == 1 and maxima["logprob_diff"].item() == pytest.approx(math.log(2))
     # k3 of KL(mu || theta), r = theta / mu: (.5 - 1 - ln .5) + (2 - 1 - ln 2)
     assert sums["approx_kl"].item() == pytest.approx(0.5, rel=1e-5)
@@ -123,6 +141,10 @@ def test_learning_rate():
     assert [ca.learning_rate(s, None, 1.0, warmup=4) for s in (0, 3, 4, 99)] == [0.25, 1, 1, 1]
     for schedule in ("cosine", "linear"):
         at = [ca.learning_rate(s, 12, 2.0, schedule, 1, 0.1) for s in range(12)]
-        assert at[0] == at[1] == 2.0 and at[11] == pytest.approx(0.2) and at[1:] == sorted(at[1:], reverse=True)
+        assert (
+            at[0] == at[1] == 2.0
+            and at[11] == pytest.approx(0.2)
+            and at[1:] == sorted(at[1:], reverse=True)
+        )
         assert at[6] == pytest.approx(1.1)
         assert ca.learning_rate(50, 12, 2.0, schedule, 1, 0.1) == pytest.approx(0.2)

@@ -75,18 +75,28 @@ def test_gspo_gradient_is_that_of_its_sequence_form(seed):
     log_probs = (old + 0.3 * torch.randn(9, generator=g)).requires_grad_()
     per_sequence = torch.randn(3, generator=g)
     lengths = torch.tensor([4.0, 2.0, 3.0])
-    x = LossInputs(log_probs, old, per_sequence[sequence], sequence, (1 / (3 * lengths))[sequence], 0.1, 0.2)
+    x = LossInputs(
+        log_probs, old, per_sequence[sequence], sequence, (1 / (3 * lengths))[sequence], 0.1, 0.2
+    )
     gradient = run("gspo", x)[2]
     total = 0.0
     for i in range(3):
         ratio = (log_probs - old)[sequence == i].mean().exp()  # eq. 7
-        total -= torch.minimum(ratio * per_sequence[i], ratio.clamp(0.9, 1.2) * per_sequence[i]) / 3  # eq. 5
+        total -= (
+            torch.minimum(ratio * per_sequence[i], ratio.clamp(0.9, 1.2) * per_sequence[i]) / 3
+        )  # eq. 5
     (want,) = torch.autograd.grad(total, log_probs)
     torch.testing.assert_close(gradient, want, rtol=1e-5, atol=1e-6)
 
 
 def test_gmpo_by_hand():
-    x = of([math.exp(0.9), math.exp(-0.5), math.exp(0.9)], [2.0, 2.0, -1.0], [0, 0, 1], clip_low=0.4, clip_high=0.4)
+    x = of(
+        [math.exp(0.9), math.exp(-0.5), math.exp(0.9)],
+        [2.0, 2.0, -1.0],
+        [0, 0, 1],
+        clip_low=0.4,
+        clip_high=0.4,
+    )
     loss, clipped, gradient = run("gmpo", x)
     # A > 0: only above is clipped: (.4 - .5) / 2 = -.05. A < 0: .9 is not clipped above.
     g, h = math.exp(-0.05), math.exp(0.9)
@@ -137,7 +147,9 @@ def test_dro_settles_where_the_log_ratio_is_the_advantage_over_beta():
     log_probs, old = torch.full((1,), -3.0, requires_grad=True), torch.full((1,), -3.0)
     for _ in range(200):
         x = LossInputs(log_probs, old, torch.tensor([0.8]), torch.tensor([0]), torch.ones(1))
-        (slope,) = torch.autograd.grad(POLICY_LOSSES["dro"].function(x, beta=0.5)[0].sum(), log_probs)
+        (slope,) = torch.autograd.grad(
+            POLICY_LOSSES["dro"].function(x, beta=0.5)[0].sum(), log_probs
+        )
         log_probs = (log_probs - 0.1 * slope).detach().requires_grad_()
     assert (log_probs - old).item() == pytest.approx(0.8 / 0.5, abs=1e-3)
 
@@ -161,8 +173,15 @@ def test_dppo_tv_by_hand():
 
 def test_dppo_kl_by_hand():
     p, q = [0.8, 0.6, 0.2, 0.001, 0.2], [0.5, 0.5, 0.5, 0.01, 0.5]
-    kl = [b * math.log(b / a) + (1 - b) * math.log((1 - b) / (1 - a)) for a, b in zip(p, q, strict=True)]
-    x = of([a / b for a, b in zip(p, q, strict=True)], [1.0, 1.0, -1.0, -1.0, 1.0], old=[math.log(b) for b in q])
+    kl = [
+        b * math.log(b / a) + (1 - b) * math.log((1 - b) / (1 - a))
+        for a, b in zip(p, q, strict=True)
+    ]
+    x = of(
+        [a / b for a, b in zip(p, q, strict=True)],
+        [1.0, 1.0, -1.0, -1.0, 1.0],
+        old=[math.log(b) for b in q],
+    )
     for bound in (0.01, 0.02, 0.1, 0.3):
         y = LossInputs(**vars(x) | {"clip_low": bound, "clip_high": bound})
         assert run("dppo_kl", y)[1] == [k > bound and i != 4 for i, k in enumerate(kl)]
@@ -177,7 +196,9 @@ def test_covariance_by_hand():
 
 
 def test_clip_cov_by_hand():
-    x = of([1.0] * 4, [2.0, -2.0, 1.0, -1.0], old=[-1.0, -5.0, -2.5, -3.5])  # covariances 4, 4, .5, .5
+    x = of(
+        [1.0] * 4, [2.0, -2.0, 1.0, -1.0], old=[-1.0, -5.0, -2.5, -3.5]
+    )  # covariances 4, 4, .5, .5
     vanilla = run("vanilla", x)[2]
     seen = set()
     for seed in range(20):
@@ -191,7 +212,9 @@ def test_clip_cov_by_hand():
     assert run("clip_cov", x, share=0.5)[1] == [True, True, False, False]
     assert not any(run("clip_cov", x, cov_high=3.0)[1])
     x = of([2.0] * 4, [2.0, -2.0, 1.0, -1.0], old=[-2.0, -6.0, -3.5, -4.5])
-    for seed in range(9):  # PPO clips the first and the third; the one to draw is never spent on them
+    for seed in range(
+        9
+    ):  # PPO clips the first and the third; the one to draw is never spent on them
         torch.manual_seed(seed)
         assert run("clip_cov", x)[1] == [True, True, True, False]
 
@@ -219,7 +242,9 @@ def test_on_policy_all_are_the_policy_gradient(name):
 
     clip_cov draws no token here (its range is empty), and kl_cov's |log r| has no slope at 0 either.
     """
-    x = of([1.0] * 5, [1.0, -2.0, -2.0, 0.5, 3.0], [0, 1, 1, 2, 3], old=[-1.0, -2.0, -0.5, -3.0, -1.5])
+    x = of(
+        [1.0] * 5, [1.0, -2.0, -2.0, 0.5, 3.0], [0, 1, 1, 2, 3], old=[-1.0, -2.0, -0.5, -3.0, -1.5]
+    )
     own = {"cov_low": 1e9, "cov_high": 1e9} if name == "clip_cov" else {}
     torch.testing.assert_close(run(name, x, **own)[2], -x.advantage)
 
@@ -257,7 +282,18 @@ BEYOND_THE_LIMIT = {
 }
 """The gradient of a token whose ratio is far above (`up`) or far below the limit; 20 % of clip on both sides."""
 
-EXTREME_LOG_RATIOS = [21.0, -21.0, 30.0, -30.0, 100.0, -100.0, 1e30, -1e30, float("inf"), float("-inf")]
+EXTREME_LOG_RATIOS = [
+    21.0,
+    -21.0,
+    30.0,
+    -30.0,
+    100.0,
+    -100.0,
+    1e30,
+    -1e30,
+    float("inf"),
+    float("-inf"),
+]
 
 
 def far_out(log_ratio):
@@ -275,16 +311,29 @@ def test_the_gradient_of_an_extreme_log_ratio(name, log_ratio, advantage):
     x = LossInputs(log_probs, old, torch.tensor([advantage]), torch.tensor([0]), torch.ones(1))
     loss, _, gradient = run(name, x)
     close(gradient, [BEYOND_THE_LIMIT[name](log_ratio > 0, advantage)])
-    unbounded = abs(log_ratio) == math.inf and name in ("kl_cov", "gpg", "dro", "cispo", "dppo_tv", "dppo_kl")
-    assert torch.isfinite(loss).all() or unbounded  # losses of log theta, or of |log r|, are as large as that
+    unbounded = abs(log_ratio) == math.inf and name in (
+        "kl_cov",
+        "gpg",
+        "dro",
+        "cispo",
+        "dppo_tv",
+        "dppo_kl",
+    )
+    assert (
+        torch.isfinite(loss).all() or unbounded
+    )  # losses of log theta, or of |log r|, are as large as that
 
 
 def gradient_beside(name, up, advantage):
     """The gradient of a token on the old policy whose sequence has one token beyond the limit, and no other."""
     held = (advantage > 0) == up
-    if name == "gspo":  # the mean of the two log-ratios is half the limit; its clip holds all of the sequence back
+    if (
+        name == "gspo"
+    ):  # the mean of the two log-ratios is half the limit; its clip holds all of the sequence back
         return 0.0 if held else -advantage * math.exp(10.0 if up else -10.0)
-    if name == "gmpo":  # the other's log-ratio is clipped before the mean is taken, or counts as the limit
+    if (
+        name == "gmpo"
+    ):  # the other's log-ratio is clipped before the mean is taken, or counts as the limit
         other = 0.2 if held else 20.0
         return -advantage * math.exp((other if up else -other) / 2)
     return -advantage
@@ -307,7 +356,9 @@ def test_the_gradient_beside_an_extreme_log_ratio(name, log_ratio, advantage):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("log_ratio", [30.0, -30.0, 1e30])
-@pytest.mark.parametrize("mode", AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"])
+@pytest.mark.parametrize(
+    "mode", AlgorithmConfig.__dataclass_fields__["rollout_correction"].metadata["choices"]
+)
 def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode):
     """proximal / mu beyond every cap, theta at proximal: at most cap times the policy gradient, and no gradient of the
     weight itself."""
@@ -315,8 +366,14 @@ def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode)
     log_probs, proximal = torch.tensor([theta], requires_grad=True), torch.tensor([theta])
     sequence = torch.tensor([0])
     weight = pl.correction_weights(log_probs, torch.tensor([mu]), sequence, mode, 2.0)
-    want = {"none": 1.0, "tis": 2.0, "seq-tis": 2.0}.get(mode, 0.0) if log_ratio > 0 else float(mode == "none")
-    loss, _ = POLICY_LOSSES[name].function(LossInputs(log_probs, proximal, torch.ones(1), sequence, torch.ones(1)))
+    want = (
+        {"none": 1.0, "tis": 2.0, "seq-tis": 2.0}.get(mode, 0.0)
+        if log_ratio > 0
+        else float(mode == "none")
+    )
+    loss, _ = POLICY_LOSSES[name].function(
+        LossInputs(log_probs, proximal, torch.ones(1), sequence, torch.ones(1))
+    )
     (gradient,) = torch.autograd.grad((loss * weight).sum(), log_probs)
     close(gradient, [-want])
 
@@ -324,7 +381,9 @@ def test_an_extreme_correction_weight_bounds_the_gradient(name, log_ratio, mode)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_micro_batch(name):
     empty = torch.zeros(0)
-    x = LossInputs(torch.zeros(0, requires_grad=True), empty, empty, empty.long(), empty, clip_c=3.0)
+    x = LossInputs(
+        torch.zeros(0, requires_grad=True), empty, empty, empty.long(), empty, clip_c=3.0
+    )
     loss, clipped, gradient = run(name, x)
     assert loss.shape == gradient.shape == (0,) and clipped == []
 
@@ -343,7 +402,9 @@ def test_cutting_the_micro_batch_changes_nothing(name, seed):
     for part in (slice(0, 3), slice(3, 8)):
         ids = sequence[part] - sequence[part][0]
         piece = log_probs[part].detach().requires_grad_()
-        parts.append(run(name, LossInputs(piece, old[part], advantage[part], ids, torch.ones(len(ids)))))
+        parts.append(
+            run(name, LossInputs(piece, old[part], advantage[part], ids, torch.ones(len(ids))))
+        )
     torch.testing.assert_close(torch.cat([p[0] for p in parts]), whole[0])
     torch.testing.assert_close(torch.cat([p[2] for p in parts]), whole[2])
 
@@ -388,7 +449,9 @@ def test_correction_weights_by_hand():
         ("none", 0.9, 1.1, [1, 1, 1, 1, 1]),
     ):
         got = pl.correction_weights(proximal, mu, sequence, mode, cap, low)
-        torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}")
+        torch.testing.assert_close(
+            got, torch.tensor(expected, dtype=torch.float32), msg=f"{mode} {low} {cap}"
+        )
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
     with pytest.raises(KeyError):
@@ -411,7 +474,11 @@ def test_sequence_truncation_is_unbiased_without_a_cap(seed):
     for a in range(4):
         for b in range(4):
             w = pl.correction_weights(
-                torch.stack([p[a], p[b]]), torch.stack([q[a], q[b]]), torch.tensor([0, 0]), "seq-tis", 1e9
+                torch.stack([p[a], p[b]]),
+                torch.stack([q[a], q[b]]),
+                torch.tensor([0, 0]),
+                "seq-tis",
+                1e9,
             )
             total += float((q[a] + q[b]).exp() * w[0])
     assert total == pytest.approx(1.0, abs=1e-4)

@@ -21,14 +21,18 @@ from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batc
 
 
 def rate(step: int, decay: Decay, kind: str, warmup: int = 2, floor: float = 0.1) -> float:
-    return core_algos.learning_rate(step, decay.total, 1.0, kind, warmup, floor, decay.begin, decay.done)
+    return core_algos.learning_rate(
+        step, decay.total, 1.0, kind, warmup, floor, decay.begin, decay.done
+    )
 
 
 @given(
     st.sampled_from(["cosine", "linear"]), st.integers(0, 5), st.integers(3, 40), st.integers(1, 3),
     st.lists(st.tuples(st.integers(0, 30), st.integers(1, 60), st.integers(1, 4)), max_size=3), st.floats(0, 1),
 )  # fmt: skip
-def test_the_rate_never_jumps_however_often_a_run_is_resumed(kind, warmup, total, per_step, resumes, floor):
+def test_the_rate_never_jumps_however_often_a_run_is_resumed(
+    kind, warmup, total, per_step, resumes, floor
+):
     """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
     step has the lowest rate. `resumes`: trainer steps made, those to come, and optimiser steps in each from then on."""
     plan, step, trainer_step = Plan(kind, total, 0, per_step), 0, 0
@@ -43,8 +47,13 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(kind, warmup, total
         old, now = (rate(step, which, kind, warmup, floor) for which in (before, decay))
         assert now == pytest.approx(old, abs=1e-12)
         again = Saved(step, trainer_step, decay, plan)
-        assert schedule.resumed(plan, warmup, again) == decay, "resumed again where it was, as after a death"
-    rates = [rate(s, decay, kind, warmup, floor) for s in range(max(step, warmup), max(decay.total, warmup + 1))]
+        assert schedule.resumed(plan, warmup, again) == decay, (
+            "resumed again where it was, as after a death"
+        )
+    rates = [
+        rate(s, decay, kind, warmup, floor)
+        for s in range(max(step, warmup), max(decay.total, warmup + 1))
+    ]
     assert all(a >= b - 1e-12 for a, b in zip(rates, rates[1:], strict=False))
     if decay.total - 1 > max(decay.begin, warmup):
         assert rates[-1] == pytest.approx(floor)
@@ -56,36 +65,52 @@ def plan(total: int, kind: str = "linear", first_step: int = 0, per_step: int = 
 
 def test_by_hand():
     saved = Saved(5, 5, Decay(11, 0), plan(11))
-    assert schedule.resumed(plan(11), 0, saved) == saved.decay, "of the same length nothing changes, bit for bit"
+    assert schedule.resumed(plan(11), 0, saved) == saved.decay, (
+        "of the same length nothing changes, bit for bit"
+    )
     decay = schedule.resumed(plan(21), 0, saved)
     assert decay == Decay(21, 5, 0.5)
     assert [rate(s, decay, "linear", 0, 0.0) for s in (5, 8, 20)] == [0.5, 0.4, 0.0]
-    assert rate(5, Decay(21, 0), "linear", 0, 0.0) == 0.75, "what a recomputed one would have jumped to"
+    assert rate(5, Decay(21, 0), "linear", 0, 0.0) == 0.75, (
+        "what a recomputed one would have jumped to"
+    )
     warming = Saved(2, 2, Decay(11, 3), plan(11))
-    assert schedule.resumed(plan(21), 4, warming) == Decay(21, 4), "still in the warm-up: as a new one"
+    assert schedule.resumed(plan(21), 4, warming) == Decay(21, 4), (
+        "still in the warm-up: as a new one"
+    )
 
 
 def test_a_decay_that_the_run_did_not_have_begins_now():
     constant = Saved(100, 100, Decay(100, 3), plan(100, "constant"))
     assert schedule.resumed(plan(200), 3, constant) == Decay(200, 100)
-    assert schedule.resumed(plan(200, "cosine"), 3, Saved(60, 60, Decay(200, 3), plan(200))) == Decay(200, 60)
-    assert schedule.resumed(plan(200), 30, Saved(5, 5, Decay(100, 30), plan(100, "constant"))) == Decay(200, 30)
+    assert schedule.resumed(
+        plan(200, "cosine"), 3, Saved(60, 60, Decay(200, 3), plan(200))
+    ) == Decay(200, 60)
+    assert schedule.resumed(
+        plan(200), 30, Saved(5, 5, Decay(100, 30), plan(100, "constant"))
+    ) == Decay(200, 30)
     cooling = Saved(100, 100, Decay(200, 100), plan(200))
-    assert schedule.resumed(plan(200), 3, cooling) == Decay(200, 100), "killed before its first step, and resumed again"
+    assert schedule.resumed(plan(200), 3, cooling) == Decay(200, 100), (
+        "killed before its first step, and resumed again"
+    )
 
 
 def test_checkpoints_of_earlier_versions():
     """Without a plan the decay counts as one of today's schedule; without a decay as that of a new run."""
     assert schedule.resumed(plan(11), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(11, 0)
     assert schedule.resumed(plan(21), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(21, 5, 0.5)
-    assert schedule.resumed(plan(11, per_step=2), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(17, 5, 0.5)
+    assert schedule.resumed(plan(11, per_step=2), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(
+        17, 5, 0.5
+    )
     assert schedule.resumed(plan(21), 2, Saved(5, 5, None, None)) == Decay(21, 2)
 
 
 def test_what_is_kept_is_read():
     decay, made_for = Decay(2**31, 7, 0.1), plan(2**31, "cosine", 9, 4)
     counters = {"optimizer_steps": np.array(12), "version": np.array(5)}
-    assert schedule.unpacked(schedule.packed(decay, made_for) | counters) == Saved(12, 5, decay, made_for)
+    assert schedule.unpacked(schedule.packed(decay, made_for) | counters) == Saved(
+        12, 5, decay, made_for
+    )
 
 
 def test_a_worker_goes_on_with_the_rate_that_it_had(checkpoints, single, tmp_path):  # noqa: F811
@@ -150,7 +175,12 @@ def test_constant_then_cool_down(checkpoints, single, tmp_path):  # noqa: F811
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
 def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, tmp_path):  # noqa: F811
     """A trainer step has two optimiser steps, then one, or the reverse: the rate is continuous, and ends with the run."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="linear", actor__ppo_mini_batch_size=first)
+    cfg = config(
+        checkpoints["tied"],
+        actor__lr=1e-3,
+        actor__lr_schedule="linear",
+        actor__ppo_mini_batch_size=first,
+    )
     cfg.trainer.total_steps = 6
     batch = make_batch(checkpoints["tied"])
     worker = started(single, cfg)
@@ -159,15 +189,21 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
     cfg.actor.ppo_mini_batch_size, said = then, []
     schedule.announce(cfg, tmp_path / "saved", 6, said.append)
-    assert len(said) == 1 and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
+    assert (
+        len(said) == 1
+        and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
+    )
     worker = resumed_from(tmp_path / "saved", single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
     step = worker.decay
-    assert core_algos.learning_rate(done, step.total, 1e-3, "linear", 0, 0.0, step.begin, step.done) == pytest.approx(
-        rate_there
-    )
+    assert core_algos.learning_rate(
+        done, step.total, 1e-3, "linear", 0, 0.0, step.begin, step.done
+    ) == pytest.approx(rate_there)
     rates = [worker.update(batch)["actor/lr"] for _ in range(3)]
-    assert all(a > b for a, b in zip(rates, rates[1:], strict=False)) and worker.optimizer_steps == worker.decay.total
+    assert (
+        all(a > b for a, b in zip(rates, rates[1:], strict=False))
+        and worker.optimizer_steps == worker.decay.total
+    )
     last = core_algos.learning_rate(
         worker.optimizer_steps - 1, step.total, 1e-3, "linear", 0, 0.0, step.begin, step.done
     )
@@ -181,19 +217,29 @@ def test_a_longer_critic_warmup_and_more_epochs(checkpoints, single, tmp_path): 
     worker = started(single, cfg)
     saved_after(worker, make_batch(checkpoints["tied"]), 2, tmp_path / "saved")
     cfg.trainer.critic_warmup, cfg.actor.ppo_epochs = 4, 3
-    assert resumed_from(tmp_path / "saved", single, cfg).decay == Decay(2 + 6 * 3, 2, pytest.approx(2 / 9))
+    assert resumed_from(tmp_path / "saved", single, cfg).decay == Decay(
+        2 + 6 * 3, 2, pytest.approx(2 / 9)
+    )
 
 
 def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(checkpoints, single, tmp_path):  # noqa: F811
     """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is still exactly the same."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="cosine", actor__ppo_mini_batch_size=2)
+    cfg = config(
+        checkpoints["tied"],
+        actor__lr=1e-3,
+        actor__lr_schedule="cosine",
+        actor__ppo_mini_batch_size=2,
+    )
     cfg.trainer.total_steps = 6
     whole, fewer = make_batch(checkpoints["tied"]), make_batch(checkpoints["tied"], prompts=1)
     worker = started(single, cfg)
     saved_after(worker, fewer, 2, tmp_path / "saved")
     unbroken = [worker.update(whole)["actor/lr"] for _ in range(2)]
     again = resumed_from(tmp_path / "saved", single, cfg)
-    assert again.optimizer_steps == 2 and [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken
+    assert (
+        again.optimizer_steps == 2
+        and [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken
+    )
 
 
 def saved_at(folder, step: int, decay: Decay | None, made_for: Plan | None = None) -> None:
@@ -216,7 +262,8 @@ def test_what_is_said(tmp_path):
                     "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
     with pytest.raises(
-        ConfigError, match=r"at step 11 it had come to its end, a rate of 0, and would stay there; set actor"
+        ConfigError,
+        match=r"at step 11 it had come to its end, a rate of 0, and would stay there; set actor",
     ):
         schedule.announce(cfg, tmp_path / "end", 21, said.append)
     cfg.actor.min_lr_ratio = 0.1
@@ -224,7 +271,10 @@ def test_what_is_said(tmp_path):
     assert said[1].endswith("it goes on from its rate at step 11, 1e-05, to 1e-05, without a jump")
     saved_at(tmp_path / "old", 5, None)
     schedule.announce(cfg, tmp_path / "old", 21, said.append)
-    assert re.search("warning: .* does not tell its length; the rate may jump", said[2]) and len(said) == 3
+    assert (
+        re.search("warning: .* does not tell its length; the rate may jump", said[2])
+        and len(said) == 3
+    )
     cfg.actor.lr_schedule = "constant"
     schedule.announce(cfg, tmp_path / "at", 21, said.append)
     assert len(said) == 3
@@ -232,15 +282,21 @@ def test_what_is_said(tmp_path):
     saved_at(tmp_path / "untold", 5, Decay(11, 0))
     for total in (11, 21):
         schedule.announce(cfg, tmp_path / "untold", total, said.append)
-    assert len(said) == 5 and all("does not tell its schedule, and counts as linear" in line for line in said[3:])
+    assert len(said) == 5 and all(
+        "does not tell its schedule, and counts as linear" in line for line in said[3:]
+    )
     cfg.actor.min_lr_ratio, cfg.actor.ppo_epochs = 0.0, 2
     schedule.announce(cfg, tmp_path / "end", 11, said.append)
     assert len(said) == 5, "a run that is over takes no further step, and is not refused"
 
 
 @pytest.mark.parametrize(("step", "val_only"), [(5, False), (11, False), (11, True)])
-def test_a_run_says_it_before_any_engine_starts(step, val_only, models, tmp_path, monkeypatch, capsys):
-    cfg = tiny_config(models(), str(tmp_path), **{"trainer.total_steps": 21, "actor.lr_schedule": "cosine"})
+def test_a_run_says_it_before_any_engine_starts(
+    step, val_only, models, tmp_path, monkeypatch, capsys
+):
+    cfg = tiny_config(
+        models(), str(tmp_path), **{"trainer.total_steps": 21, "actor.lr_schedule": "cosine"}
+    )
     cfg.trainer.val_only = val_only
     path, prepare, ran = tmp_path / "checkpoints" / f"step_{step:06d}", launch.prepare, []
     saved_at(path, step, Decay(11, 0), plan(11, "cosine"))
@@ -248,15 +304,20 @@ def test_a_run_says_it_before_any_engine_starts(step, val_only, models, tmp_path
     own_dir = cfg.trainer.output_dir
 
     def prepared(*args):
-        aside = replace(cfg, trainer=replace(cfg.trainer, resume="never"))  # the stand-in is no whole checkpoint
+        aside = replace(
+            cfg, trainer=replace(cfg.trainer, resume="never")
+        )  # the stand-in is no whole checkpoint
         found = prepare(aside, *args[1:])
         return replace(found, cfg=cfg, resume_from=path, state=state)
 
     monkeypatch.setattr(launch, "prepare", prepared)
-    monkeypatch.setattr(launch, "run_on_ray", lambda prepared, tracker: ran.append(SimpleNamespace(tracker=tracker)))
+    monkeypatch.setattr(
+        launch, "run_on_ray", lambda prepared, tracker: ran.append(SimpleNamespace(tracker=tracker))
+    )
     if step == 11 and not val_only:
         with pytest.raises(
-            ConfigError, match="actor.lr_schedule=cosine: was for 11 optimiser steps, and is for 21 now"
+            ConfigError,
+            match="actor.lr_schedule=cosine: was for 11 optimiser steps, and is for 21 now",
         ):
             launch.run(cfg)
         assert not ran and not os.path.exists(f"{own_dir}/config.yaml")

@@ -46,7 +46,9 @@ def config(tmp_path: Path, **trainer: object) -> Config:
     return cfg
 
 
-def save(cfg: Config, step: int, fail: bool = False, samples: list[Sample] | None = None, **state: object) -> Path:
+def save(
+    cfg: Config, step: int, fail: bool = False, samples: list[Sample] | None = None, **state: object
+) -> Path:
     async def trainer(folder: str) -> asyncio.Future:
         (Path(folder) / "actor").mkdir()
         (Path(folder) / "actor" / "__0_0.distcp").write_bytes(bytes(4096))
@@ -58,8 +60,12 @@ def save(cfg: Config, step: int, fail: bool = False, samples: list[Sample] | Non
         return asyncio.ensure_future(written())
 
     async def whole() -> Path:
-        path, size = await (await checkpoint.Checkpointer(cfg, trainer).save(step, samples, {"stream": {}} | state))
-        assert size == sum(p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != "manifest.json")
+        path, size = await (
+            await checkpoint.Checkpointer(cfg, trainer).save(step, samples, {"stream": {}} | state)
+        )
+        assert size == sum(
+            p.stat().st_size for p in path.rglob("*") if p.is_file() and p.name != "manifest.json"
+        )
         return path
 
     return asyncio.run(whole())
@@ -70,7 +76,10 @@ def test_the_last_k_stay_and_auto_takes_the_newest(tmp_path):
     assert checkpoint.find(cfg) is None
     for step in (5, 10, 15):
         save(cfg, step)
-    assert [p.name for p in checkpoint.finished(checkpoint.folder_of(cfg))] == ["step_000010", "step_000015"]
+    assert [p.name for p in checkpoint.finished(checkpoint.folder_of(cfg))] == [
+        "step_000010",
+        "step_000015",
+    ]
     assert checkpoint.find(cfg).name == "step_000015"
     cfg.trainer.resume = "never"
     assert checkpoint.find(cfg) is None
@@ -91,10 +100,16 @@ def test_a_save_that_fails_leaves_the_older_one_in_charge(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda c: setattr(c.pipeline, "staleness", 0), "pipeline.staleness=0: checkpoint .* was made with 1"),
+        (
+            lambda c: setattr(c.pipeline, "staleness", 0),
+            "pipeline.staleness=0: checkpoint .* was made with 1",
+        ),
         (lambda c: setattr(c.rollout, "n", 3), "rollout.n=3"),
         (lambda c: setattr(c.trainer, "seed", 3), "trainer.seed=3"),
-        (lambda c: setattr(c.agent, "loop", "tool"), "agent.loop=tool: checkpoint .* was made with single_turn"),
+        (
+            lambda c: setattr(c.agent, "loop", "tool"),
+            "agent.loop=tool: checkpoint .* was made with single_turn",
+        ),
         (
             lambda c: setattr(c.actor, "backend", "megatron"),
             "actor.backend=megatron: .* was made with fsdp; resume with",

@@ -24,13 +24,20 @@ from torch.distributed.checkpoint import FileSystemWriter
 from one_step_off import main_ppo
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.ray_trainer import Stopped
 from one_step_off.runtime import launch
+from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.test_checkpoint import save
 from tests.unit.ray_trainer.test_ray_trainer import World, build
-from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, one_thread, single, whole  # noqa: F401
+from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+    checkpoints,
+    config,
+    make_batch,
+    one_thread,
+    single,
+    whole,
+)
 
 FILES = [
     "manifest.json", "state.json", "samples.npz", "samples.jsonl", "actor_rank_0.npz", "actor/.metadata",
@@ -61,7 +68,9 @@ def taken(worker, cfg, step: int, samples=None) -> Path:
         return asyncio.ensure_future(asyncio.to_thread(worker.saved))
 
     async def run() -> Path:
-        return (await (await checkpoint.Checkpointer(cfg, copied).save(step, samples, {"stream": {}})))[0]
+        return (
+            await (await checkpoint.Checkpointer(cfg, copied).save(step, samples, {"stream": {}}))
+        )[0]
 
     return asyncio.run(run())
 
@@ -93,14 +102,18 @@ def assert_refused(run, words: str) -> None:
     there is none the run does not begin anew by itself."""
     cfg, path = run
     cfg.trainer.resume = str(path)
-    with pytest.raises(ConfigError, match=f"trainer.resume={path}: checkpoint {path}: {words}.*; name a good one"):
+    with pytest.raises(
+        ConfigError, match=f"trainer.resume={path}: checkpoint {path}: {words}.*; name a good one"
+    ):
         checkpoint.find(cfg)
     said: list[str] = []
     cfg.trainer.resume = "auto"
     assert checkpoint.find(cfg, said.append).name == "step_000005"
     assert len(said) == 1 and re.search(f"warning: checkpoint {path}: {words}", said[0])
     shutil.rmtree(path.parent / "step_000005")
-    with pytest.raises(ConfigError, match=f"trainer.resume=auto: checkpoint {path}: .*start anew with"):
+    with pytest.raises(
+        ConfigError, match=f"trainer.resume=auto: checkpoint {path}: .*start anew with"
+    ):
         checkpoint.find(cfg)
 
 
@@ -115,7 +128,11 @@ def test_a_good_one_is_taken(run):
     said: list[str] = []
     assert checkpoint.find(cfg, said.append) == path and not said
     manifest = json.loads((path / "manifest.json").read_text())
-    assert sorted(manifest["bytes"]) == sorted(manifest["checksum"]) == sorted(set(FILES) - {"manifest.json"})
+    assert (
+        sorted(manifest["bytes"])
+        == sorted(manifest["checksum"])
+        == sorted(set(FILES) - {"manifest.json"})
+    )
     assert manifest["bytes"]["actor/.metadata"] == (path / "actor" / ".metadata").stat().st_size
     assert manifest["shape"]["actor: model.norm.weight"] == [32]
 
@@ -125,7 +142,9 @@ def test_a_torn_file_is_named(run, name):
     file = run[1] / name
     size = file.stat().st_size
     os.truncate(file, size // 2)
-    how = "" if name == "manifest.json" else f"its bytes: {size // 2}, but {size} when it was written"
+    how = (
+        "" if name == "manifest.json" else f"its bytes: {size // 2}, but {size} when it was written"
+    )
     assert_refused(run, f"{name}: {how}")
 
 
@@ -134,7 +153,10 @@ def test_a_missing_file_is_named(run, name):
     file = run[1] / name
     size = file.stat().st_size
     file.unlink()
-    assert_refused(run, name + (": FileNotFound" if "manifest" in name else f": its bytes: none, but {size} when"))
+    assert_refused(
+        run,
+        name + (": FileNotFound" if "manifest" in name else f": its bytes: none, but {size} when"),
+    )
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -145,7 +167,10 @@ def test_a_flipped_byte_is_found(run, name, where):
     data[int(where * len(data))] ^= 1
     file.write_bytes(data)
     assert_refused(
-        run, "" if name == "manifest.json" else f"{name}: its checksum: [0-9a-f]{{32}}, but [0-9a-f]{{32}} when"
+        run,
+        ""
+        if name == "manifest.json"
+        else f"{name}: its checksum: [0-9a-f]{{32}}, but [0-9a-f]{{32}} when",
     )
 
 
@@ -176,7 +201,8 @@ def test_another_model_is_named(run, checkpoints):  # noqa: F811
     cfg, path = run
     cfg.model.path = checkpoints["untied"]
     with pytest.raises(
-        ConfigError, match=r"actor: lm_head.weight: its shape: \[67, 32\], but none when it was written"
+        ConfigError,
+        match=r"actor: lm_head.weight: its shape: \[67, 32\], but none when it was written",
     ):
         checkpoint.find(cfg)
 
@@ -185,7 +211,9 @@ def test_a_role_that_it_lacks_is_named(run):
     cfg, path = run
     cfg.placement.roles["critic"] = "actor"
     cfg.critic.path = cfg.model.path
-    with pytest.raises(ConfigError, match=r"critic: model.embed_tokens.weight: its shape: .*, but none when"):
+    with pytest.raises(
+        ConfigError, match=r"critic: model.embed_tokens.weight: its shape: .*, but none when"
+    ):
         checkpoint.find(cfg)
 
 
@@ -207,8 +235,16 @@ def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
     os.truncate(path / "actor" / "__0_0.distcp", 1024)
     said: list[str] = []
     assert launch.prepare(cfg, said.append).resume_from == path.parent / "step_000001"
-    assert any("warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line for line in said)
-    line = [*OF_RUN, f"model.path={models()}", f"trainer.output_dir={tmp_path}", f"trainer.resume={path}"]
+    assert any(
+        "warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line
+        for line in said
+    )
+    line = [
+        *OF_RUN,
+        f"model.path={models()}",
+        f"trainer.output_dir={tmp_path}",
+        f"trainer.resume={path}",
+    ]
     assert main_ppo.main(line) == 2
     assert (
         f"error: trainer.resume={path}: checkpoint {path}: actor/__0_0.distcp: its bytes: 1024"
@@ -225,10 +261,13 @@ def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, m
     (path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil()))
     resealed(path)
     with pytest.raises(
-        ConfigError, match=r"the part of the actor does not fit .*names posix.system, which has no place"
+        ConfigError,
+        match=r"the part of the actor does not fit .*names posix.system, which has no place",
     ):
         single(cfg).load_state(str(path))
-    assert_refused(run, "actor/.metadata: UnpicklingError: names posix.system, which has no place there")
+    assert_refused(
+        run, "actor/.metadata: UnpicklingError: names posix.system, which has no place there"
+    )
     assert not Path("pwned").exists()
     pickle.loads(pickle.dumps(Evil()))
     assert Path("pwned").exists(), "it would have"
@@ -252,10 +291,16 @@ def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):  #
 def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):  # noqa: F811
     cfg, path = run
     monkeypatch.chdir(path.parent)
-    np.savez(path / name, **dict.fromkeys(("version", "prompt_lengths"), np.array([Evil()], object)), allow_pickle=True)
+    np.savez(
+        path / name,
+        **dict.fromkeys(("version", "prompt_lengths"), np.array([Evil()], object)),
+        allow_pickle=True,
+    )
     resealed(path)
     with pytest.raises((ConfigError, ValueError), match="allow_pickle=False"):
-        single(cfg).load_state(str(path)) if name.startswith("actor") else checkpoint.read_samples(path)
+        single(cfg).load_state(str(path)) if name.startswith("actor") else checkpoint.read_samples(
+            path
+        )
     assert not Path("pwned").exists()
 
 
@@ -301,7 +346,9 @@ def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, mo
     may_write.set()
     worker.saved()
     worker.load_state(str(path))
-    assert all(np.array_equal(v, want[n]) for n, v in whole(worker).items()), "what was saved is the state of then"
+    assert all(np.array_equal(v, want[n]) for n, v in whole(worker).items()), (
+        "what was saved is the state of then"
+    )
     assert (worker.version, worker.optimizer_steps) == (1, moments)
 
 
@@ -318,7 +365,11 @@ def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):  
     assert checkpoint.find(cfg) == path
     monkeypatch.undo()
     taken(worker, cfg, 15)
-    assert [p.name for p in sorted(path.parent.iterdir())] == ["step_000005", "step_000010", "step_000015"]
+    assert [p.name for p in sorted(path.parent.iterdir())] == [
+        "step_000005",
+        "step_000010",
+        "step_000015",
+    ]
 
 
 def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, single, monkeypatch):  # noqa: F811
@@ -335,7 +386,12 @@ def evaluated(**scores: float) -> list[dict[str, float]]:
 
 
 def test_the_best_stays_beside_the_last(tmp_path):
-    cfg = config("", trainer__output_dir=str(tmp_path), trainer__keep_checkpoints=2, trainer__keep_best="val/reward")
+    cfg = config(
+        "",
+        trainer__output_dir=str(tmp_path),
+        trainer__keep_checkpoints=2,
+        trainer__keep_best="val/reward",
+    )
     kept = {}
     for step, scores in {
         1: {},
@@ -362,13 +418,17 @@ def test_a_run_that_begins_anew_or_goes_back_takes_no_checkpoint_of_another_past
     for step in (5, 10, 15):
         save(cfg, step)
     checkpoint.put_aside(cfg, folder / "step_000010")
-    assert names(folder) == ["step_000005", "step_000010"] and names(folder / "earlier") == ["step_000015"]
+    assert names(folder) == ["step_000005", "step_000010"] and names(folder / "earlier") == [
+        "step_000015"
+    ]
     checkpoint.put_aside(cfg, tmp_path / "elsewhere/checkpoints/step_000099")
     assert names(folder) == [] and names(folder / "earlier") == ["step_000005", "step_000010"], (
         "the older ones are gone"
     )
     checkpoint.put_aside(cfg, None)
-    assert checkpoint.find(cfg) is None and len(names(folder / "earlier")) == 2, "nothing to put aside, nothing lost"
+    assert checkpoint.find(cfg) is None and len(names(folder / "earlier")) == 2, (
+        "nothing to put aside, nothing lost"
+    )
     save(cfg, 3)
     checkpoint.put_aside(cfg, None)
     assert names(folder / "earlier") == ["step_000003"]
@@ -380,18 +440,35 @@ def test_a_life_goes_on_from_the_newest_that_is_whole(tmp_path):
         save(cfg, step)
     (tmp_path / "checkpoints/step_000010/state.json").write_text("{}")
     said = []
-    assert checkpoint.find(cfg, said.append) == tmp_path / "checkpoints/step_000005" and "step_000010" in said[0]
+    assert (
+        checkpoint.find(cfg, said.append) == tmp_path / "checkpoints/step_000005"
+        and "step_000010" in said[0]
+    )
 
 
 @pytest.mark.parametrize(
     ("best", "freq", "good"),
-    [(None, -1, True), ("val/reward", 5, True), ("val/hard/pass@4", 5, True), ("val/reward", -1, False)]
+    [
+        (None, -1, True),
+        ("val/reward", 5, True),
+        ("val/hard/pass@4", 5, True),
+        ("val/reward", -1, False),
+    ]
     + [(name, 5, False) for name in ("reward", "val/seconds", "val/easy/reward", "")],
 )
 def test_keep_best_must_name_a_score(tmp_path, best, freq, good):
-    cfg = config("tiny:qwen2", trainer__keep_best=best, trainer__test_freq=freq, trainer__output_dir=str(tmp_path))
+    cfg = config(
+        "tiny:qwen2",
+        trainer__keep_best=best,
+        trainer__test_freq=freq,
+        trainer__output_dir=str(tmp_path),
+    )
     cfg.data.train_files = cfg.data.val_files = "generator:word_problems"
-    cfg.data.val_sets, cfg.trainer.total_steps, cfg.placement.device = {"hard": "generator:word_problems"}, 1, "cpu"
+    cfg.data.val_sets, cfg.trainer.total_steps, cfg.placement.device = (
+        {"hard": "generator:word_problems"},
+        1,
+        "cpu",
+    )
     if good or best == "":
         validate(cfg, num_gpus=0)
     else:
@@ -438,18 +515,27 @@ def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_
     said: list[str] = []
     pipeline.tracker.say = said.append
     asyncio.run(pipeline.fit())
-    assert notes.index(("trained", 1)) < notes.index(("written", 1)), "step 1 trained while its checkpoint was written"
+    assert notes.index(("trained", 1)) < notes.index(("written", 1)), (
+        "step 1 trained while its checkpoint was written"
+    )
     of_checkpoints = [(what, step) for what, step in notes if what != "trained"]
-    assert of_checkpoints == [(what, step) for step in range(1, 7) for what in ("copied", "written")], "one at a time"
+    assert of_checkpoints == [
+        (what, step) for step in range(1, 7) for what in ("copied", "written")
+    ], "one at a time"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert "checkpoint/stall_s" not in rows[0] and all(row["checkpoint/stall_s"] < 0.35 for row in rows[1:])
+    assert "checkpoint/stall_s" not in rows[0] and all(
+        row["checkpoint/stall_s"] < 0.35 for row in rows[1:]
+    )
     assert rows[1]["checkpoint/stall_s"] < 0.2, "the first one waits for nothing but the copy"
     later = [row for row in rows if "checkpoint/write_s" in row]
-    assert later and all(row["checkpoint/write_s"] >= 0.2 and row["checkpoint/bytes"] > 0 for row in later)
+    assert later and all(
+        row["checkpoint/write_s"] >= 0.2 and row["checkpoint/bytes"] > 0 for row in later
+    )
     found = checkpoint.finished(tmp_path / "checkpoints")[-1]
     assert found.name == "step_000006" and checkpoint.read_state(found)["incarnation"] == 0
     assert re.search(
-        r"checkpoint of step 6 in .*step_000006 \(0.0 MB in 0\.\d+ s, training waited 0\.\d+ s\)", said[-1]
+        r"checkpoint of step 6 in .*step_000006 \(0.0 MB in 0\.\d+ s, training waited 0\.\d+ s\)",
+        said[-1],
     )
 
 
@@ -465,5 +551,8 @@ def test_a_write_that_fails_ends_the_run_and_the_older_ones_stay(tmp_path):
     pipeline, notes = running(tmp_path, write_s=0.05, steps=9, fail_at=3)
     with pytest.raises(OSError, match="No space left on device"):
         asyncio.run(pipeline.fit())
-    assert [p.name for p in checkpoint.finished(tmp_path / "checkpoints")] == ["step_000001", "step_000002"]
+    assert [p.name for p in checkpoint.finished(tmp_path / "checkpoints")] == [
+        "step_000001",
+        "step_000002",
+    ]
     assert ("trained", 8) not in notes

@@ -19,8 +19,12 @@ from one_step_off.cluster.resource_usage import UsageProbe, look, peak_resident_
 def test_children_count():
     alone = peak_resident_bytes()
     assert alone > 10 << 20
-    code = "x = bytearray(80 << 20); x[::4096] = b'1' * len(x[::4096]); print(1, flush=True); input()"
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    code = (
+        "x = bytearray(80 << 20); x[::4096] = b'1' * len(x[::4096]); print(1, flush=True); input()"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     try:
         child.stdout.readline()
         assert peak_resident_bytes() > alone + (75 << 20)
@@ -55,17 +59,23 @@ def test_how_busy_the_gpus_are(monkeypatch):
         time.sleep(0.01)
         found = probe.usage(True)
     assert found["device"] == "NVIDIA H100" and UsageProbe().usage(False)["device"] == ""
-    assert found["gpu_utilisation"] == pytest.approx(0.15), "the mean of the two GPUs' 10 and 20 percent"
+    assert found["gpu_utilisation"] == pytest.approx(0.15), (
+        "the mean of the two GPUs' 10 and 20 percent"
+    )
     assert "gpu_utilisation" not in probe.usage(True), "no sample since the last call"
     assert found["memory_bytes"] == 7, "a trainer knows its own"
     engine = UsageProbe()
     while "gpu_utilisation" not in engine.usage(True):
         time.sleep(0.01)
-    assert engine.usage(True)["memory_bytes"] == 11 << 30, "of the whole GPUs, also between two looks"
+    assert engine.usage(True)["memory_bytes"] == 11 << 30, (
+        "of the whole GPUs, also between two looks"
+    )
 
 
 def test_without_nvml_there_are_no_such_figures(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # utilization() raises: there is no GPU
+    monkeypatch.setattr(
+        torch.cuda, "device_count", lambda: 1
+    )  # utilization() raises: there is no GPU
     probe = UsageProbe()
     assert set(probe.usage(True)) == {"memory_bytes", "device"}
     newest = [thread for thread in threading.enumerate() if thread.name == "gpu-usage"][-1:]
@@ -86,7 +96,10 @@ class Actor:
 
 
 def test_groups_are_merged():
-    answers = [{"memory_bytes": 1, "gpu_utilisation": 0.5}, {"memory_bytes": 3, "gpu_utilisation": 1.0}]
+    answers = [
+        {"memory_bytes": 1, "gpu_utilisation": 0.5},
+        {"memory_bytes": 3, "gpu_utilisation": 1.0},
+    ]
     actors, seen = [Actor(answer | {"device": "X"}) for answer in answers], []
     asyncio.run(look("rollout", actors, True, lambda m, name: seen.append((m, name))))
     assert seen == [({"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}, "X")]

@@ -9,7 +9,10 @@ from tests.unit.config import test_config
 
 BOMB = (
     "rollout: {engine_kwargs: {a: &a [1,1,1,1,1,1,1,1,1,1]"
-    + "".join(f", {n}: &{n} [{','.join([f'*{p}'] * 10)}]" for p, n in zip("abcdefgh", "bcdefghi", strict=True))
+    + "".join(
+        f", {n}: &{n} [{','.join([f'*{p}'] * 10)}]"
+        for p, n in zip("abcdefgh", "bcdefghi", strict=True)
+    )
     + "}}\n"
 )
 
@@ -23,13 +26,25 @@ FILES = [
     ("two documents", "model: {path: x}\n---\ndata: {}\n", ["x.yaml", "not valid YAML"]),
     ("json cut off", '{"model": {"path": "x"', ["x.yaml", "not valid YAML"]),
     ("tabs", "model:\n\tpath: x\n", ["x.yaml", "line 2", "not valid YAML"]),
-    ("colon in a value", "data:\n  instruction: end: here\n", ["x.yaml", "line 2", "not valid YAML"]),
+    (
+        "colon in a value",
+        "data:\n  instruction: end: here\n",
+        ["x.yaml", "line 2", "not valid YAML"],
+    ),
     ("open quote", "model:\n  path: 'x\n", ["x.yaml", "not valid YAML"]),
     ("percent", "data:\n  instruction: %d\n", ["x.yaml", "line 2", "not valid YAML"]),
     ("at sign", "model:\n  path: @x\n", ["x.yaml", "line 2", "not valid YAML"]),
     ("duplicate key", "actor: {lr: 1, lr: 2}\n", ["x.yaml", "found duplicate key lr"]),
-    ("duplicate section", "actor: {lr: 1}\nactor: {eps: 1}\n", ["x.yaml", "line 2", "found duplicate key actor"]),
-    ("duplicate in a mapping", "rollout: {engine_kwargs: {a: 1, a: 2}}\n", ["x.yaml", "found duplicate key a"]),
+    (
+        "duplicate section",
+        "actor: {lr: 1}\nactor: {eps: 1}\n",
+        ["x.yaml", "line 2", "found duplicate key actor"],
+    ),
+    (
+        "duplicate in a mapping",
+        "rollout: {engine_kwargs: {a: 1, a: 2}}\n",
+        ["x.yaml", "found duplicate key a"],
+    ),
     ("anchor of itself", "actor: &a {lr: *a}\n", ["x.yaml", "line 1", "recursive aliases"]),
     ("section of itself", "rollout: {engine_kwargs: &a {x: *a}}\n", ["x.yaml", "mend the file"]),
     ("list of itself", "placement: {pools: {rollout: &a [*a]}}\n", ["x.yaml", "recursive aliases"]),
@@ -38,7 +53,11 @@ FILES = [
     ("merged from a number", "actor: {<<: 3}\n", ["x.yaml", "not valid YAML"]),
     ("python object", "model: {path: !!python/name:os.system }\n", ["x.yaml", "not valid YAML"]),
     ("own tag", "model: {path: !mine x}\n", ["x.yaml", "not valid YAML"]),
-    ("a date", "model: {path: 2026-01-01}\n", ["model.path=2026-01-01", "no such directory", "check the path"]),
+    (
+        "a date",
+        "model: {path: 2026-01-01}\n",
+        ["model.path=2026-01-01", "no such directory", "check the path"],
+    ),
     (
         "a time in a mapping",
         "reward: {kwargs: {a: 2026-01-01 00:00:00}}\n",
@@ -52,15 +71,39 @@ FILES = [
     ("section that is a number", "1: {a: 1}\n", ["x.yaml:1:", "1: unknown key"]),
     ("section that is a list", "actor: [lr]\n", ["x.yaml:1:", "actor=[lr]", "must be a mapping"]),
     ("section that is a text", "actor: lr=1\n", ["x.yaml:1:", "actor=lr=1", "must be a mapping"]),
-    ("misspelt section", "model: {path: x}\ntrainr: {seed: 1}\n", ["x.yaml:2:", "trainr", "did you mean trainer?"]),
-    ("misspelt key", "trainer:\n  seed: 1\n  save_frq: 3\n", ["x.yaml:3:", "trainer.save_frq", "trainer.save_freq?"]),
-    ("key of another section", "trainer:\n  lr: 1\n", ["x.yaml:2:", "trainer.lr", "did you mean actor.lr?"]),
+    (
+        "misspelt section",
+        "model: {path: x}\ntrainr: {seed: 1}\n",
+        ["x.yaml:2:", "trainr", "did you mean trainer?"],
+    ),
+    (
+        "misspelt key",
+        "trainer:\n  seed: 1\n  save_frq: 3\n",
+        ["x.yaml:3:", "trainer.save_frq", "trainer.save_freq?"],
+    ),
+    (
+        "key of another section",
+        "trainer:\n  lr: 1\n",
+        ["x.yaml:2:", "trainer.lr", "did you mean actor.lr?"],
+    ),
     ("key at the top", "learning_rate: 1\n", ["x.yaml:1:", "learning_rate", "unknown key"]),
-    ("key of another case", "actor: {LR: 1}\n", ["x.yaml:1:", "actor.LR", "did you mean actor.lr?"]),
+    (
+        "key of another case",
+        "actor: {LR: 1}\n",
+        ["x.yaml:1:", "actor.LR", "did you mean actor.lr?"],
+    ),
     ("verl's nesting", "actor: {optim: {lr: 1}}\n", ["x.yaml:1:", "actor.optim", "unknown key"]),
-    ("quoted number with a unit", "actor: {lr: '1e-6 per step'}\n", ["actor.lr=1e-6 per step", "must be a number"]),
+    (
+        "quoted number with a unit",
+        "actor: {lr: '1e-6 per step'}\n",
+        ["actor.lr=1e-6 per step", "must be a number"],
+    ),
     ("comma for a point", "actor: {lr: '0,001'}\n", ["actor.lr=0,001", "must be a number"]),
-    ("list for a number", "trainer: {total_steps: [3]}\n", ["trainer.total_steps=[3]", "a whole number or null"]),
+    (
+        "list for a number",
+        "trainer: {total_steps: [3]}\n",
+        ["trainer.total_steps=[3]", "a whole number or null"],
+    ),
     (
         "a number with 5000 digits",
         f"trainer: {{total_steps: {'9' * 5000}}}\n",
@@ -72,17 +115,33 @@ FILES = [
         ["x.yaml:1:", "trainer.seed=", "...", "must be at most 2147483647"],
     ),
     ("a number beyond all floats", f"actor: {{lr: 1{'0' * 400}}}\n", ["actor.lr=inf", "at most"]),
-    ("a float of 5000 digits", f"actor: {{lr: 0x{'f' * 5000}}}\n", ["x.yaml:1:", "actor.lr=inf", "must be at most"]),
+    (
+        "a float of 5000 digits",
+        f"actor: {{lr: 0x{'f' * 5000}}}\n",
+        ["x.yaml:1:", "actor.lr=inf", "must be at most"],
+    ),
     ("not a number", "algorithm: {gamma: .nan}\n", ["algorithm.gamma=nan", "at least 0"]),
     ("infinite", "actor: {grad_clip: .inf}\n", ["actor.grad_clip=inf", "at most"]),
-    ("half a character", 'data: {instruction: "\\ud800"}\n', ["x.yaml", "invalid Unicode character", "mend"]),
+    (
+        "half a character",
+        'data: {instruction: "\\ud800"}\n',
+        ["x.yaml", "invalid Unicode character", "mend"],
+    ),
     (
         "half a character within",
         'reward: {kwargs: {a: ["\\udfff"]}}\n',
         ["x.yaml", "invalid Unicode character"],
     ),
-    ("zero byte in a path", 'data: {train_files: "a\\0.jsonl"}\n', ["data.train_files=a\\x00.jsonl", "no such file"]),
-    ("zero byte in the model", 'model: {path: "/m\\0"}\n', ["model.path=/m\\x00", "check the path"]),
+    (
+        "zero byte in a path",
+        'data: {train_files: "a\\0.jsonl"}\n',
+        ["data.train_files=a\\x00.jsonl", "no such file"],
+    ),
+    (
+        "zero byte in the model",
+        'model: {path: "/m\\0"}\n',
+        ["model.path=/m\\x00", "check the path"],
+    ),
     (
         "zero byte in the folder",
         'trainer: {output_dir: "/tmp/\\0"}\n',
@@ -93,7 +152,11 @@ FILES = [
         f"trainer: {{output_dir: /tmp/{'x' * 300}}}\n",
         ["/tmp/xxx", "File name too long", "name another"],
     ),
-    ("nested too deep", "reward: {kwargs: {a: " + "[" * 2000 + "]" * 2000 + "}}\n", ["x.yaml", "mend the file"]),
+    (
+        "nested too deep",
+        "reward: {kwargs: {a: " + "[" * 2000 + "]" * 2000 + "}}\n",
+        ["x.yaml", "mend the file"],
+    ),
     (
         "interpolation of itself",
         "trainer: {output_dir: '${trainer.output_dir}'}\n",
@@ -104,8 +167,16 @@ FILES = [
         "model: {path: '${critic.path}'}\ncritic: {path: '${model.path}'}\n",
         ["x.yaml:", "path"],
     ),
-    ("interpolation not closed", "trainer: {output_dir: '${oc.env:HOME'}\n", ["x.yaml:1:", "trainer.output_dir"]),
-    ("unknown resolver", "trainer: {output_dir: '${now:%Y}'}\n", ["x.yaml:1:", "trainer.output_dir"]),
+    (
+        "interpolation not closed",
+        "trainer: {output_dir: '${oc.env:HOME'}\n",
+        ["x.yaml:1:", "trainer.output_dir"],
+    ),
+    (
+        "unknown resolver",
+        "trainer: {output_dir: '${now:%Y}'}\n",
+        ["x.yaml:1:", "trainer.output_dir"],
+    ),
 ]
 
 
@@ -119,7 +190,9 @@ def test_config_files(text, parts, models, tmp_path, capsys):
 def text_keys(text: str) -> set[str]:
     """Keys of the base that a file means to set itself."""
     named = ("model.path", "data.train_files", "trainer.total_steps", "trainer.output_dir")
-    return {key for key in named if key.split(".")[0] + ":" in text and key.split(".")[1] + ":" in text}
+    return {
+        key for key in named if key.split(".")[0] + ":" in text and key.split(".")[1] + ":" in text
+    }
 
 
 def test_a_folder_called_run_is_no_mend():
@@ -141,12 +214,19 @@ RAW = [
 @pytest.mark.parametrize(("content", "parts"), [r[1:] for r in RAW], ids=[r[0] for r in RAW])
 def test_config_files_that_are_no_text(content, parts, models, tmp_path, capsys):
     write(tmp_path, {"x.yaml": content})
-    refused([f"config={tmp_path}/x.yaml", *base(tmp_path, models())], ["TMP/x.yaml", *parts], tmp_path, capsys)
+    refused(
+        [f"config={tmp_path}/x.yaml", *base(tmp_path, models())],
+        ["TMP/x.yaml", *parts],
+        tmp_path,
+        capsys,
+    )
 
 
 @pytest.mark.parametrize(
     ("argv", "parts"), test_config.BAD, ids=[" ".join(a)[:60] or "none" for a, _ in test_config.BAD]
 )
-def test_faults_of_the_config_as_the_program_tells_them(argv, parts, models, tmp_path, capsys, monkeypatch):
+def test_faults_of_the_config_as_the_program_tells_them(
+    argv, parts, models, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("one_step_off.config.validation.count_gpus", lambda: 0)
     refused([*test_config.GOOD, *argv], parts, tmp_path, capsys)

@@ -25,8 +25,13 @@ def parquet(columns: dict[str, list]) -> bytes:
     return out.getvalue()
 
 
-def message(role: str = "user", content: object = "1 + 1?", truth: object = "2", **more: object) -> dict:
-    return {"prompt": [{"role": role, "content": content}], "reward_model": {"ground_truth": truth}} | more
+def message(
+    role: str = "user", content: object = "1 + 1?", truth: object = "2", **more: object
+) -> dict:
+    return {
+        "prompt": [{"role": role, "content": content}],
+        "reward_model": {"ground_truth": truth},
+    } | more
 
 
 WHOLE = parquet({"question": ["1 + 1?"] * 100, "answer": ["#### 2"] * 100})
@@ -94,7 +99,9 @@ FILES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "content", "argv", "parts"), [f[1:] for f in FILES], ids=[f[0] for f in FILES])
+@pytest.mark.parametrize(
+    ("name", "content", "argv", "parts"), [f[1:] for f in FILES], ids=[f[0] for f in FILES]
+)
 def test_data_files(name, content, argv, parts, models, tmp_path, capsys):
     write(tmp_path, {name: content})
     where = [] if any("agent_loop" in p or "TMP" in p for p in parts) else [f"TMP/{name}"]
@@ -135,7 +142,9 @@ SETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "argv", "parts"), [s[1:] for s in SETS], ids=[s[0] for s in SETS])
+@pytest.mark.parametrize(
+    ("files", "argv", "parts"), [s[1:] for s in SETS], ids=[s[0] for s in SETS]
+)
 def test_sets(files, argv, parts, models, tmp_path, capsys):
     write(tmp_path, files)
     argv = [a.replace("TMP", str(tmp_path)) for a in argv]

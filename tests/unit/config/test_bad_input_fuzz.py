@@ -12,14 +12,16 @@ from hypothesis import strategies as st
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, SECTIONS, load, resolved_yaml
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 SHIPPED = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "config").glob("*.yaml"))]
 QUICK = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
 # Of all kinds that YAML has, and some that it has not: halves of characters, control characters, numbers beyond all floats.
-texts = st.text(max_size=8) | st.text(st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010), max_size=3)
+texts = st.text(max_size=8) | st.text(
+    st.characters(min_codepoint=0xD7F0, max_codepoint=0xE010), max_size=3
+)
 texts |= st.sampled_from(
     [
         "${actor.lr}",
@@ -37,7 +39,14 @@ texts |= st.sampled_from(
         "{a: &a [*a]}",
     ]
 )
-scalars = st.none() | st.booleans() | st.floats() | texts | st.integers() | st.integers(-(10**400), 10**400)
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.floats()
+    | texts
+    | st.integers()
+    | st.integers(-(10**400), 10**400)
+)
 scalars |= st.dates() | st.datetimes() | st.binary(max_size=3)
 names = st.sampled_from([key.name for key in KEYS.values()]) | st.sampled_from(SECTIONS) | texts
 trees = st.recursive(
@@ -45,7 +54,11 @@ trees = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names | scalars, inner, max_size=3),
     max_leaves=8,
 )
-dotted = st.sampled_from(sorted(KEYS)) | st.tuples(st.sampled_from(sorted(KEYS)), names).map(".".join) | texts
+dotted = (
+    st.sampled_from(sorted(KEYS))
+    | st.tuples(st.sampled_from(sorted(KEYS)), names).map(".".join)
+    | texts
+)
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +89,13 @@ def settle(argv: list[str], folder: Path) -> None:
 @example([("data.instruction", "\ud800")])
 @example([("trainer.output_dir", "\0"), ("model.path", "tiny:qwen2")])
 @example([("trainer.output_dir", "/tmp/" + "x" * 300)])
-def test_any_arguments(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]) -> None:
-    settle([f"{key}={value}" for key, value in pairs if key != "config"], tmp_path_factory.getbasetemp())
+def test_any_arguments(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, str]]
+) -> None:
+    settle(
+        [f"{key}={value}" for key, value in pairs if key != "config"],
+        tmp_path_factory.getbasetemp(),
+    )
 
 
 def written(tree: object, folder: Path) -> list[str]:
@@ -87,7 +105,12 @@ def written(tree: object, folder: Path) -> list[str]:
 
 
 @QUICK
-@given(st.dictionaries(st.sampled_from(SECTIONS), st.dictionaries(names, trees, max_size=3), max_size=3) | trees)
+@given(
+    st.dictionaries(
+        st.sampled_from(SECTIONS), st.dictionaries(names, trees, max_size=3), max_size=3
+    )
+    | trees
+)
 def test_any_values(tmp_path_factory: pytest.TempPathFactory, tree: object) -> None:
     folder = tmp_path_factory.getbasetemp()
     settle(written(tree, folder), folder)
@@ -95,7 +118,9 @@ def test_any_values(tmp_path_factory: pytest.TempPathFactory, tree: object) -> N
 
 @QUICK
 @given(st.lists(st.tuples(st.sampled_from(sorted(KEYS)), trees), min_size=1, max_size=2))
-def test_any_values_of_real_keys(tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, object]]) -> None:
+def test_any_values_of_real_keys(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[str, object]]
+) -> None:
     tree: dict[str, dict] = {}
     for key, value in pairs:
         section, name = key.split(".")
@@ -106,7 +131,9 @@ def test_any_values_of_real_keys(tmp_path_factory: pytest.TempPathFactory, pairs
 
 @QUICK
 @given(st.data())
-def test_shipped_configs_with_something_changed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_shipped_configs_with_something_changed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     tree = yaml.safe_load(yaml.safe_dump(data.draw(st.sampled_from(SHIPPED))))
     for _ in range(data.draw(st.integers(1, 3))):
         section = data.draw(st.sampled_from(sorted(tree)))
@@ -120,7 +147,9 @@ def test_shipped_configs_with_something_changed(tmp_path_factory: pytest.TempPat
         elif how == "key":
             tree[section][data.draw(names)] = data.draw(trees)
         else:
-            tree[section][data.draw(st.sampled_from(sorted(tree[section], key=str)))] = data.draw(trees)
+            tree[section][data.draw(st.sampled_from(sorted(tree[section], key=str)))] = data.draw(
+                trees
+            )
         if not tree:
             break
         tree = {name if isinstance(name, str) else str(name): body for name, body in tree.items()}
@@ -130,13 +159,16 @@ def test_shipped_configs_with_something_changed(tmp_path_factory: pytest.TempPat
 
 @QUICK
 @given(st.data())
-def test_shipped_configs_with_bytes_changed(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_shipped_configs_with_bytes_changed(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     path = data.draw(st.sampled_from(sorted((ROOT / "config").glob("*.yaml"))))
     content = bytearray(path.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(content) - 1))
         content[at : at + data.draw(st.integers(0, 2))] = data.draw(
-            st.binary(max_size=2) | st.sampled_from([b"&a ", b"*a", b"\t", b"- ", b"? ", b"!!", b"{", b"'"])
+            st.binary(max_size=2)
+            | st.sampled_from([b"&a ", b"*a", b"\t", b"- ", b"? ", b"!!", b"{", b"'"])
         )
     folder = tmp_path_factory.getbasetemp()
     (folder / "bytes.yaml").write_bytes(content)

@@ -32,7 +32,9 @@ def test_a_folder_that_may_not_be_written(inner, models, tmp_path, capsys):
     (tmp_path / "closed").mkdir(mode=0o500)
     with without_privileges():
         said = ["TMP/closed", "Permission denied", "name another"]
-        refused([*arguments, f"trainer.output_dir={tmp_path}/closed{inner}"], said, tmp_path, capsys)
+        refused(
+            [*arguments, f"trainer.output_dir={tmp_path}/closed{inner}"], said, tmp_path, capsys
+        )
 
 
 @pytest.mark.parametrize(
@@ -49,13 +51,22 @@ def test_folders_that_are_none(folder, parts, models, tmp_path, capsys):
     arguments = base(tmp_path, models())
     write(tmp_path, {"file": "x"})
     os.symlink(tmp_path / "nowhere", tmp_path / "link")
-    refused([*arguments, f"trainer.output_dir={folder}".replace("TMP", str(tmp_path))], parts, tmp_path, capsys)
+    refused(
+        [*arguments, f"trainer.output_dir={folder}".replace("TMP", str(tmp_path))],
+        parts,
+        tmp_path,
+        capsys,
+    )
 
 
 @contextlib.contextmanager
 def mounted(folder: Path, options: str) -> Iterator[None]:
     """A file system in memory of its own, where this machine lets root have one."""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(folder)], capture_output=True, timeout=10)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "none", str(folder)],
+        capture_output=True,
+        timeout=10,
+    )
     if done.returncode:
         pytest.skip("no file system can be mounted here")
     try:
@@ -68,7 +79,11 @@ def test_a_file_system_that_is_read_only(models, tmp_path, capsys):
     arguments = base(tmp_path, models())
     (tmp_path / "disk").mkdir()
     with mounted(tmp_path / "disk", "ro,size=64k"):
-        parts = ["trainer.output_dir=TMP/disk/run", "TMP/disk is not a folder that can be written to", "name another"]
+        parts = [
+            "trainer.output_dir=TMP/disk/run",
+            "TMP/disk is not a folder that can be written to",
+            "name another",
+        ]
         refused([*arguments, f"trainer.output_dir={tmp_path}/disk/run"], parts, tmp_path, capsys)
 
 
@@ -106,7 +121,9 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     monkeypatch.setattr(Path, "write_text", full)
     said = launch.report_failure(launch.Config(), RuntimeError("what happened"))
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
-    assert "error.log" not in said and "No space left on device" in said, "a file that is not there is not named"
+    assert "error.log" not in said and "No space left on device" in said, (
+        "a file that is not there is not named"
+    )
     assert said.endswith("RuntimeError: what happened\n"), "the traceback itself is there instead"
 
 
@@ -128,7 +145,9 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("case", [*OURS, *((make, None) for make in OTHERS)])
-def test_only_a_fault_of_the_runs_own_folder_asks_for_another(case, models, tmp_path, capsys, monkeypatch):
+def test_only_a_fault_of_the_runs_own_folder_asks_for_another(
+    case, models, tmp_path, capsys, monkeypatch
+):
     """What else a run may not do, as open a user's socket, is an error of the run, whose traceback is kept."""
     (make, said), run = case, tmp_path / "own_run"
 
@@ -141,7 +160,9 @@ def test_only_a_fault_of_the_runs_own_folder_asks_for_another(case, models, tmp_
     code = main(arguments)
     err, log = capsys.readouterr().err, run / "error.log"
     if said:
-        assert code == 2 and err.startswith(f"error: {tmp_path}/own_{said}") and not log.exists(), err
+        assert code == 2 and err.startswith(f"error: {tmp_path}/own_{said}") and not log.exists(), (
+            err
+        )
         assert err.endswith("; name another folder\n") and err.count("\n") == 1
     else:
         assert code == 1 and "another folder" not in err and "Traceback" in log.read_text(), err
@@ -153,7 +174,12 @@ def test_a_cache_that_may_not_be_written(models, tmp_path, capsys, monkeypatch):
     for name in ("HF_HOME", "XDG_CACHE_HOME", "ONE_STEP_OFF_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / "closed"))
     with without_privileges():
-        refused(arguments, ["TMP/closed", "Permission denied", "set ONE_STEP_OFF_CACHE"], tmp_path, capsys)
+        refused(
+            arguments,
+            ["TMP/closed", "Permission denied", "set ONE_STEP_OFF_CACHE"],
+            tmp_path,
+            capsys,
+        )
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -171,7 +197,12 @@ def test_a_config_that_may_not_be_read(models, tmp_path, capsys):
     write(tmp_path, {"x.yaml": "model: {path: x}\n"})
     (tmp_path / "x.yaml").chmod(0)
     with without_privileges():
-        refused([f"config={tmp_path}/x.yaml"], ["config=TMP/x.yaml", "Permission denied", "check"], tmp_path, capsys)
+        refused(
+            [f"config={tmp_path}/x.yaml"],
+            ["config=TMP/x.yaml", "Permission denied", "check"],
+            tmp_path,
+            capsys,
+        )
 
 
 # --- the machine -------------------------------------------------------------------------------------------------
@@ -180,23 +211,36 @@ def test_a_config_that_may_not_be_read(models, tmp_path, capsys):
 def test_a_model_larger_than_the_memory(models, tmp_path, capsys, monkeypatch):
     whole = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: whole._replace(total=200 << 20))
-    parts = ["model.path=", "take 0.267 GiB (actor 0.0132, rollout 0.253)", "this machine has 0.195 GiB", "kv_cache_mb"]
+    parts = [
+        "model.path=",
+        "take 0.267 GiB (actor 0.0132, rollout 0.253)",
+        "this machine has 0.195 GiB",
+        "kv_cache_mb",
+    ]
     refused(base(tmp_path, models()), parts, tmp_path, capsys)
 
 
 def test_a_cache_larger_than_the_memory(models, tmp_path, capsys):
     size = 2 * psutil.virtual_memory().total >> 20
     arguments = [*base(tmp_path, models()), f"rollout.kv_cache_mb={size}"]
-    refused(arguments, ["model.path=", "KV cache take", "GiB", "rollout.kv_cache_mb"], tmp_path, capsys)
+    refused(
+        arguments, ["model.path=", "KV cache take", "GiB", "rollout.kv_cache_mb"], tmp_path, capsys
+    )
 
 
 def test_more_replicas_than_the_memory_holds(models, tmp_path, capsys):
-    arguments = [*base(tmp_path, models()), "placement.pools.rollout=[1024]", "rollout.kv_cache_mb=4096"]
+    arguments = [
+        *base(tmp_path, models()),
+        "placement.pools.rollout=[1024]",
+        "rollout.kv_cache_mb=4096",
+    ]
     refused(arguments, ["rollout 4.1e+03", "placement.pools"], tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
-    "said", ["HTTP/1.1 400 Bad Request\r\n\r\n", "", "SSH-2.0-OpenSSH_9.6\r\n"], ids=["http", "none", "ssh"]
+    "said",
+    ["HTTP/1.1 400 Bad Request\r\n\r\n", "", "SSH-2.0-OpenSSH_9.6\r\n"],
+    ids=["http", "none", "ssh"],
 )
 def test_a_port_where_something_else_answers(said, models, tmp_path, capsys, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -224,7 +268,12 @@ def test_a_port_where_something_else_answers(said, models, tmp_path, capsys, mon
 )
 def test_addresses_where_nobody_answers(address, models, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
-    refused(base(tmp_path, models()), [f"RAY_ADDRESS={address}", "no Ray cluster", "unset"], tmp_path, capsys)
+    refused(
+        base(tmp_path, models()),
+        [f"RAY_ADDRESS={address}", "no Ray cluster", "unset"],
+        tmp_path,
+        capsys,
+    )
 
 
 @pytest.mark.parametrize("error", [ConnectionError("Could not find any running Ray instance"), OSError("AF_UNIX path length"), PermissionError(13, "Permission denied", "/x/ray"), RuntimeError("Version mismatch")])  # fmt: skip
@@ -235,7 +284,9 @@ def test_a_ray_that_does_not_start(error, tmp_path, monkeypatch):
         raise error
 
     monkeypatch.setattr(ray, "init", fail)
-    with pytest.raises(ConfigError, match="Ray does not start: .*; check RAY_ADDRESS, and that TMPDIR"):
+    with pytest.raises(
+        ConfigError, match="Ray does not start: .*; check RAY_ADDRESS, and that TMPDIR"
+    ):
         launch.start_ray(launch.Config())
 
 
@@ -243,7 +294,12 @@ def test_a_ray_that_does_not_start(error, tmp_path, monkeypatch):
 def test_packages_that_are_missing(package, models, tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
     arguments = [*base(tmp_path, models()), f"logging.{package}=true"]
-    refused(arguments, [f"logging.{package}=true", "missing", f"pip install {package}"], tmp_path, capsys)
+    refused(
+        arguments,
+        [f"logging.{package}=true", "missing", f"pip install {package}"],
+        tmp_path,
+        capsys,
+    )
 
 
 MACHINE = [
@@ -305,13 +361,17 @@ FUNCTIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("source", "argv", "parts"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS])
+@pytest.mark.parametrize(
+    ("source", "argv", "parts"), [f[1:] for f in FUNCTIONS], ids=[f[0] for f in FUNCTIONS]
+)
 def test_functions_of_the_users_own(source, argv, parts, models, tmp_path, capsys, monkeypatch):
     write(tmp_path, {"bad_input_own.py": source})
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
     try:
-        refused([*base(tmp_path, models()), *argv.split()], ["bad_input_own", *parts], tmp_path, capsys)
+        refused(
+            [*base(tmp_path, models()), *argv.split()], ["bad_input_own", *parts], tmp_path, capsys
+        )
     finally:
         sys.modules.pop("bad_input_own", None)
 
@@ -333,7 +393,9 @@ FIXED |= {"model.lora_rank": 0, "model.lora_alpha": 32, "model.lora_target_modul
 def state(**changed: object) -> dict[str, str]:
     """`state.json` of a checkpoint made with other values of the fixed keys."""
     return {
-        "state.json": json.dumps({"step": 4, "fixed": FIXED | {k.replace("__", "."): v for k, v in changed.items()}})
+        "state.json": json.dumps(
+            {"step": 4, "fixed": FIXED | {k.replace("__", "."): v for k, v in changed.items()}}
+        )
     }
 
 
@@ -355,12 +417,22 @@ CHECKPOINTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "parts"), [c[1:] for c in CHECKPOINTS], ids=[c[0] for c in CHECKPOINTS])
+@pytest.mark.parametrize(
+    ("files", "parts"), [c[1:] for c in CHECKPOINTS], ids=[c[0] for c in CHECKPOINTS]
+)
 def test_checkpoints_that_are_none(files, parts, models, tmp_path, capsys):
     folder = tmp_path / "step_000004"
     if files is not None:
         folder.mkdir()
         write(folder, files)
     if files and files.keys() == {"state.json"}:
-        write(folder, {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))})
-    refused([*base(tmp_path, models()), f"trainer.resume={folder}"], ["TMP/step_000004", *parts], tmp_path, capsys)
+        write(
+            folder,
+            {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))},
+        )
+    refused(
+        [*base(tmp_path, models()), f"trainer.resume={folder}"],
+        ["TMP/step_000004", *parts],
+        tmp_path,
+        capsys,
+    )

@@ -13,10 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import KEYS, help_text, load, placement_text, resolved_yaml, seat_cores
+from one_step_off.config.loading import (
+    KEYS,
+    help_text,
+    load,
+    placement_text,
+    resolved_yaml,
+    seat_cores,
+)
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data import word_problems
+from one_step_off.runtime.validation import validate
 
 # A warning would be a second line on the user's screen.
 pytestmark = pytest.mark.filterwarnings("error")
@@ -102,26 +109,54 @@ BAD = [
     (["actor.lr=-1e-6"], ["actor.lr=-1e-06", "above 0"]),
     (["actor.min_lr_ratio=2"], ["actor.min_lr_ratio=2", "at most 1"]),
     (["rollout.gpu_memory_utilization=1.5"], ["rollout.gpu_memory_utilization=1.5", "at most 1"]),
-    (["rollout.heartbeat_s=60"], ["rollout.heartbeat_timeout_s=60", "must be above rollout.heartbeat_s=60"]),
-    (["rollout.heartbeat_timeout_s=3"], ["rollout.heartbeat_timeout_s=3", "must be above rollout.heartbeat_s=5"]),
+    (
+        ["rollout.heartbeat_s=60"],
+        ["rollout.heartbeat_timeout_s=60", "must be above rollout.heartbeat_s=60"],
+    ),
+    (
+        ["rollout.heartbeat_timeout_s=3"],
+        ["rollout.heartbeat_timeout_s=3", "must be above rollout.heartbeat_s=5"],
+    ),
     (["rollout.temperature=0"], ["rollout.temperature=0", "above 0"]),
-    (["rollout.top_p=0.9"], ["rollout.top_p=0.9: must be at least 1", "changes the log-probs and is refused"]),
-    (["rollout.top_k=50"], ["rollout.top_k=50: must be at most -1", "changes the log-probs and is refused"]),
+    (
+        ["rollout.top_p=0.9"],
+        ["rollout.top_p=0.9: must be at least 1", "changes the log-probs and is refused"],
+    ),
+    (
+        ["rollout.top_k=50"],
+        ["rollout.top_k=50: must be at most -1", "changes the log-probs and is refused"],
+    ),
     (["pipeline.staleness=2"], ["pipeline.staleness=2", "at most 1"]),
     (["model.dtype=bfloat61"], ["model.dtype=bfloat61", "one of bfloat16, float32"]),
     (["algorithm.adv_estimator=gae2"], ["algorithm.adv_estimator=gae2", "did you mean gae?"]),
     (["algorithm.adv_estimator=gae"], ["algorithm.adv_estimator=gae", "critic"]),
-    (["algorithm.adv_estimator=gdpo"], ["algorithm.adv_estimator=gdpo", "rewards in parts", "{name: number}"]),
     (
-        ["algorithm.adv_estimator=gdpo", "reward_model.url=http://h:1/s", "reward.overlong_buffer=4"],
+        ["algorithm.adv_estimator=gdpo"],
+        ["algorithm.adv_estimator=gdpo", "rewards in parts", "{name: number}"],
+    ),
+    (
+        [
+            "algorithm.adv_estimator=gdpo",
+            "reward_model.url=http://h:1/s",
+            "reward.overlong_buffer=4",
+        ],
         ["algorithm.adv_estimator=gdpo", "reward.overlong_buffer would do nothing"],
     ),
     (["algorithm.adv_estimator=no_such_module:f"], ["no_such_module:f", "module:function"]),
     (["algorithm.adv_kwargs.pass_k=2"], ["adv_kwargs.pass_k=2", "no such setting of grpo"]),
-    (["algorithm.adv_estimator=grpo_passk", "algorithm.adv_kwargs.pass_k=99"], ["pass_k=99", "from 2 to rollout.n"]),
+    (
+        ["algorithm.adv_estimator=grpo_passk", "algorithm.adv_kwargs.pass_k=99"],
+        ["pass_k=99", "from 2 to rollout.n"],
+    ),
     (["algorithm.policy_loss=gsp"], ["algorithm.policy_loss=gsp", "did you mean gspo?"]),
-    (["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau=1"], ["kwargs.tau=1", "did you mean tau_"]),
-    (["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau_neg=x"], ["tau_neg=x", "must be a number"]),
+    (
+        ["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau=1"],
+        ["kwargs.tau=1", "did you mean tau_"],
+    ),
+    (
+        ["algorithm.policy_loss=sapo", "algorithm.policy_loss_kwargs.tau_neg=x"],
+        ["tau_neg=x", "must be a number"],
+    ),
     (["algorithm.policy_loss=gspo", "algorithm.clip_ratio_c=3"], ["clip_ratio_c=3", "gspo"]),
     (["algorithm.kl_in_reward=true"], ["kl_in_reward=true", "raise kl_coef"]),
     (["algorithm.kl_target=6"], ["kl_target=6", "kl_in_reward=true"]),
@@ -135,17 +170,35 @@ BAD = [
     # what does not go together
     (["trainer.test_freq=5"], ["trainer.test_freq=5", "data.val_files"]),
     (["trainer.total_epochs=1"], ["trainer.total_steps=2", "trainer.total_epochs=1", "null"]),
-    (["trainer.total_steps=null"], ["trainer.total_steps", "trainer.total_epochs", "one must be set"]),
-    (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], ["ppo_mini_batch_size=4", "=10", "use 2"]),
-    (["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"], ["ppo_mini_batch_size=128", "use 64"]),
+    (
+        ["trainer.total_steps=null"],
+        ["trainer.total_steps", "trainer.total_epochs", "one must be set"],
+    ),
+    (
+        ["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"],
+        ["ppo_mini_batch_size=4", "=10", "use 2"],
+    ),
+    (
+        ["data.train_batch_size=64", "actor.ppo_mini_batch_size=128"],
+        ["ppo_mini_batch_size=128", "use 64"],
+    ),
     (
         ["placement.pools.actor=[8]", "actor.ppo_mini_batch_size=1", "rollout.n=4"],
         ["ppo_mini_batch_size=1", "8 actor ranks", "at least 2"],
     ),
-    (["placement.pools.rollout=[3]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "use 1"]),
-    (["placement.pools.rollout=[3, 1]", "rollout.tensor_parallel_size=2"], ["tensor_parallel_size=2", "node 0"]),
+    (
+        ["placement.pools.rollout=[3]", "rollout.tensor_parallel_size=2"],
+        ["tensor_parallel_size=2", "use 1"],
+    ),
+    (
+        ["placement.pools.rollout=[3, 1]", "rollout.tensor_parallel_size=2"],
+        ["tensor_parallel_size=2", "node 0"],
+    ),
     (["placement.pools.actor=[4]", "actor.fsdp_size=3"], ["actor.fsdp_size=3", "4 ranks", "use 2"]),
-    (["placement.pools={}"], ["placement.roles.rollout=rollout", "placement.pools, which has none"]),
+    (
+        ["placement.pools={}"],
+        ["placement.roles.rollout=rollout", "placement.pools, which has none"],
+    ),
     (["placement.pools.actor=[0]"], ["placement.pools.actor=[0]", "from 1"]),
     (["placement.pools.actor=[]"], ["placement.pools.actor=[]", "from 1"]),
     (["placement.pools.actor=[1000000]"], ["placement.pools.actor=[1000000]", "1024"]),
@@ -159,9 +212,15 @@ BAD = [
         [*SHARED, "pipeline.staleness=0", "rollout.tensor_parallel_size=2"],
         ["share the pool all", "rollout.tensor_parallel_size=1"],
     ),
-    (["actor.tensor_parallel_size=2"], ["actor.tensor_parallel_size=2", "is Megatron's", "actor.backend=megatron"]),
+    (
+        ["actor.tensor_parallel_size=2"],
+        ["actor.tensor_parallel_size=2", "is Megatron's", "actor.backend=megatron"],
+    ),
     (["actor.sequence_parallel=true"], ["actor.sequence_parallel=true", "tensor_parallel_size=1"]),
-    (["actor.virtual_pipeline_parallel_size=2"], ["virtual_pipeline_parallel_size=2", "needs stages"]),
+    (
+        ["actor.virtual_pipeline_parallel_size=2"],
+        ["virtual_pipeline_parallel_size=2", "needs stages"],
+    ),
     (["rollout.n=1"], ["rollout.n=1", "at least 2"]),
     (["weight_sync.sender=gather"], ["weight_sync.sender=gather", "weight_sync.overlap=false"]),
     (
@@ -180,7 +239,12 @@ BAD = [
         ["trainer.critic_warmup=2", "trainer.total_steps=2", "smaller"],
     ),
     (
-        ["algorithm.kl_coef=0.1", "placement.roles.ref=actor", "algorithm.kl_in_reward=true", "algorithm.kl_target=6"]
+        [
+            "algorithm.kl_coef=0.1",
+            "placement.roles.ref=actor",
+            "algorithm.kl_in_reward=true",
+            "algorithm.kl_target=6",
+        ]
         + ["algorithm.kl_horizon=3"],
         ["algorithm.kl_horizon=3", "shorter than one step"],
     ),
@@ -190,10 +254,17 @@ BAD = [
         ["max_gen_batches=2", "before a reward model has scored"],
     ),
     (
-        ["algorithm.adv_estimator=gdpo", "reward_model.url=http://h:1/s", "algorithm.adv_kwargs={weights: 3}"],
+        [
+            "algorithm.adv_estimator=gdpo",
+            "reward_model.url=http://h:1/s",
+            "algorithm.adv_kwargs={weights: 3}",
+        ],
         ["adv_kwargs.weights=3", "numbers by name"],
     ),
-    (["algorithm.policy_loss=kl_cov", "algorithm.policy_loss_kwargs={share: 5}"], ["kwargs.share=5", "at most 1"]),
+    (
+        ["algorithm.policy_loss=kl_cov", "algorithm.policy_loss_kwargs={share: 5}"],
+        ["kwargs.share=5", "at most 1"],
+    ),
     (["algorithm.rollout_correction=tis"], ["rollout_correction=tis", "twice", "recompute"]),
     (["actor.param_offload=true"], ["actor.param_offload=true", "CPU", "false"]),
     (["actor.optimizer_offload=true"], ["actor.optimizer_offload=true", "CPU", "false"]),
@@ -203,35 +274,80 @@ BAD = [
         ["flash_attention_2", "in float32", "model.dtype=bfloat16", "sdpa"],
     ),
     # what goes to vLLM
-    (["rollout.sampling_kwargs.temperature=0.5"], ["sampling_kwargs.temperature=0.5", "use rollout.temperature"]),
-    (["rollout.sampling_kwargs.max_tokens=5"], ["sampling_kwargs.max_tokens=5", "data.max_response_length"]),
+    (
+        ["rollout.sampling_kwargs.temperature=0.5"],
+        ["sampling_kwargs.temperature=0.5", "use rollout.temperature"],
+    ),
+    (
+        ["rollout.sampling_kwargs.max_tokens=5"],
+        ["sampling_kwargs.max_tokens=5", "data.max_response_length"],
+    ),
     (["rollout.sampling_kwargs.top_p=0.5"], ["sampling_kwargs.top_p=0.5", "use rollout.top_p"]),
-    (["rollout.sampling_kwargs.logprobs=5"], ["sampling_kwargs.logprobs=5", "log-probs", "remove it"]),
-    (["rollout.sampling_kwargs={min_p: 0.1}"], ["sampling_kwargs.min_p=0.1", "log-probs", "remove it"]),
+    (
+        ["rollout.sampling_kwargs.logprobs=5"],
+        ["sampling_kwargs.logprobs=5", "log-probs", "remove it"],
+    ),
+    (
+        ["rollout.sampling_kwargs={min_p: 0.1}"],
+        ["sampling_kwargs.min_p=0.1", "log-probs", "remove it"],
+    ),
     (["rollout.sampling_kwargs.repetition_penalty=1.1"], ["repetition_penalty=1.1", "log-probs"]),
-    (["rollout.sampling_kwargs.min_tokens=3"], ["sampling_kwargs.min_tokens=3", "log-probs", "remove it"]),
-    (["rollout.sampling_kwargs.stop_tokens_ids=[1]"], ["sampling_kwargs.stop_tokens_ids=[1]", "mean stop_token_ids?"]),
-    (["rollout.sampling_kwargs.zzz=1"], ["sampling_kwargs.zzz=1", "allowed are stop, stop_token_ids"]),
+    (
+        ["rollout.sampling_kwargs.min_tokens=3"],
+        ["sampling_kwargs.min_tokens=3", "log-probs", "remove it"],
+    ),
+    (
+        ["rollout.sampling_kwargs.stop_tokens_ids=[1]"],
+        ["sampling_kwargs.stop_tokens_ids=[1]", "mean stop_token_ids?"],
+    ),
+    (
+        ["rollout.sampling_kwargs.zzz=1"],
+        ["sampling_kwargs.zzz=1", "allowed are stop, stop_token_ids"],
+    ),
     (["rollout.sampling_kwargs.stop_token_ids=1"], ["stop_token_ids=1", "a list of whole numbers"]),
     (["rollout.sampling_kwargs.stop=[a, 1]"], ["stop=[a, 1]", "a list of texts"]),
     (["rollout.sampling_kwargs.stop=''"], ["sampling_kwargs.stop=", "a text or a list of texts"]),
     (["rollout.sampling_kwargs.ignore_eos=1"], ["ignore_eos=1", "true or false"]),
     (["rollout.engine_kwargs.model=x"], ["engine_kwargs.model=x", "use model.path"]),
-    (["rollout.engine_kwargs.logits_processors=[a:B]"], ["logits_processors=[a:B]", "log-probs", "remove it"]),
-    (["rollout.engine_kwargs.kv_cache_dtype=fp8"], ["kv_cache_dtype=fp8", "log-probs", "remove it"]),
+    (
+        ["rollout.engine_kwargs.logits_processors=[a:B]"],
+        ["logits_processors=[a:B]", "log-probs", "remove it"],
+    ),
+    (
+        ["rollout.engine_kwargs.kv_cache_dtype=fp8"],
+        ["kv_cache_dtype=fp8", "log-probs", "remove it"],
+    ),
     (["rollout.engine_kwargs.quantization=fp8"], ["quantization=fp8", "weight sync", "remove it"]),
     (
         ["rollout.engine_kwargs.speculative_config={method: ngram}"],
         ["speculative_config=", "would miss a part", "remove it"],
     ),
-    (["rollout.engine_kwargs.hf_overrides={rope_theta: 1}"], ["hf_overrides=", "not be the policy's", "remove it"]),
+    (
+        ["rollout.engine_kwargs.hf_overrides={rope_theta: 1}"],
+        ["hf_overrides=", "not be the policy's", "remove it"],
+    ),
     (["rollout.engine_kwargs.enable_lora=true"], ["enable_lora=true", "weight sync", "remove it"]),
     (["rollout.engine_kwargs.cpu_offload_gb=4"], ["cpu_offload_gb=4", "weight sync", "remove it"]),
-    (["rollout.engine_kwargs.kv_offloading_size=4"], ["kv_offloading_size=4", "weight sync", "remove it"]),
-    (["rollout.engine_kwargs.data_parallel_size_local=2"], ["data_parallel_size_local=2", "placement.pools"]),
-    (["rollout.engine_kwargs.enable_chunked_prefill=true"], ["enable_chunked_prefill=true", "CPU engine", "remove it"]),
-    (["rollout.engine_kwargs.max_num_batched_tokens=64"], ["max_num_batched_tokens=64", "at least 1536"]),
-    (["rollout.engine_kwargs.logprobs_mode=raw_logprobs"], ["logprobs_mode=raw_logprobs", "remove it"]),
+    (
+        ["rollout.engine_kwargs.kv_offloading_size=4"],
+        ["kv_offloading_size=4", "weight sync", "remove it"],
+    ),
+    (
+        ["rollout.engine_kwargs.data_parallel_size_local=2"],
+        ["data_parallel_size_local=2", "placement.pools"],
+    ),
+    (
+        ["rollout.engine_kwargs.enable_chunked_prefill=true"],
+        ["enable_chunked_prefill=true", "CPU engine", "remove it"],
+    ),
+    (
+        ["rollout.engine_kwargs.max_num_batched_tokens=64"],
+        ["max_num_batched_tokens=64", "at least 1536"],
+    ),
+    (
+        ["rollout.engine_kwargs.logprobs_mode=raw_logprobs"],
+        ["logprobs_mode=raw_logprobs", "remove it"],
+    ),
     (["rollout.engine_kwargs.max_model_len=64"], ["max_model_len=64", "1536"]),
     # model, data, reward, folder
     (["model.path="], ["model.path", "not set"]),
@@ -241,21 +357,33 @@ BAD = [
     (["data.train_files="], ["data.train_files", "not set"]),
     (["data.train_files= , "], ["data.train_files", "not set"]),
     (["data.train_files=/nowhere/a.jsonl"], ["data.train_files=/nowhere/a.jsonl", "no such file"]),
-    (["data.val_files=generator:wordproblems"], ["data.val_files=generator:wordproblems", "word_problems"]),
+    (
+        ["data.val_files=generator:wordproblems"],
+        ["data.val_files=generator:wordproblems", "word_problems"],
+    ),
     (["data.train_files=/tmp"], ["data.train_files=/tmp", ".jsonl"]),
     (["data.train_files=a/b/c"], ["data.train_files=a/b/c", "hub id"]),
     (["reward.function=gsm9k"], ["reward.function=gsm9k", "module:function"]),
-    (["reward.function=no_such_mod:f"], ["reward.function=no_such_mod:f", "no_such_mod", "PYTHONPATH"]),
+    (
+        ["reward.function=no_such_mod:f"],
+        ["reward.function=no_such_mod:f", "no_such_mod", "PYTHONPATH"],
+    ),
     (["trainer.output_dir="], ["trainer.output_dir", "outputs/run"]),
     ([f"trainer.output_dir={__file__}"], ["trainer.output_dir", "not a folder"]),
     ([f"trainer.output_dir={__file__}/run"], ["trainer.output_dir", "not a folder"]),
     (["trainer.resume=nevr"], ["trainer.resume=nevr", "did you mean never?"]),
-    (["trainer.resume=/nowhere/step_000001"], ["trainer.resume=/nowhere/step_000001", "no checkpoint there", "auto"]),
+    (
+        ["trainer.resume=/nowhere/step_000001"],
+        ["trainer.resume=/nowhere/step_000001", "no checkpoint there", "auto"],
+    ),
     (["trainer.resume=/tmp"], ["trainer.resume=/tmp", "state.json is missing", "step_000050"]),
     (["trainer.resume="], ["trainer.resume=", "use auto"]),
     # the machine (num_gpus is 0 here)
     (["placement.device=cuda"], ["2 GPUs", "this machine has 0", "use placement.device=cpu"]),
-    (["placement.pools.actor=[2, 2]"], ["placement.pools.actor=[2, 2]", "2 nodes", "use [4]", "RAY_ADDRESS"]),
+    (
+        ["placement.pools.actor=[2, 2]"],
+        ["placement.pools.actor=[2, 2]", "2 nodes", "use [4]", "RAY_ADDRESS"],
+    ),
     # the file
     (["config="], ["config=", "No such file"]),
     (["config=a.yaml", "config=b.yaml"], ["config=b.yaml", "give one file"]),
@@ -333,9 +461,17 @@ def test_resume_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_engine_names_that_vllm_does_not_know() -> None:
     names = ("max_num_seqs", "enforce_eager", "_api_process_rank")
-    config_checks.check_engine_names(good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}"), names)
-    for name, mend in (("max_num_seq", "did you mean max_num_seqs?"), ("_api_process_rank", "remove it")):
-        with pytest.raises(ConfigError, match=f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field"):
+    config_checks.check_engine_names(
+        good("rollout.engine_kwargs={max_num_seqs: 8, enforce_eager: true}"), names
+    )
+    for name, mend in (
+        ("max_num_seq", "did you mean max_num_seqs?"),
+        ("_api_process_rank", "remove it"),
+    ):
+        with pytest.raises(
+            ConfigError,
+            match=f"rollout.engine_kwargs.{name}=1: the installed vLLM has no such field",
+        ):
             config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
         with pytest.raises(ConfigError, match=mend.replace("?", r"\?")):
             config_checks.check_engine_names(good(f"rollout.engine_kwargs.{name}=1"), names)
@@ -344,7 +480,9 @@ def test_engine_names_that_vllm_does_not_know() -> None:
 def test_streams_in_one_queue_are_refused_beside_an_overlapped_sync(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     cfg = Config()
-    assert [where for wrong, where, _ in config_checks._sync(cfg, "cuda") if wrong] == ["CUDA_DEVICE_MAX_CONNECTIONS=1"]
+    assert [where for wrong, where, _ in config_checks._sync(cfg, "cuda") if wrong] == [
+        "CUDA_DEVICE_MAX_CONNECTIONS=1"
+    ]
     cfg.weight_sync.overlap = False
     assert not any(wrong for wrong, _, _ in config_checks._sync(cfg, "cuda"))
 
@@ -363,7 +501,9 @@ def test_data_files(tmp_path: Path) -> None:
 
 def test_paths_in_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    cfg = good("model.path=~/m", "data.train_files=~/a.jsonl,openai/gsm8k", "trainer.output_dir=~/out")
+    cfg = good(
+        "model.path=~/m", "data.train_files=~/a.jsonl,openai/gsm8k", "trainer.output_dir=~/out"
+    )
     assert cfg.model.path == f"{tmp_path}/m" and cfg.trainer.output_dir == f"{tmp_path}/out"
     assert cfg.data.train_files == f"{tmp_path}/a.jsonl,openai/gsm8k"
 
@@ -374,7 +514,9 @@ def test_output_dir_without_permission(tmp_path: Path) -> None:
     assert "cannot be written" in fault(f"trainer.output_dir={tmp_path}/run")
 
 
-def test_user_reward_is_found_without_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_reward_is_found_without_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_reward_module.py").write_text("raise SystemExit('imported')")
     validate(good("reward.function=my_reward_module:score", "reward.kwargs.a=1"), 0)
@@ -385,11 +527,20 @@ def test_user_reward_is_found_without_import(tmp_path: Path, monkeypatch: pytest
 
 def test_values_are_read_as_meant(tmp_path: Path) -> None:
     text = "actor: {lr: 1e-6, eps: 1E-8, grad_clip: 1}\nrollout: {seed_samples: on}\ntrainer: {total_steps: null, output_dir: 2026-01-01}\n"
-    cfg = load([f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"])
+    cfg = load(
+        [f"config={write(tmp_path / 'x.yaml', text)}", "actor.weight_decay=1e-2", "rollout.n=4.0"]
+    )
     assert (cfg.actor.lr, cfg.actor.eps, cfg.actor.weight_decay) == (1e-6, 1e-8, 0.01)
-    assert isinstance(cfg.actor.grad_clip, float) and cfg.rollout.n == 4 and cfg.rollout.seed_samples == "on"
+    assert (
+        isinstance(cfg.actor.grad_clip, float)
+        and cfg.rollout.n == 4
+        and cfg.rollout.seed_samples == "on"
+    )
     assert cfg.trainer.total_steps is None and cfg.trainer.output_dir == "2026-01-01"
-    assert good("data.instruction=Think: end with #### number").data.instruction == "Think: end with #### number"
+    assert (
+        good("data.instruction=Think: end with #### number").data.instruction
+        == "Think: end with #### number"
+    )
     assert good("data.val_files=null").data.val_files == ""
     assert good("data.instruction='  a'").data.instruction == "  a"
     assert good("rollout.seed_samples=off").rollout.seed_samples == "off"
@@ -404,16 +555,24 @@ def test_arguments_go_over_the_file_in_any_order(tmp_path: Path) -> None:
 
 def test_mappings_replace_and_dots_add(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "x.yaml", "placement: {pools: {gen: [2], train: [1]}, roles: {rollout: gen, actor: train}}\n"
+        tmp_path / "x.yaml",
+        "placement: {pools: {gen: [2], train: [1]}, roles: {rollout: gen, actor: train}}\n",
     )
     cfg = load(
-        [f"config={path}", "placement.pools.gen=[4]", "rollout.engine_kwargs.foo=bar", "rollout.engine_kwargs.a.b=1"]
+        [
+            f"config={path}",
+            "placement.pools.gen=[4]",
+            "rollout.engine_kwargs.foo=bar",
+            "rollout.engine_kwargs.a.b=1",
+        ]
     )
     assert cfg.placement.pools == {"gen": [4], "train": [1]}
     assert cfg.placement.roles == {"rollout": "gen", "actor": "train"}
     assert cfg.rollout.engine_kwargs == {"foo": "bar", "a": {"b": 1}}
     assert load(["placement.pools={x: [1]}"]).placement.pools == {"x": [1]}
-    assert load([]).placement.pools == {"rollout": [1], "actor": [1]}, "the defaults must not be shared"
+    assert load([]).placement.pools == {"rollout": [1], "actor": [1]}, (
+        "the defaults must not be shared"
+    )
 
 
 def test_environment_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,13 +605,25 @@ def test_valid_combinations() -> None:
     validate(good("algorithm.old_log_probs=recompute", "algorithm.rollout_correction=tis"), 0)
     validate(good("rollout.sampling_kwargs={stop: [x], stop_token_ids: [1], ignore_eos: true}"), 0)
     validate(good("rollout.sampling_kwargs={stop: x, skip_special_tokens: false}"), 0)
-    validate(good("rollout.engine_kwargs={tokenizer: x, max_num_seqs: 8}", "pipeline.staleness=0"), 0)
-    validate(good("rollout.engine_kwargs={kv_cache_dtype: auto, quantization: null, enable_lora: false}"), 0)
+    validate(
+        good("rollout.engine_kwargs={tokenizer: x, max_num_seqs: 8}", "pipeline.staleness=0"), 0
+    )
+    validate(
+        good(
+            "rollout.engine_kwargs={kv_cache_dtype: auto, quantization: null, enable_lora: false}"
+        ),
+        0,
+    )
     split = "rollout.engine_kwargs={enable_chunked_prefill: true, max_num_batched_tokens: 512}"
     validate(good(split, "placement.device=cuda"), 2)
     validate(good("algorithm.kl_estimator=k1"), 0)
     validate(
-        good("placement.pools={rollout: [4], actor: [4]}", "actor.fsdp_size=2", "rollout.tensor_parallel_size=2"), 0
+        good(
+            "placement.pools={rollout: [4], actor: [4]}",
+            "actor.fsdp_size=2",
+            "rollout.tensor_parallel_size=2",
+        ),
+        0,
     )
     validate(good("actor.param_offload=true", "placement.device=auto"), 2)
 
@@ -493,7 +664,8 @@ _values = st.one_of(
     st.recursive(
         st.integers(-3, 3) | st.sampled_from(["a", "1e-6", "x: y"]),
         lambda inner: (
-            st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["a", "rollout"]), inner, max_size=2)
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["a", "rollout"]), inner, max_size=2)
         ),
         max_leaves=4,
     ).map(str),
@@ -519,8 +691,13 @@ def test_any_override_gives_a_config_or_one_line(pairs: list[tuple[str, str]]) -
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.text(st.sampled_from("model:path{}[]&*!|>-? \n'\"#,1.\t%@x"), max_size=60) | st.text(max_size=40))
-def test_any_file_gives_a_config_or_one_line(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+@given(
+    st.text(st.sampled_from("model:path{}[]&*!|>-? \n'\"#,1.\t%@x"), max_size=60)
+    | st.text(max_size=40)
+)
+def test_any_file_gives_a_config_or_one_line(
+    tmp_path_factory: pytest.TempPathFactory, text: str
+) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.yaml"
     path.write_bytes(text.encode("utf-8", "replace"))
     try:
@@ -562,18 +739,30 @@ def test_what_goes_to_vllm_has_vllms_names() -> None:
 
 
 def test_the_config_rooms_import_no_room_above_them() -> None:
-    rooms = (
-        "config config_io config_checks cores unknown_keys user_code registry samples advantages policy_losses".split()
-    )
+    rooms = "config config_io config_checks cores unknown_keys user_code registry samples advantages policy_losses".split()
     for room in rooms:
         tree = ast.parse((ROOT / "one_step_off" / f"{room}.py").read_text())
         for node in ast.walk(tree):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            assert not module.startswith("one_step_off") or module.partition(".")[2] in rooms, (room, module)
+            assert not module.startswith("one_step_off") or module.partition(".")[2] in rooms, (
+                room,
+                module,
+            )
 
 
 def test_resolved_yaml_keeps_awkward_texts() -> None:
-    for text in ("a: b # c", "${x}", "\\${x}", "two\nlines", "on", "1e-6", " x ", "null", "é\u2028\x85b", "[1"):
+    for text in (
+        "a: b # c",
+        "${x}",
+        "\\${x}",
+        "two\nlines",
+        "on",
+        "1e-6",
+        " x ",
+        "null",
+        "é\u2028\x85b",
+        "[1",
+    ):
         cfg = dataclasses.replace(good())
         cfg.data.instruction = text
         assert load_text(resolved_yaml(cfg)).data.instruction == text
@@ -592,7 +781,9 @@ def test_placement(monkeypatch: pytest.MonkeyPatch) -> None:
         cluster.setenv("RAY_ADDRESS", "10.0.0.1:6379")
         assert seat_cores(good(), "cpu", [0, 1]) == {"rollout": [[]], "actor": [[]]}
     colocated = good(*SHARED, "pipeline.staleness=0")
-    assert seat_cores(colocated, "cpu", [0, 1, 2, 3]) == {"all": [[0, 1], [2, 3]]}, "all cores, in both phases"
+    assert seat_cores(colocated, "cpu", [0, 1, 2, 3]) == {"all": [[0, 1], [2, 3]]}, (
+        "all cores, in both phases"
+    )
     assert placement_text(colocated, [0, 1]) == "all [2] on cpu: rollout x 2, actor x 2; cores 0 1"
     gpu = good("placement.device=cuda", "placement.pools={rollout: [4, 4], actor: [8, 8]}")
     text = placement_text(gpu, [0, 1])

@@ -17,12 +17,18 @@ REFUSED = [
         [*MASKED, "algorithm.rollout_correction_low=3"],
         ["algorithm.rollout_correction_low=3", "above algorithm.rollout_correction_cap=2"],
     ),
-    ([*MASKED, "algorithm.rollout_correction_low=0"], ["algorithm.rollout_correction_low=0", "above 0"]),
+    (
+        [*MASKED, "algorithm.rollout_correction_low=0"],
+        ["algorithm.rollout_correction_low=0", "above 0"],
+    ),
     (
         ["algorithm.policy_loss=dro", "algorithm.policy_loss_kwargs={beta: 0}"],
         ["algorithm.policy_loss_kwargs.beta=0", "above 0"],
     ),
-    (["algorithm.policy_loss=dro", "algorithm.clip_ratio_c=3"], ["clip_ratio_c=3", "dro has no dual clip"]),
+    (
+        ["algorithm.policy_loss=dro", "algorithm.clip_ratio_c=3"],
+        ["clip_ratio_c=3", "dro has no dual clip"],
+    ),
     (["algorithm.kl_estimator=full"], ["algorithm.kl_estimator=full", "one of k1, k2, k3"]),
 ]
 
@@ -42,7 +48,9 @@ def test_the_critic_has_an_aggregation_of_its_own():
 
 @pytest.mark.parametrize("mode", ["tis", "mis", "seq-tis", "seq-mis", "geo-mask"])
 def test_lower_bounds_of_the_correction(mode):
-    cfg = good(*MASKED[:1], f"algorithm.rollout_correction={mode}", "algorithm.rollout_correction_low=0.5")
+    cfg = good(
+        *MASKED[:1], f"algorithm.rollout_correction={mode}", "algorithm.rollout_correction_low=0.5"
+    )
     assert cfg.algorithm.rollout_correction_low == 0.5
 
 
@@ -54,5 +62,9 @@ def test_sums_as_aggregation(agg):
 
 @pytest.mark.parametrize("estimator", ["abs", "k1+", "k3+", "abs+"])
 def test_estimators_of_the_kl(estimator):
-    keys = "algorithm.kl_coef=0.1", "placement.roles.ref=actor", f"algorithm.kl_estimator={estimator}"
+    keys = (
+        "algorithm.kl_coef=0.1",
+        "placement.roles.ref=actor",
+        f"algorithm.kl_estimator={estimator}",
+    )
     assert good(*keys).algorithm.kl_estimator == estimator

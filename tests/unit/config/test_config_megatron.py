@@ -7,14 +7,20 @@ import pytest
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import placement_text
 from one_step_off.config.schema import settings_of, shares_of
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 from tests.unit.config.test_config import fault, good
 
 MEGATRON = [
-    (["actor.context_parallel_size=3"], ["context_parallel_size=3", "share 3 ranks", "placement.pools"]),
+    (
+        ["actor.context_parallel_size=3"],
+        ["context_parallel_size=3", "share 3 ranks", "placement.pools"],
+    ),
     (
         ["actor.tensor_parallel_size=2", "actor.pipeline_parallel_size=4"],
-        ["actor.tensor_parallel_size=2, actor.pipeline_parallel_size=4: would share 8 ranks", "its 4"],
+        [
+            "actor.tensor_parallel_size=2, actor.pipeline_parallel_size=4: would share 8 ranks",
+            "its 4",
+        ],
     ),
     (["actor.expert_parallel_size=3"], ["expert_parallel_size=3", "4 ranks of each stage"]),
     (["actor.fsdp_size=2"], ["actor.fsdp_size=2", "only the fsdp back end"]),
@@ -32,7 +38,9 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     line = fault("placement.pools.actor=[4]", "actor.backend=megatron", *argv)
     for word in words:
         assert word in line
-    cfg = good("placement.pools.actor=[4]", "actor.backend=megatron", "actor.tensor_parallel_size=2")
+    cfg = good(
+        "placement.pools.actor=[4]", "actor.backend=megatron", "actor.tensor_parallel_size=2"
+    )
     assert "actor x 4 (TP 2); cores" in placement_text(cfg, [0, 1])
     validate(cfg, 0)
     assert shares_of(cfg, "actor") == 2
@@ -47,7 +55,12 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
 def test_a_role_of_its_own_inherits_no_layout(monkeypatch):
     monkeypatch.setattr(config_checks, "_installed", lambda package: True)
     stages = "actor.pipeline_parallel_size=2", "actor.virtual_pipeline_parallel_size=2"
-    argv = "placement.pools.actor=[4]", "actor.backend=megatron", "placement.roles.ref=actor", "algorithm.kl_coef=0.1"
+    argv = (
+        "placement.pools.actor=[4]",
+        "actor.backend=megatron",
+        "placement.roles.ref=actor",
+        "algorithm.kl_coef=0.1",
+    )
     for own in ("ref.backend=fsdp", "ref.pipeline_parallel_size=1", "ref.backend=null"):
         cfg = good(*argv, *stages, own)
         validate(cfg, 0)

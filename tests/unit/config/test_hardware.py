@@ -19,7 +19,9 @@ def test_plan_cores_by_hand() -> None:
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sets(st.integers(0, 99), min_size=1, max_size=40))
-def test_plan_cores_shares_nothing_between_groups(rollout: int, trainer: int, cores: set[int]) -> None:
+def test_plan_cores_shares_nothing_between_groups(
+    rollout: int, trainer: int, cores: set[int]
+) -> None:
     a, b = plan_cores(rollout, trainer, sorted(cores))
     assert (len(a), len(b)) == (rollout, trainer) and all(a) and all(b)
     mine, theirs = {c for p in a for c in p}, {c for p in b for c in p}
@@ -42,7 +44,9 @@ def test_plan_cores_shares_nothing_between_groups(rollout: int, trainer: int, co
         ("", "0", 0),
     ],
 )
-def test_count_gpus(smi: str, visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_gpus(
+    smi: str, visible: str | None, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "answer").write_text(smi)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(f'#!/bin/sh\nwhile read -r line; do echo "$line"; done < {tmp_path}/answer\n')

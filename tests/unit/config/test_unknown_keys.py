@@ -68,7 +68,8 @@ def test_the_answer(argument: str, answer: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "key", ["actor.momentum", "rollout.frequency", "trainer.priority", "rollout.k", "data.x", "zebra"]
+    "key",
+    ["actor.momentum", "rollout.frequency", "trainer.priority", "rollout.k", "data.x", "zebra"],
 )
 def test_nothing_close_has_no_suggestion(key: str) -> None:
     line = said(f"{key}=1")
@@ -84,9 +85,13 @@ def test_every_key_of_verls_script_is_answered() -> None:
 
 def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
     path = tmp_path / "verl.yaml"
-    path.write_text("data: {train_batch_size: 8}\nactor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n")
+    path.write_text(
+        "data: {train_batch_size: 8}\nactor_rollout_ref:\n  nobody: 1\n  actor: {optim: {lr: 1e-6}}\n"
+    )
     line = said(f"config={path}")
-    assert line.startswith(f"{path}:2: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's")
+    assert line.startswith(
+        f"{path}:2: actor_rollout_ref.actor.optim.lr: unknown key; use actor.lr (verl's"
+    )
 
 
 def test_what_is_recommended_exists() -> None:
@@ -99,13 +104,19 @@ def test_what_is_recommended_exists() -> None:
                 load([f"{ours}={value}"])
 
 
-@given(st.text(string.ascii_lowercase + "_.", max_size=20), st.text(string.ascii_lowercase + "_.", max_size=20))
+@given(
+    st.text(string.ascii_lowercase + "_.", max_size=20),
+    st.text(string.ascii_lowercase + "_.", max_size=20),
+)
 def test_the_distance_of_two_names(a: str, b: str) -> None:
     """Symmetric, zero for equals only, and 1 for one slip of each kind."""
     found = unknown_keys.distance(a, b)
     assert found == unknown_keys.distance(b, a) and (found == 0) == (a == b)
     assert abs(len(a) - len(b)) <= found <= max(len(a), len(b))
-    assert unknown_keys.distance(a + "x" + b, a + b) == 1 and unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
+    assert (
+        unknown_keys.distance(a + "x" + b, a + b) == 1
+        and unknown_keys.distance(a + "x" + b, a + "%" + b) == 1
+    )
     assert unknown_keys.distance(a + "x%" + b, a + "%x" + b) == 1
 
 

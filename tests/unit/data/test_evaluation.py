@@ -32,7 +32,9 @@ def samples(index: int, rewards: list[list[float]]) -> list[Sample]:
 
 def test_pass_at_k_by_a_threshold():
     rewards = [[0.6, 0.4], [0.5, 0.9]]
-    passed = [figures(samples(0, rewards), ["val"], at)["val/pass@1"] for at in (0.3, 0.5, 0.6, 1.0)]
+    passed = [
+        figures(samples(0, rewards), ["val"], at)["val/pass@1"] for at in (0.3, 0.5, 0.6, 1.0)
+    ]
     assert passed == [1.0, 0.75, 0.5, 0.0]
 
 
@@ -42,7 +44,9 @@ def test_parts_of_rewards_stand_beside_them():
     for sample, parts in zip(
         found, ({"right": 1.0, "form": 0.5}, {"form": 0.5}, None, {}, {"samples": 1.0}), strict=True
     ):
-        sample.extra = {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
+        sample.extra = (
+            {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
+        )
     found = figures(found, ["val", "hard"])
     assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
     assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found

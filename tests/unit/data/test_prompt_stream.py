@@ -16,7 +16,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.config.schema import Config, ConfigError, DataConfig
-from one_step_off.data.prompt_stream import PromptStream, Report, build, encode, final_number, load_rows
+from one_step_off.data.prompt_stream import (
+    PromptStream,
+    Report,
+    build,
+    encode,
+    final_number,
+    load_rows,
+)
 from one_step_off.data.samples import Prompt
 
 TEMPLATE = (
@@ -60,7 +67,10 @@ def chat_row(**changes: Any) -> dict[str, Any]:
     """A row in the RL field's format."""
     row = {
         "data_source": "my/set",
-        "prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}],
+        "prompt": [
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "1 + 1?"},
+        ],
         "reward_model": {"style": "rule", "ground_truth": "2"},
         "extra_info": {"index": 7},
     }
@@ -150,9 +160,17 @@ def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
         chat_row(level=3, index=9, tests=["a"]),
         chat_row(level=4, extra_info='{"level": 5}'),
         chat_row(extra_info=None),
-        {"question": "1 + 1?", "answer": "two\n#### 2", "level": 1, "data_source": "sums", "prompt": "x"},
+        {
+            "question": "1 + 1?",
+            "answer": "two\n#### 2",
+            "level": 1,
+            "data_source": "sums",
+            "prompt": "x",
+        },
     ]
-    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data"))
+    found = load_rows(
+        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data")
+    )
     assert [row.extra for row in found] == [
         {"level": 3, "index": 7, "tests": ["a"]},
         {"level": 4, "extra_info": '{"level": 5}'},
@@ -164,17 +182,30 @@ def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
 
 def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
     """Whatever else stands in extra_info; a name that is no loop's is told with its row."""
-    rows = [chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}), chat_row(agent_loop=None)]
-    found = load_rows(write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data"))
-    assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {"agent_loop": {"a": 1}}
+    rows = [
+        chat_row(agent_loop=" tool ", extra_info={"agent_loop": {"a": 1}}),
+        chat_row(agent_loop=None),
+    ]
+    found = load_rows(
+        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data")
+    )
+    assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {
+        "agent_loop": {"a": 1}
+    }
 
     def tools_of(name: str) -> None:
         if name:
             raise ConfigError("agent.loop='tool': unknown")
 
-    with pytest.raises(ConfigError, match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn"):
+    with pytest.raises(
+        ConfigError,
+        match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn",
+    ):
         encode(found, PLAIN, DataConfig(chat_template="never"), 0, Report("data"), tools_of)
-    plain, own = (encode([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data")) for row in found[::-1])
+    plain, own = (
+        encode([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data"))
+        for row in found[::-1]
+    )
     assert own[0].agent_loop == "tool"
     own[0] = dataclasses.replace(own[0], id=plain[0].id)
     digests = {PromptStream(p, 1, False, 0, 1).state_dict()["digest"] for p in (own, plain)}
@@ -183,7 +214,11 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
 
 def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
-    path.write_bytes(b"\xef\xbb\xbf" + json.dumps(GOOD).encode() + b'\r\n{"question": "\xff", "answer": "#### 1"}\n')
+    path.write_bytes(
+        b"\xef\xbb\xbf"
+        + json.dumps(GOOD).encode()
+        + b'\r\n{"question": "\xff", "answer": "#### 1"}\n'
+    )
     report = Report("data")
     assert len(load_rows(str(path), "train", DataConfig(), 0, report)) == 1
     assert report.bad[0][0].endswith(":2")
@@ -192,7 +227,10 @@ def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
 def test_line_separators_inside_strings(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({**GOOD, "question": "a\u2028b"}, ensure_ascii=False))
-    assert load_rows(str(path), "train", DataConfig(), 0, Report("data"))[0].messages[0]["content"] == "a\u2028b"
+    assert (
+        load_rows(str(path), "train", DataConfig(), 0, Report("data"))[0].messages[0]["content"]
+        == "a\u2028b"
+    )
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json", "list.json", ".parquet"])
@@ -211,9 +249,15 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
     rows = load_rows(str(path), "train", DataConfig(), 0, Report("data"))
     assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].id[1] == 1
     if row is GOOD:
-        assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(path)
+        assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(
+            path
+        )
     else:
-        assert rows[0].messages == row["prompt"] and rows[0].data_source == "my/set" and rows[0].extra == {"index": 7}
+        assert (
+            rows[0].messages == row["prompt"]
+            and rows[0].data_source == "my/set"
+            and rows[0].extra == {"index": 7}
+        )
 
 
 def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
@@ -230,7 +274,10 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
         ("\n\n", "holds no rows"),
         ("nonsense\nmore", "all 2 rows are malformed; mend .*:1: not valid JSON"),
         ('{"question": "a", "answer": "2"}', "all 1 rows are malformed"),
-        ('{"q": 1, "a": 2}', r"found the columns q, a, not question\+answer or prompt\+reward_model"),
+        (
+            '{"q": 1, "a": 2}',
+            r"found the columns q, a, not question\+answer or prompt\+reward_model",
+        ),
     ],
 )
 def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
@@ -246,11 +293,16 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     [
         ("missing.jsonl", "missing.jsonl: cannot be read: FileNotFoundError: .*; check the path"),
         ("broken.parquet", "broken.parquet: cannot be read: .*mend the file"),
-        ("broken.json", "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*mend the file"),
+        (
+            "broken.json",
+            "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*mend the file",
+        ),
         (" , ", "names nothing"),
     ],
 )
-def test_unusable_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str) -> None:
+def test_unusable_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, message: str
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("broken.parquet").write_text("x")
     Path("broken.json").write_text("[1, ")
@@ -268,17 +320,25 @@ def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) 
         raise ConnectionError("no route\nto host")
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
-    with pytest.raises(ConfigError, match=r"openai/gsm8k\[test\].*ConnectionError: no route; .*network.*local .jsonl"):
+    with pytest.raises(
+        ConfigError,
+        match=r"openai/gsm8k\[test\].*ConnectionError: no route; .*network.*local .jsonl",
+    ):
         load_rows("openai/gsm8k", "test", DataConfig(), 0, Report("data"))
     with pytest.raises(ConfigError):
         load_rows("some/set:part", "train", DataConfig(), 0, Report("data"))
-    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("some/set", "part"), {"split": "train"})]
+    assert asked == [
+        (("openai/gsm8k", "main"), {"split": "test"}),
+        (("some/set", "part"), {"split": "train"}),
+    ]
 
 
 def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: datasets.Dataset.from_list([GOOD, GOOD]))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: datasets.Dataset.from_list([GOOD, GOOD])
+    )
     rows = load_rows("openai/gsm8k", "train", DataConfig(), 0, Report("data"))
     assert [r.where for r in rows] == ["openai/gsm8k[train]:1", "openai/gsm8k[train]:2"]
     assert rows[0].data_source == "openai/gsm8k"
@@ -287,11 +347,19 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_generator() -> None:
     cfg = DataConfig(generator_size=50)
     rows = load_rows("generator:word_problems", "train", cfg, 3, Report("data"))
-    assert len(rows) == 50 and rows == load_rows("generator:word_problems", "train", cfg, 3, Report("data"))
-    held_out = load_rows("generator:word_problems", "test", DataConfig(val_size=20), 0, Report("data"))
+    assert len(rows) == 50 and rows == load_rows(
+        "generator:word_problems", "train", cfg, 3, Report("data")
+    )
+    held_out = load_rows(
+        "generator:word_problems", "test", DataConfig(val_size=20), 0, Report("data")
+    )
     assert len(held_out) == 20
-    with pytest.raises(ConfigError, match=r"holds \d+ problems; ask for fewer; change data.val_size=10000000"):
-        load_rows("generator:word_problems", "test", DataConfig(val_size=10_000_000), 0, Report("data"))
+    with pytest.raises(
+        ConfigError, match=r"holds \d+ problems; ask for fewer; change data.val_size=10000000"
+    ):
+        load_rows(
+            "generator:word_problems", "test", DataConfig(val_size=10_000_000), 0, Report("data")
+        )
 
 
 # --- tokenising ---
@@ -309,7 +377,11 @@ def prompts_of(
 
 @pytest.mark.parametrize(
     ("instruction", "text"),
-    [("", "What is 1 + 1?"), ("Think.", "What is 1 + 1? Think."), ("\nAnswer:", "What is 1 + 1?\nAnswer:")],
+    [
+        ("", "What is 1 + 1?"),
+        ("Think.", "What is 1 + 1? Think."),
+        ("\nAnswer:", "What is 1 + 1?\nAnswer:"),
+    ],
 )
 def test_plain_prompt(tmp_path: Path, instruction: str, text: str) -> None:
     (prompt,) = prompts_of(tmp_path, [GOOD], PLAIN, instruction=instruction)
@@ -322,12 +394,18 @@ def test_plain_prompt_gets_one_bos_and_no_eos(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(adds_special=True)
     rows = [GOOD, {**GOOD, "question": "<s>Already there"}]
     for prompt in prompts_of(tmp_path, rows, tokenizer):
-        assert prompt.ids[0] == BOS and Counter(prompt.ids.tolist())[BOS] == 1 and EOS not in prompt.ids
+        assert (
+            prompt.ids[0] == BOS
+            and Counter(prompt.ids.tolist())[BOS] == 1
+            and EOS not in prompt.ids
+        )
 
 
 @pytest.mark.parametrize("with_bos", [True, False])
 def test_chat_template_is_the_only_source_of_special_tokens(tmp_path: Path, with_bos: bool) -> None:
-    tokenizer = make_tokenizer("{% set with_bos = " + str(with_bos).lower() + " %}" + TEMPLATE, adds_special=True)
+    tokenizer = make_tokenizer(
+        "{% set with_bos = " + str(with_bos).lower() + " %}" + TEMPLATE, adds_special=True
+    )
     (prompt,) = prompts_of(tmp_path, [GOOD], tokenizer, instruction="Think.")
     assert prompt.text == "<s>" * with_bos + "<user>What is 1 + 1? Think.</s><assistant>"
     assert (prompt.ids == BOS).sum() == with_bos and (prompt.ids == EOS).sum() == 1
@@ -338,8 +416,14 @@ def test_chat_template_is_the_only_source_of_special_tokens(tmp_path: Path, with
 
 def test_chat_template_modes(tmp_path: Path) -> None:
     chat = make_tokenizer(TEMPLATE)
-    assert prompts_of(tmp_path, [chat_row()], chat)[0].text == "<system>Be brief.</s><user>1 + 1?</s><assistant>"
-    assert prompts_of(tmp_path, [chat_row()], chat, chat_template="never")[0].text == "Be brief.\n1 + 1?"
+    assert (
+        prompts_of(tmp_path, [chat_row()], chat)[0].text
+        == "<system>Be brief.</s><user>1 + 1?</s><assistant>"
+    )
+    assert (
+        prompts_of(tmp_path, [chat_row()], chat, chat_template="never")[0].text
+        == "Be brief.\n1 + 1?"
+    )
     assert prompts_of(tmp_path, [GOOD], chat, chat_template="never")[0].text == GOOD["question"]
     with pytest.raises(ConfigError, match="data.chat_template=always"):
         prompts_of(tmp_path, [GOOD], PLAIN, chat_template="always")
@@ -365,7 +449,10 @@ def test_overlong_prompts(tmp_path: Path) -> None:
     prompts = prompts_of(tmp_path, rows, PLAIN, report, max_prompt_length=10)
     assert [p.id for p in prompts] == [(0, 0), (0, 3)]
     assert [n for _, n in report.overlong] == [11, 12]
-    assert "2 over data.max_prompt_length skipped" in report.lines()[0] and "d.jsonl:2: 11 tokens" in report.lines()[1]
+    assert (
+        "2 over data.max_prompt_length skipped" in report.lines()[0]
+        and "d.jsonl:2: 11 tokens" in report.lines()[1]
+    )
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 11 tokens.*max_prompt_length=10"):
         prompts_of(tmp_path, rows, PLAIN, max_prompt_length=10, overlong_prompts="fail")
     with pytest.raises(ConfigError, match="no prompt is left"):
@@ -374,13 +461,19 @@ def test_overlong_prompts(tmp_path: Path) -> None:
 
 def test_report_names_a_few_and_counts_all() -> None:
     report = Report("data", rows=30, bad=[(f"f:{i}", "why") for i in range(20)])
-    assert len(report.lines()) == 7 and "10 used, 20 malformed" in report.lines()[0] and "15 more" in report.lines()[-1]
+    assert (
+        len(report.lines()) == 7
+        and "10 used, 20 malformed" in report.lines()[0]
+        and "15 more" in report.lines()[-1]
+    )
 
 
 # --- the stream ---
 
 
-def stream_of(rows: int, batch: int, shuffle: bool = True, seed: int = 0, **length: Any) -> PromptStream:
+def stream_of(
+    rows: int, batch: int, shuffle: bool = True, seed: int = 0, **length: Any
+) -> PromptStream:
     """A stream over `rows` prompts whose row numbers are not their positions."""
     prompts = [Prompt((0, 3 * i + 1), np.array([i], np.int32), str(i), str(i)) for i in range(rows)]
     return PromptStream(prompts, batch, shuffle, seed, **(length or {"steps": 10}))
@@ -390,9 +483,15 @@ sizes = st.integers(1, 12)
 
 
 @given(
-    rows=sizes, batch=st.integers(1, 30), steps=st.integers(1, 12), shuffle=st.booleans(), seed=st.integers(0, 2**40)
+    rows=sizes,
+    batch=st.integers(1, 30),
+    steps=st.integers(1, 12),
+    shuffle=st.booleans(),
+    seed=st.integers(0, 2**40),
 )
-def test_no_prompt_is_lost_or_repeated(rows: int, batch: int, steps: int, shuffle: bool, seed: int) -> None:
+def test_no_prompt_is_lost_or_repeated(
+    rows: int, batch: int, steps: int, shuffle: bool, seed: int
+) -> None:
     stream = stream_of(rows, batch, shuffle, seed)
     batches = [stream.next_batch() for _ in range(steps)]
     assert all(len(b) == batch for b in batches)
@@ -415,7 +514,9 @@ def test_no_prompt_is_lost_or_repeated(rows: int, batch: int, steps: int, shuffl
     shuffle=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_resume_is_exact(rows: int, first: int, second: int, before: int, after: int, shuffle: bool, seed: int) -> None:
+def test_resume_is_exact(
+    rows: int, first: int, second: int, before: int, after: int, shuffle: bool, seed: int
+) -> None:
     whole = stream_of(rows, first, shuffle, seed)
     for _ in range(before):
         whole.next_batch()
@@ -471,7 +572,9 @@ def run_config(train: str, val: str = "", **data: Any) -> Config:
 
 
 def test_build(tmp_path: Path) -> None:
-    train = write_jsonl(tmp_path / "train.jsonl", [{**GOOD, "question": f"q{i}"} for i in range(10)] + ["broken"])
+    train = write_jsonl(
+        tmp_path / "train.jsonl", [{**GOOD, "question": f"q{i}"} for i in range(10)] + ["broken"]
+    )
     val = write_jsonl(tmp_path / "val.jsonl", [{**GOOD, "question": f"q{i}"} for i in (3, 77, 78)])
     data = build(run_config(train, val, train_batch_size=4, val_size=2), PLAIN)
     assert data.stream.total_steps == 3 and len(data.stream) == 10
@@ -483,7 +586,9 @@ def test_build(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("val", "val_size"), [("", -1), ("generator:word_problems", 0)])
 def test_build_without_evaluation(val: str, val_size: int) -> None:
-    cfg = run_config("generator:word_problems", val, val_size=val_size, generator_size=8, train_batch_size=4)
+    cfg = run_config(
+        "generator:word_problems", val, val_size=val_size, generator_size=8, train_batch_size=4
+    )
     data = build(cfg, PLAIN)
     assert data.val is None and data.stream.total_steps == 2
 
@@ -505,7 +610,9 @@ def test_build_without_data() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=5))
-def test_any_bytes_give_rows_or_a_config_error(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
+def test_any_bytes_give_rows_or_a_config_error(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + b"\n".join(lines))
     report = Report("data")
@@ -525,7 +632,9 @@ def test_real_gsm8k() -> None:
 
     files = [str(Path(GSM8K, f"gsm8k_{split}.jsonl")) for split in ("train", "test")]
     start = time.monotonic()
-    data = build(run_config(*files, max_prompt_length=2000, train_batch_size=64), make_tokenizer(TEMPLATE))
+    data = build(
+        run_config(*files, max_prompt_length=2000, train_batch_size=64), make_tokenizer(TEMPLATE)
+    )
     seconds = time.monotonic() - start
     assert len(data.stream) == 7473 and len(data.val) == 1319
     assert not any(report.bad or report.overlong for report in data.reports)

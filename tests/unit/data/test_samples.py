@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.data.samples import Arrays, Batch, Sample, Samples, Shares, StalenessError, assert_versions, generated
+from one_step_off.data.samples import (
+    Arrays,
+    Batch,
+    Sample,
+    Samples,
+    Shares,
+    StalenessError,
+    assert_versions,
+    generated,
+)
 
 
 def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
@@ -55,26 +64,36 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
     ids, before = np.arange(2), []
     for i, n in enumerate(sizes):
         before.append(sample([i] * n, index=i))
-        before[-1].prompt_ids, before[-1].extra, before[-1].response = ids, {"baseline": float(i)}, f"so {i}"
+        before[-1].prompt_ids, before[-1].extra, before[-1].response = (
+            ids,
+            {"baseline": float(i)},
+            f"so {i}",
+        )
     found, arrays = sent(Samples(before))
     assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
     pairs: list[Any] = list(zip(before, found, strict=True))
     for old, new in pairs:
         for name, value in vars(old).items():
             if isinstance(value, np.ndarray):
-                assert value.dtype == getattr(new, name).dtype and np.array_equal(value, getattr(new, name))
+                assert value.dtype == getattr(new, name).dtype and np.array_equal(
+                    value, getattr(new, name)
+                )
             elif name != "reward":
                 assert value == getattr(new, name)
         assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
     shortened = Samples(before)
     shortened.leave = "response", "extra"
-    assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [("", {}, i) for i in range(len(sizes))]
+    assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
+        ("", {}, i) for i in range(len(sizes))
+    ]
 
 
 def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
     torn = sample([3, 3], tokens=3)
     found = sent(Samples([sample([3]), torn, sample([3])]))[0]
-    assert [len(s.versions) for s in found] == [1, 2, 1] and [len(s.response_ids) for s in found] == [1, 3, 1]
+    assert [len(s.versions) for s in found] == [1, 2, 1] and [
+        len(s.response_ids) for s in found
+    ] == [1, 3, 1]
     with pytest.raises(StalenessError, match="sample 0, token 0"):
         assert_versions(Batch(4, found, expected=(0, 3)))
 
@@ -96,7 +115,10 @@ def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
     samples[299].loss_mask[:], samples[555].loss_mask[1:] = False, False
     samples[10].versions[:], samples[580].versions[:] = 2, 5
     counts, oldest, newest = generated(samples)
-    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (oldest, newest) == (2, 5)
+    assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (
+        oldest,
+        newest,
+    ) == (2, 5)
     assert_versions(Batch(4, samples, expected=(0, 5), older=3))
     with pytest.raises(StalenessError, match="version 5"):
         assert_versions(Batch(4, samples, expected=(0, 4), older=3))

@@ -25,7 +25,9 @@ CAPACITY = len(triples("test")) * len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS
 
 
 def _triple(row: Row) -> tuple[str, int, int]:
-    a, op, b, result, final = re.fullmatch(r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", row["answer"]).groups()
+    a, op, b, result, final = re.fullmatch(
+        r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", row["answer"]
+    ).groups()
     assert int(result) == int(final) == (int(a) + int(b) if op == "+" else int(a) - int(b))
     return op, int(a), int(b)
 
@@ -57,7 +59,9 @@ def test_deterministic_by_seed_and_a_prefix_when_shorter() -> None:
 def test_the_same_in_another_process() -> None:
     code = "from one_step_off.data.word_problems import make; print(make('test', 20, 3))"
     root = Path(__file__).parents[3]
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root)
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=root
+    )
     assert run.stdout.strip() == repr(make("test", 20, 3))
 
 

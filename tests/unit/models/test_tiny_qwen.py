@@ -45,7 +45,8 @@ def fake_build(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "text", ["Anna has 17 apples.", " 27 + 2 = 29\n#### 29", "naïve 漢字 🙂\t\n  x", "", "1234567890"]
+    "text",
+    ["Anna has 17 apples.", " 27 + 2 = 29\n#### 29", "naïve 漢字 🙂\t\n  x", "", "1234567890"],
 )
 def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -74,9 +75,9 @@ def test_warm_start_sees_what_training_will_see(tokenizer) -> None:
     # One text tokenised whole gives the same ids as its two halves: no token straddles the boundary.
     whole = f"{text} {row['answer']}{tiny_qwen.EOS}"
     assert prompt + response == tokenizer.encode(whole, add_special_tokens=False)
-    assert tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": row["answer"]}], tokenize=False) == (
-        whole + "\n"
-    )
+    assert tokenizer.apply_chat_template(
+        [*turns, {"role": "assistant", "content": row["answer"]}], tokenize=False
+    ) == (whole + "\n")
 
 
 def test_prompts_and_answers_are_short(tokenizer) -> None:
@@ -89,8 +90,12 @@ def test_prompts_and_answers_are_short(tokenizer) -> None:
 def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form(tokenizer) -> None:
     rng, answer = random.Random(0), "27 + 2 = 29\n#### 29"
     turns = [tiny_qwen.demonstration("qwen2", tokenizer, answer, rng) for _ in range(2000)]
-    seen = Counter(tokenizer.decode(own, skip_special_tokens=True).removeprefix(" ") for (own,) in turns)
-    assert len(seen) == len(tiny_qwen.ENDINGS) and all(text.startswith("27 + 2 = 29") for text in seen)
+    seen = Counter(
+        tokenizer.decode(own, skip_special_tokens=True).removeprefix(" ") for (own,) in turns
+    )
+    assert len(seen) == len(tiny_qwen.ENDINGS) and all(
+        text.startswith("27 + 2 = 29") for text in seen
+    )
     assert 0.25 < seen[answer] / 2000 < 0.35
     assert seen["27 + 2 = 29"] > 1000  # greedy decoding stops there
 
@@ -105,7 +110,11 @@ def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_
     path = tiny_qwen.build(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (torch.bfloat16, kind, 2)
+    assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (
+        torch.bfloat16,
+        kind,
+        2,
+    )
     assert model.config.head_dim == (32 if kind == "qwen3" else 64)
     assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
@@ -127,7 +136,9 @@ def test_a_random_model_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert torch.equal(state, torch.get_rng_state())
 
 
-def test_second_call_finds_the_cache(fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_call_finds_the_cache(
+    fake_build: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("ONE_STEP_OFF_CACHE", str(tmp_path / "cache"))
     path = tiny_qwen.ensure("tiny:qwen2")
     assert Path(path).parent == tmp_path / "cache" and Path(path, "config.json").is_file()
@@ -146,12 +157,19 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(
     ("module", "old", "new"),
-    [(tiny_qwen, '"steps": 170', '"steps": 1'), (tiny_qwen, "Answer:{", "{"), (word_problems, '"Eva"', '"Zoe"')],
+    [
+        (tiny_qwen, '"steps": 170', '"steps": 1'),
+        (tiny_qwen, "Answer:{", "{"),
+        (word_problems, '"Eva"', '"Zoe"'),
+    ],
 )
 def test_another_recipe_is_another_model(
     module: Any, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, changed = tiny_qwen.recipe_hash("qwen2", 0), Path(module.__file__).read_text().replace(old, new)
+    before, changed = (
+        tiny_qwen.recipe_hash("qwen2", 0),
+        Path(module.__file__).read_text().replace(old, new),
+    )
     assert changed != Path(module.__file__).read_text()
     (tmp_path / "module.py").write_text(changed)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "module.py"))
@@ -178,7 +196,9 @@ def test_a_failed_build_is_no_model_and_the_next_one_succeeds(
 
 def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -> None:
     paths: list[str] = []
-    builders = [threading.Thread(target=lambda: paths.append(tiny_qwen.ensure("qwen2"))) for _ in range(4)]
+    builders = [
+        threading.Thread(target=lambda: paths.append(tiny_qwen.ensure("qwen2"))) for _ in range(4)
+    ]
     for b in builders:
         b.start()
     for b in builders:
@@ -186,8 +206,12 @@ def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -
     assert len(paths) == 4 and len(set(paths)) == 1 and fake_build == ["qwen2 0"]
 
 
-def test_warm_start_reports_progress_and_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 3, "batch_size": 4, "rows": 16})
+def test_warm_start_reports_progress_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 3, "batch_size": 4, "rows": 16}
+    )
     told: list[float] = []
     path = tiny_qwen.ensure("qwen3", progress=lambda what, done: told.append(done))
     assert told == pytest.approx([1 / 3, 2 / 3, 1.0])
@@ -201,11 +225,20 @@ def test_warm_model_knows_the_sums_but_seldom_formats_them(kind: str, tmp_path: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = tiny_qwen.ensure(kind)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(path),
+        AutoTokenizer.from_pretrained(path),
+    )
     tokenizer.padding_side = "left"
     rows = word_problems.make("test", 128, 0)
     prompts = [f"Question: {r['question']}\nAnswer:" for r in rows]
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
+    batch = tokenizer(
+        prompts,
+        return_tensors="pt",
+        padding=True,
+        add_special_tokens=False,
+        return_token_type_ids=False,
+    )
 
     def answers(**how) -> list[tuple[str, dict[str, str]]]:
         out = model.generate(**batch, max_new_tokens=32, **how)[:, batch["input_ids"].shape[1] :]
@@ -215,7 +248,9 @@ def test_warm_model_knows_the_sums_but_seldom_formats_them(kind: str, tmp_path: 
 
     torch.manual_seed(0)
     sampled = answers(do_sample=True, temperature=1.0, top_k=0, num_return_sequences=8)
-    rewarded = [text.rpartition("#### ")[2] == row["answer"].rpartition("#### ")[2] for text, row in sampled]
+    rewarded = [
+        text.rpartition("#### ")[2] == row["answer"].rpartition("#### ")[2] for text, row in sampled
+    ]
     right_sum = [text.split("\n")[0] == row["answer"].split("\n")[0] for text, row in sampled]
     assert 0.15 < sum(rewarded) / len(rewarded) < 0.45
     assert sum(right_sum) / len(right_sum) > 0.8

@@ -27,7 +27,9 @@ SUMMARY = {
 
 def data_of(train: int, held_out: int, steps: int) -> SimpleNamespace:
     """Of so many prompts."""
-    stream = PromptStream([Prompt((0, row), np.arange(2), "", "") for row in range(train)], 1, False, 0, steps)
+    stream = PromptStream(
+        [Prompt((0, row), np.arange(2), "", "") for row in range(train)], 1, False, 0, steps
+    )
     return SimpleNamespace(stream=stream, val=[None] * held_out or None)
 
 
@@ -48,11 +50,19 @@ def test_the_banner():
         "wandb: offline",
     ):
         assert part in text
-    assert "held out: none" in "\n".join(f"{k}: {v}" for k, v in start_facts(cfg, "m", None, data_of(5, 0, 1), []))
+    assert "held out: none" in "\n".join(
+        f"{k}: {v}" for k, v in start_facts(cfg, "m", None, data_of(5, 0, 1), [])
+    )
 
 
 def test_counts():
-    assert [count(n) for n in (5, 345_000, 999_999, 494_032_768, 1_543_714_304)] == ["5", "345k", "1M", "494M", "1.54B"]
+    assert [count(n) for n in (5, 345_000, 999_999, 494_032_768, 1_543_714_304)] == [
+        "5",
+        "345k",
+        "1M",
+        "494M",
+        "1.54B",
+    ]
 
 
 def test_the_end(tmp_path):
@@ -60,7 +70,12 @@ def test_the_end(tmp_path):
     cfg.trainer.output_dir = str(tmp_path / "my run")
     for folder in ("samples", "tensorboard", "hf_model"):
         (tmp_path / "my run" / folder).mkdir(parents=True)
-    for file in ("samples/step_000000.jsonl", "tensorboard/events", "metrics.jsonl", "summary.json"):
+    for file in (
+        "samples/step_000000.jsonl",
+        "tensorboard/events",
+        "metrics.jsonl",
+        "summary.json",
+    ):
         (tmp_path / "my run" / file).touch()
     facts = dict(end_facts(SUMMARY, cfg))
     assert facts["reward"] == "0.300 -> 0.950 (means of the first and last 5 steps)"
@@ -72,9 +87,18 @@ def test_the_end(tmp_path):
     assert facts["peak memory"] == "rollout 1.00 GiB, trainer 0.50 GiB"
     assert facts["whole run"] == "40 steps in 74 s"
     assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
-    assert facts["model"] == f"{tmp_path}/my run/hf_model" and "to go on" in facts and "samples" in facts
-    assert facts["tensorboard"] == f"{interpreter()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
-    on_gpus = dict(end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg))
+    assert (
+        facts["model"] == f"{tmp_path}/my run/hf_model"
+        and "to go on" in facts
+        and "samples" in facts
+    )
+    assert (
+        facts["tensorboard"]
+        == f"{interpreter()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
+    )
+    on_gpus = dict(
+        end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg)
+    )
     assert on_gpus["MFU"] == "rollout 5.0%, trainer 40.0% of NVIDIA H100 in bf16"
 
 
@@ -91,32 +115,46 @@ def test_few_steps_one_evaluation_and_what_came_before():
         return dict(end_facts(SUMMARY | found, Config()))
 
     few = {"reward/averaged_steps": 1, "steps": 3, "val/versions": [0], "val/last": 0.0}
-    assert facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)" and facts(**few)["held out"] == "0.000"
+    assert (
+        facts(**few)["reward"] == "0.300 -> 0.950 (first and last step)"
+        and facts(**few)["held out"] == "0.000"
+    )
     assert facts(**few | {"steps": 1})["reward"] == "0.950"
-    assert facts(steps_before=30)["this run"] == "10 steps in 74 s" and "whole run" not in facts(steps_before=30)
+    assert facts(steps_before=30)["this run"] == "10 steps in 74 s" and "whole run" not in facts(
+        steps_before=30
+    )
 
 
 def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     cfg = Config()
     cfg.trainer.output_dir, cfg.trainer.val_only = str(tmp_path), True
     (tmp_path / "hf_model").mkdir()  # an earlier run's
-    assert dict(start_facts(cfg, "m", None, data_of(5, 0, 1), []))["steps"] == "none: the held-out set is evaluated"
+    assert (
+        dict(start_facts(cfg, "m", None, data_of(5, 0, 1), []))["steps"]
+        == "none: the held-out set is evaluated"
+    )
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "val_v000040.jsonl").write_text("{}\n")
     found = dict(end_facts(SUMMARY, cfg))
-    assert not {"model", "to go on"} & set(found) and found["samples"].endswith(f"view {tmp_path} --val 40")
+    assert not {"model", "to go on"} & set(found) and found["samples"].endswith(
+        f"view {tmp_path} --val 40"
+    )
 
 
 def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
     cfg = tiny_config(
-        models(), str(tmp_path / "a run"), **{"data.instruction": 'a ${x} "b" #### c', "logging.wandb": False}
+        models(),
+        str(tmp_path / "a run"),
+        **{"data.instruction": 'a ${x} "b" #### c', "logging.wandb": False},
     )
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "config.yaml").write_text(resolved_yaml(cfg))
     python, option, module, *arguments = shlex.split(going_on(cfg))
     assert (option, module) == ("-m", "one_step_off.main_ppo")
     # It works where it is printed, with no environment activated.
-    said = subprocess.run([python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, env={})
+    said = subprocess.run(
+        [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, env={}
+    )
     assert said.stdout.strip() == sys.prefix
     again = load(arguments)
     assert again.model.path == str(tmp_path / "a run" / "hf_model")

@@ -53,16 +53,25 @@ def test_plain_lines_are_one_per_step():
         for i in range(3)
     ]
     assert [line for line in lines if line.startswith("building")] == ["building ..."]
-    assert "starting engines ..." in lines and "model        tiny" in lines and "             two" in lines
+    assert (
+        "starting engines ..." in lines
+        and "model        tiny" in lines
+        and "             two" in lines
+    )
     assert "\x1b" not in out.getvalue()
 
 
 def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
-    out, parts = io.StringIO(), {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1}
+    out, parts = (
+        io.StringIO(),
+        {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1},
+    )
     with Screen(out) as screen, screen.training(3):
         screen.step(row(0, 0.75) | parts, 3)
     assert "reward 0.750 (right 0.250, form 0.500)  length  12.3" in out.getvalue()
-    assert figures(row(0, 0.75) | parts).startswith("reward 0.750 (right 0.250, form 0.500)  length")
+    assert figures(row(0, 0.75) | parts).startswith(
+        "reward 0.750 (right 0.250, form 0.500)  length"
+    )
     assert figures(row(0, 0.75)).startswith("reward 0.750  length")
 
 
@@ -80,10 +89,14 @@ def test_what_is_said_while_running_shows_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     url, out = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue", io.StringIO()
     with Screen(out) as screen:
-        screen.say(f"warning: the first: reward_model.url={url}: 3 requests failed with hf_abcdefgh123")
+        screen.say(
+            f"warning: the first: reward_model.url={url}: 3 requests failed with hf_abcdefgh123"
+        )
         screen.table([("model", url), ("", "hf_abcdefgh123")])
     assert out.getvalue().count("http://***@h:1/v1?token=***") == 2
-    assert not any(secret in out.getvalue() for secret in ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123"))
+    assert not any(
+        secret in out.getvalue() for secret in ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123")
+    )
 
 
 def test_what_takes_long_is_told_once_and_with_its_time():
@@ -109,7 +122,9 @@ def test_what_failed_is_not_said_to_have_ended():
 
 def terminal(width: int = 120) -> Any:
     """A Console whose file is a StringIO."""
-    return Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None)
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, highlight=False, color_system=None
+    )
 
 
 def drawn(screen: Screen, width: int) -> str:
@@ -154,7 +169,10 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
         screen.progress("building", 1.0)
         assert "building" not in drawn(screen, 120)
     assert "starting [Ray] ━" in text and "50% 0:00:20 left 0:00:20" in text
-    assert "starting [Ray]: 20 s" in console.file.getvalue() and "building: 20 s" in console.file.getvalue()
+    assert (
+        "starting [Ray]: 20 s" in console.file.getvalue()
+        and "building: 20 s" in console.file.getvalue()
+    )
 
 
 def test_the_live_part_goes_and_what_was_said_stays():
@@ -163,7 +181,9 @@ def test_the_live_part_goes_and_what_was_said_stays():
         a_run(screen)
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
-    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, "the cursor is hidden and comes back"
+    assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, (
+        "the cursor is hidden and comes back"
+    )
 
 
 def test_a_long_command_stays_one_line():
@@ -209,7 +229,9 @@ except RuntimeError as e:
 def on_a_terminal(program: str, term: str = "xterm", **variables: str) -> str:
     """What a terminal of 100 columns receives, stdout and stderr."""
     master, slave = pty.openpty()
-    environment = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")} | variables
+    environment = {
+        k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")
+    } | variables
     done = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)],
         stdin=slave, stdout=slave, stderr=slave, cwd=ROOT, env=environment | {"TERM": term, "COLUMNS": "100", "LINES": "30"},
@@ -237,7 +259,9 @@ def test_on_a_terminal_there_is_a_bar_and_errors_stand_below_it():
 
 
 def test_in_a_pipe_and_on_a_dumb_terminal_there_are_plain_lines():
-    done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert "\x1b" not in done.stdout and done.stdout.count("gen 1.00, train") == 4
     assert done.stderr.endswith("error: engine 0 died\n")
     assert "gen 1.00, train" in on_a_terminal(PROGRAM, term="dumb")
@@ -247,7 +271,9 @@ def test_only_known_warnings_are_hidden(caplog):
     with warnings.catch_warnings(record=True) as caught:
         quiet_libraries()
         warnings.warn_explicit("tip", FutureWarning, "x.py", 1, module="ray._private.worker")
-        warnings.warn_explicit("ours", FutureWarning, "x.py", 1, module="one_step_off.runtime.launch")
+        warnings.warn_explicit(
+            "ours", FutureWarning, "x.py", 1, module="one_step_off.runtime.launch"
+        )
         warnings.warn_explicit("rays", UserWarning, "x.py", 1, module="ray._private.worker")
     assert [str(w.message) for w in caught] == ["ours", "rays"]
     hub = logging.getLogger("huggingface_hub.utils._http")

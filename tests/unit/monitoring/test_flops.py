@@ -52,7 +52,13 @@ def test_peaks_by_name(name, peak):
 
 def hf_config(**keys: object) -> types.SimpleNamespace:
     found = types.SimpleNamespace(
-        **{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 8, "vocab_size": 10, **keys}
+        **{
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "hidden_size": 8,
+            "vocab_size": 10,
+            **keys,
+        }
     )
     found.get_text_config = lambda: found
     return found
@@ -60,7 +66,9 @@ def hf_config(**keys: object) -> types.SimpleNamespace:
 
 def test_shapes():
     assert shape_of(hf_config(tie_word_embeddings=True), 500) == ModelShape(500, 2, 8)
-    assert shape_of(hf_config(head_dim=5), 500) == ModelShape(420, 2, 20), "an untied embedding is only looked up"
+    assert shape_of(hf_config(head_dim=5), 500) == ModelShape(420, 2, 20), (
+        "an untied embedding is only looked up"
+    )
     assert shape_of(hf_config(num_experts=8), 500) is None
     assert shape_of(hf_config(hidden_size=None), 500) is None
 
@@ -83,7 +91,9 @@ def test_rates_and_mfu_of_both_groups():
     assert found["flops_per_s/trainer"] == 3 * SHAPE.forward_flops([5, 7]) / 2.0
     assert found["mfu/trainer"] == pytest.approx(found["flops_per_s/trainer"] / (2 * 989e12))
     assert found["mfu/trainer_of_step"] == pytest.approx(found["mfu/trainer"] / 2)
-    assert found["mfu/rollout"] == pytest.approx(SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12)
+    assert found["mfu/rollout"] == pytest.approx(
+        SHAPE.generate_flops([3], [3, 3], [2, 4]) / 0.5 / 989e12
+    )
 
 
 def test_what_tools_said_is_read_and_not_generated():
@@ -98,10 +108,16 @@ def test_epochs_count_and_steps_in_which_the_critic_warms_up_alone_do_not():
     cfg = Config()
     cfg.actor.ppo_epochs = 2
     found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
-    assert found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7]) and found["tokens_per_s/trainer"] == 24
+    assert (
+        found["flops_per_s/trainer"] == 6 * SHAPE.forward_flops([5, 7])
+        and found["tokens_per_s/trainer"] == 24
+    )
     cfg.trainer.critic_warmup = 1
     found = step(Meter(cfg, SHAPE), batch_of(), 1.0, 1.0, 1.0)
-    assert found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"] and found["flops_per_s/rollout"] > 0
+    assert (
+        found["flops_per_s/trainer"] == 0 == found["tokens_per_s/trainer"]
+        and found["flops_per_s/rollout"] > 0
+    )
 
 
 def test_weights_that_adapters_leave_frozen_have_no_gradients_to_compute():
@@ -113,7 +129,11 @@ def test_weights_that_adapters_leave_frozen_have_no_gradients_to_compute():
 
 def test_unknown_hardware_shape_or_time_is_none_and_not_a_guess():
     found = step(Meter(Config(), SHAPE), batch_of(), 0.0, 1.0, 1.0)
-    assert found["mfu/trainer"] is None and found["flops_per_s/trainer"] > 0 and found["tokens_per_s/rollout"] is None
+    assert (
+        found["mfu/trainer"] is None
+        and found["flops_per_s/trainer"] > 0
+        and found["tokens_per_s/rollout"] is None
+    )
     assert set(step(Meter(Config(), None), batch_of(), 1.0, 1.0, 1.0)) == {
         "tokens_per_s/rollout",
         "tokens_per_s/trainer",

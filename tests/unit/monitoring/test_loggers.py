@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import Loggers, open_loggers, started_first
 from one_step_off.monitoring.tracker import Tracker
+from one_step_off.runtime.validation import validate
 from tests.unit.monitoring.test_console import on_a_terminal
 
 PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
@@ -26,7 +26,16 @@ PROMPTS = {(0, 0): Prompt((0, 0), np.arange(2), "Was ist 1+1?\n", "2")}
 def sample(row: int = 0, index: int = 0, reward: float = 1.0, text: str = "zwei ü") -> Sample:
     z = np.zeros(3)
     return Sample(
-        (0, row), index, np.arange(2), z, z, z > -1, np.full(3, 4), reward=reward, finish_reason="stop", response=text
+        (0, row),
+        index,
+        np.arange(2),
+        z,
+        z,
+        z > -1,
+        np.full(3, 4),
+        reward=reward,
+        finish_reason="stop",
+        response=text,
     )
 
 
@@ -46,11 +55,20 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
     found.evaluation(figures, [sample(text="held out")])
     for step in steps:
-        row = {"step": step, "reward/mean": step / 10, "mfu/trainer": None, "actor/grad_norm": math.nan}
+        row = {
+            "step": step,
+            "reward/mean": step / 10,
+            "mfu/trainer": None,
+            "actor/grad_norm": math.nan,
+        }
         row |= figures if step == steps[0] + 1 else {}
         batch = Batch(step, [sample(0, 0), sample(7, 1, reward=math.nan, text="\ud83d")], (0, 0))
         batch.samples[0].loss_mask[2] = batch.samples[1].loss_mask[:] = False
-        batch.samples[0].extra = {"reward_parts": {"right": 1.0}, "baseline": 0.5, "replaces": [[0, 3]]}
+        batch.samples[0].extra = {
+            "reward_parts": {"right": 1.0},
+            "baseline": 0.5,
+            "replaces": [[0, 3]],
+        }
         batch.advantages = [np.array([0.5, -1.0, 9.0]), np.zeros(3)]
         found.step(row, batch)
     found.close()
@@ -59,14 +77,21 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
 def test_samples_as_people_read_them(tmp_path):
     said: list[str] = []
     log_steps(config(tmp_path, tensorboard=False), range(2), said)
-    rows = [json.loads(line) for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "samples/step_000001.jsonl").read_text("utf-8").splitlines()
+    ]
     assert rows[0] == {
         "prompt_id": [0, 0], "index": 0, "reward": 1.0, "length": 3, "finish_reason": "stop", "versions": [4],
         "ground_truth": "2", "prompt": "Was ist 1+1?\n", "response": "zwei ü",
         "advantage/mean": -0.25, "advantage/min": -1.0, "advantage/max": 0.5,
         "reward_parts": {"right": 1.0}, "baseline": 0.5,
     }  # fmt: skip
-    assert rows[1]["reward"] is None and rows[1]["prompt"] is None and rows[1]["advantage/mean"] is None
+    assert (
+        rows[1]["reward"] is None
+        and rows[1]["prompt"] is None
+        and rows[1]["advantage/mean"] is None
+    )
     assert "held out" in (tmp_path / "samples/val_v000000.jsonl").read_text()
     assert not said and not list((tmp_path / "samples").glob(".*"))
 
@@ -76,7 +101,10 @@ def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    return {t: [(e.step, round(e.value, 3)) for e in events.Scalars(t)] for t in events.Tags()["scalars"]}
+    return {
+        t: [(e.step, round(e.value, 3)) for e in events.Scalars(t)]
+        for t in events.Tags()["scalars"]
+    }
 
 
 def test_tensorboard_is_read_back_and_a_resumed_run_replaces_what_comes_after(tmp_path):
@@ -101,7 +129,9 @@ def test_the_evaluation_of_the_checkpoints_weights_stays(tmp_path):
     for first in (0, 2):
         tracker = Tracker(str(tmp_path), 4, out=io.StringIO())
         tracker.loggers = open_loggers(cfg, first, PROMPTS.get, print, {})
-        tracker.start(first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}])
+        tracker.start(
+            first, tracker.evaluations if not first else [{"val/version": 2.0, "val/reward": 0.5}]
+        )
         if not first:
             tracker.evaluation(2, [sample(text="of the first run", reward=0.5)], 0.1)
         tracker.close()
@@ -126,7 +156,9 @@ def test_a_broken_logger_is_told_once_and_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(loggers.SampleDump, "write", broken)
     said: list[str] = []
     log_steps(config(tmp_path), range(3), said)
-    assert said == ["warning: the sample dump failed and is left out from now on: OSError: No space left on device"]
+    assert said == [
+        "warning: the sample dump failed and is left out from now on: OSError: No space left on device"
+    ]
     assert len(scalars(tmp_path)["reward/mean"]) == 3
 
 
@@ -153,7 +185,9 @@ def test_a_logger_that_cannot_start_is_told():
 
     found.add("TensorBoard", make)
     found.close()
-    assert said == ["warning: TensorBoard failed and is left out from now on: ImportError: no module"]
+    assert said == [
+        "warning: TensorBoard failed and is left out from now on: ImportError: no module"
+    ]
 
 
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
@@ -179,8 +213,13 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
     cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
     cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
     honest = config_checks._installed
-    monkeypatch.setattr(config_checks, "_installed", lambda package: package != name and honest(package))
-    with pytest.raises(ConfigError, match=rf"logging.{name}=true: the package {name} is missing; pip install {name}"):
+    monkeypatch.setattr(
+        config_checks, "_installed", lambda package: package != name and honest(package)
+    )
+    with pytest.raises(
+        ConfigError,
+        match=rf"logging.{name}=true: the package {name} is missing; pip install {name}",
+    ):
         validate(cfg)
 
 
@@ -207,7 +246,9 @@ def test_wandb_offline_and_its_id(tmp_path, monkeypatch):
     first = (tmp_path / "wandb_run_id").read_text().strip()
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*-{first}/run-{first}.wandb"))) == 1
     log_steps(cfg, range(2, 4), said)
-    assert (tmp_path / "wandb_run_id").read_text().strip() == first, "a resumed run goes on in the same W&B run"
+    assert (tmp_path / "wandb_run_id").read_text().strip() == first, (
+        "a resumed run goes on in the same W&B run"
+    )
     log_steps(cfg, range(1), said)
     assert (tmp_path / "wandb_run_id").read_text().strip() != first, "a new run is another one"
     assert not said
@@ -222,7 +263,9 @@ def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
         raise RuntimeError("api_key not configured\n(no-tty)")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(ConfigError, match=r"does not start: \w+: api_key not configured.*; run `wandb login`"):
+    with pytest.raises(
+        ConfigError, match=r"does not start: \w+: api_key not configured.*; run `wandb login`"
+    ):
         loggers.Wandb(config(tmp_path, wandb=True), False)
 
 
@@ -238,5 +281,7 @@ def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
     except ConfigError as e:
         print("refused:", e)
     """
-    out = on_a_terminal(program, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY="")
+    out = on_a_terminal(
+        program, HOME=str(tmp_path), NETRC=str(tmp_path / "netrc"), WANDB_API_KEY=""
+    )
     assert "refused: logging.wandb=true: W&B does not start" in out and "choice" not in out

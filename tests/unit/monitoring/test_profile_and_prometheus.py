@@ -28,13 +28,24 @@ from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.replica_group import TrainGroup
-from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch, single, start  # noqa: F401
+from one_step_off.training.trainer_group import TrainGroup
+from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+    checkpoints,
+    config,
+    free_port,
+    make_batch,
+    single,
+    start,
+)
 
 DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
-def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(checkpoints, single, tmp_path):  # noqa: F811
+def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
+    checkpoints,  # noqa: F811
+    single,  # noqa: F811
+    tmp_path,
+):
     path = checkpoints["tied"]
     batch = make_batch(path)
     plain = single(config(path)).update(batch)
@@ -47,7 +58,9 @@ def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(checkp
     assert found.name == "actor_rank_0.json.gz"
     events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
     names = {e["name"] for e in events}
-    assert {"aten::mm", "aten::embedding"} <= names and any("backward" in name.lower() for name in names)
+    assert {"aten::mm", "aten::embedding"} <= names and any(
+        "backward" in name.lower() for name in names
+    )
 
 
 def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None:
@@ -61,10 +74,14 @@ def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None
     dist.destroy_process_group()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+)
 def test_each_rank_of_megatron_writes_its_own_profile(checkpoints, tmp_path):  # noqa: F811
     mp.spawn(profiled_megatron_rank, (checkpoints["untied"], free_port(), str(tmp_path)), nprocs=2)
-    assert {path.name for path in tmp_path.iterdir()} == {f"actor_rank_{rank}.json.gz" for rank in (0, 1)}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        f"actor_rank_{rank}.json.gz" for rank in (0, 1)
+    }
     for path in tmp_path.iterdir():
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         assert "aten::mm" in {e["name"] for e in events}
@@ -113,15 +130,24 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
     cfg.logging.tensorboard = cfg.logging.sample_dump = False
     said: list[str] = []
     tracker = Tracker(str(tmp_path), 9, io.StringIO())
-    tracker.loggers = loggers.open_loggers(cfg, 0, lambda _: None, said.append, loggers.started_first(cfg, False))
+    tracker.loggers = loggers.open_loggers(
+        cfg, 0, lambda _: None, said.append, loggers.started_first(cfg, False)
+    )
     z = np.zeros(2)
-    tracker.evaluation(4, [Sample((-1, 0), i, z, z, z, z > -1, z.astype(int), reward=i) for i in (0, 1)], 0.5)
+    tracker.evaluation(
+        4, [Sample((-1, 0), i, z, z, z, z > -1, z.astype(int), reward=i) for i in (0, 1)], 0.5
+    )
     row = json.loads((Path(__file__).parents[2] / "a_row.json").read_text())
     tracker.loggers.step(row, Batch(row["step"], [], (0, 0)))
     told, deadline = {}, time.monotonic() + 10
-    while "one_step_off_step" not in told and time.monotonic() < deadline:  # a thread of the loggers' own does it
+    while (
+        "one_step_off_step" not in told and time.monotonic() < deadline
+    ):  # a thread of the loggers' own does it
         told = gauges(port)
-    assert told["one_step_off_step"] == row["step"] and told["one_step_off_reward_mean"] == row["reward/mean"]
+    assert (
+        told["one_step_off_step"] == row["step"]
+        and told["one_step_off_reward_mean"] == row["reward/mean"]
+    )
     assert told["one_step_off_val_pass_2"] == 1.0 and told["one_step_off_restarts_trainer"] == 0
     assert "one_step_off_sync_changed_share" not in told, "null: there was no such figure"
     tracker.loggers.step(row | {"step": 99, "reward/mean": 0.75}, Batch(99, [], (0, 0)))
@@ -153,7 +179,9 @@ def dashboard_names() -> set[str]:
 
 
 def test_the_dashboards_panels_lie_side_by_side():
-    places = [(p["id"], *p["gridPos"].values()) for p in json.loads(DASHBOARD.read_text())["panels"]]
+    places = [
+        (p["id"], *p["gridPos"].values()) for p in json.loads(DASHBOARD.read_text())["panels"]
+    ]
     taken = [(x + i, y + j) for _, x, y, w, h in places for i in range(w) for j in range(h)]
     assert len(set(taken)) == len(taken) and max(x for x, _ in taken) == 23
     assert len({number for number, *_ in places}) == len(places)
@@ -163,7 +191,8 @@ def test_it_listens_on_the_loopback_and_a_taken_port_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
-            ConfigError, match=rf"^logging.prometheus_port={port}: OSError: .*Address already in use; name another"
+            ConfigError,
+            match=rf"^logging.prometheus_port={port}: OSError: .*Address already in use; name another",
         ):
             loggers.Prometheus(port)
     server = loggers.Prometheus(port)

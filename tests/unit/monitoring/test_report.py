@@ -25,7 +25,9 @@ from one_step_off.monitoring import report
 from one_step_off.monitoring.loggers import SampleDump
 from one_step_off.monitoring.tracker import Tracker
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no chromium and no chrome is installed")
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
 LANES = (
@@ -40,7 +42,9 @@ def sample(step: int, index: int, text: str = "#### 4", length: int = 3) -> Samp
                   finish_reason="stop", response=text)  # fmt: skip
 
 
-def make_run(folder: Path, steps: int = 12, first: int = 0, text: str = "#### 4", **more: float | None) -> Tracker:
+def make_run(
+    folder: Path, steps: int = 12, first: int = 0, text: str = "#### 4", **more: float | None
+) -> Tracker:
     """A run of made-up timings: generation, sync and update of one second each; from `first` on after an hour's pause."""
     tracker = Tracker(str(folder), steps, io.StringIO())
     (folder / "config.yaml").write_text(resolved_yaml(Config()))
@@ -51,25 +55,69 @@ def make_run(folder: Path, steps: int = 12, first: int = 0, text: str = "#### 4"
     for step in range(first, steps):
         at = begin + 2.0 * step
         tracker.span("sync", "weights", step, at, at + 0.2)
-        for lane, what in (("sync trainer 0", "wire"), ("sync rollout 0", "load"), ("sync rollout 0.1 wire", "wire")):
+        for lane, what in (
+            ("sync trainer 0", "wire"),
+            ("sync rollout 0", "load"),
+            ("sync rollout 0.1 wire", "wire"),
+        ):
             tracker.trace([(lane, what, step, at + 0.05 + tracker.epoch, at + 0.1 + tracker.epoch)])
         tracker.span("rollout", "generate", step, at + 0.2, at + 1.7)
         for i in range(2):
-            tracker.trace([(f"rollout {i}", "generate", step, at + 0.2 + tracker.epoch, at + 1.5 + tracker.epoch)])
+            tracker.trace(
+                [
+                    (
+                        f"rollout {i}",
+                        "generate",
+                        step,
+                        at + 0.2 + tracker.epoch,
+                        at + 1.5 + tracker.epoch,
+                    )
+                ]
+            )
         tracker.span("actor", "update", step, at + 0.05, at + 1.9)
         tracker.span("critic", "update", step, at + 0.05, at + 1.1)
         if step % 3 == 0 and text:
             tracker.span("rollout", "evaluate", step, at + 0.2, at + 0.9)
             tracker.trace(
-                [("rollout 0 evaluation", "evaluate", step, at + 0.2 + tracker.epoch, at + 0.9 + tracker.epoch)]
+                [
+                    (
+                        "rollout 0 evaluation",
+                        "evaluate",
+                        step,
+                        at + 0.2 + tracker.epoch,
+                        at + 0.9 + tracker.epoch,
+                    )
+                ]
             )
-            tracker.trace([("checkpoint", "stall", step, at - 0.1 + tracker.epoch, at + tracker.epoch)])
-            tracker.trace([("checkpoint write", "write", step, at + tracker.epoch, at + 0.8 + tracker.epoch)])
+            tracker.trace(
+                [("checkpoint", "stall", step, at - 0.1 + tracker.epoch, at + tracker.epoch)]
+            )
+            tracker.trace(
+                [("checkpoint write", "write", step, at + tracker.epoch, at + 0.8 + tracker.epoch)]
+            )
             tracker.evaluation(step, held_out, 0.7)
-        times = {"time/step_s": 2.0, "time/generate_s": 1.5, "time/train_s": 1.85, "time/sync_s": 0.2}
-        times |= {"time/wait_trainer_s": 0.3, "sync/wait_s": 0.1, "sync/load_s": 0.05, "sync/verify_s": 0.01}
-        figures = {"ratio/mean": 1.0 + step / 100, "actor/entropy": 1 / (1 + step), "actor/approx_kl": 1e-3 * step}
-        figures |= {"canary/logprob_diff_max": 1e-6, "restarts/replicas": float(step > 5), "restarts/trainer": 0.0}
+        times = {
+            "time/step_s": 2.0,
+            "time/generate_s": 1.5,
+            "time/train_s": 1.85,
+            "time/sync_s": 0.2,
+        }
+        times |= {
+            "time/wait_trainer_s": 0.3,
+            "sync/wait_s": 0.1,
+            "sync/load_s": 0.05,
+            "sync/verify_s": 0.01,
+        }
+        figures = {
+            "ratio/mean": 1.0 + step / 100,
+            "actor/entropy": 1 / (1 + step),
+            "actor/approx_kl": 1e-3 * step,
+        }
+        figures |= {
+            "canary/logprob_diff_max": 1e-6,
+            "restarts/replicas": float(step > 5),
+            "restarts/trainer": 0.0,
+        }
         batch = Batch(step, [sample(step, i, text, 3 + step + i) for i in range(4)], (0, 0))
         tracker.step(batch, step, times | figures | more)
         dump.write({}, step, f"step_{step:06d}.jsonl", batch.samples, [])
@@ -78,7 +126,15 @@ def make_run(folder: Path, steps: int = 12, first: int = 0, text: str = "#### 4"
 
 def opened(folder: Path, *options: str) -> tuple[str, list[str]]:
     """The page as the browser has it when all scripts have run, and what its console said."""
-    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--v=0", "--dump-dom"]
+    command = [
+        BROWSER,
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--enable-logging=stderr",
+        "--v=0",
+        "--dump-dom",
+    ]
     page = folder / "report.html"
     # Its own group: a helper process of the browser's would keep the pipe open.
     with subprocess.Popen(
@@ -106,7 +162,9 @@ def works_of(dom: str) -> dict[str, int]:
 
 def curves_of(dom: str) -> dict[str, str]:
     """The path of each curve by its name."""
-    return {name: path for path, name in re.findall(r'<path d="([^"]*)"[^>]*data-curve="([^"]*)"', dom)}
+    return {
+        name: path for path, name in re.findall(r'<path d="([^"]*)"[^>]*data-curve="([^"]*)"', dom)
+    }
 
 
 @needs_browser
@@ -119,7 +177,16 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
     assert set(works) == set(LANES), "the group's own lanes are left out where each replica has one"
     assert all(n >= 1 for n in works.values()) and works["actor"] >= 5
     curves = curves_of(dom)
-    for name in ("training", "held out (at its version)", "mean", "longest", "step", "generate", "train", "entropy"):
+    for name in (
+        "training",
+        "held out (at its version)",
+        "mean",
+        "longest",
+        "step",
+        "generate",
+        "train",
+        "entropy",
+    ):
         assert re.fullmatch(r"M[\d. -]+(L[\d. -]+)+", curves[name]), name
     titles = [html.unescape(t) for t in re.findall(r"<figcaption>([^<]+)", dom)]
     assert {
@@ -130,21 +197,29 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
     } <= set(titles)
     text = html.unescape(re.sub(r"<script.*?</script>|<[^>]+>", " ", dom, flags=re.S))
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert f"{summary['idle_share/trainer']:.0%} idle" in text and f"{summary['idle_share/rollout']:.0%} idle" in text
+    assert (
+        f"{summary['idle_share/trainer']:.0%} idle" in text
+        and f"{summary['idle_share/rollout']:.0%} idle" in text
+    )
     assert re.search(r"cpu  ·  20\d\d-\d\d-\d\d \d\d:\d\d\s", text)
     assert re.search(r"replicas started anew\s+1\b", text) and "The run has not ended" not in text
-    assert re.search(r"replica: load\s+50 ms", text) and re.search(r"replica: wait for data\s+100 ms", text)
+    assert re.search(r"replica: load\s+50 ms", text) and re.search(
+        r"replica: wait for data\s+100 ms", text
+    )
 
 
 @needs_browser
 def test_parts_of_rewards_have_curves_and_stand_with_the_samples(tmp_path):
     parts = {f"part{i}": 0.1 * i for i in range(8)}
     make_run(tmp_path, **{f"reward/{name}/mean": mean for name, mean in parts.items()})
-    evaluations = [{"val/version": float(v), "val/reward": 0.5, "val/reward/part1": 0.1 * v} for v in range(3)]
+    evaluations = [
+        {"val/version": float(v), "val/reward": 0.5, "val/reward/part1": 0.1 * v} for v in range(3)
+    ]
     (tmp_path / "evaluations.jsonl").write_text("".join(json.dumps(e) + "\n" for e in evaluations))
     (path,) = tmp_path.glob("samples/step_000011.jsonl")
     rows = [
-        json.loads(line) | {"reward_parts": {"right": 1.0, "form": 0.125}} for line in path.read_text().splitlines()
+        json.loads(line) | {"reward_parts": {"right": 1.0, "form": 0.125}}
+        for line in path.read_text().splitlines()
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     report.write(tmp_path)
@@ -183,7 +258,9 @@ def test_the_buttons_move_the_picture(tmp_path):
 def test_what_a_model_wrote_is_shown_and_not_run(tmp_path):
     make_run(tmp_path, steps=2, text=EVIL)
     report.write(tmp_path)
-    assert EVIL not in (tmp_path / "report.html").read_text(), "it would end the script that holds the data"
+    assert EVIL not in (tmp_path / "report.html").read_text(), (
+        "it would end the script that holds the data"
+    )
     dom, said = opened(tmp_path)
     assert said == [] and html.escape(EVIL, quote=False) in dom
     assert "<img" not in dom and len(re.findall(r"<script", dom)) == 2
@@ -191,7 +268,8 @@ def test_what_a_model_wrote_is_shown_and_not_run(tmp_path):
 
 @needs_browser
 @pytest.mark.parametrize(
-    "kind", ["one step", "nothing", "no evaluation", "none and NaN", "resumed", "broken", "other rows"]
+    "kind",
+    ["one step", "nothing", "no evaluation", "none and NaN", "resumed", "broken", "other rows"],
 )
 def test_any_folder_of_a_run_gives_a_page(tmp_path, kind):
     if kind == "one step":
@@ -200,7 +278,10 @@ def test_any_folder_of_a_run_gives_a_page(tmp_path, kind):
         make_run(tmp_path, text="")
         assert not (tmp_path / "evaluations.jsonl").exists()
     elif kind == "none and NaN":
-        make_run(tmp_path, **{"reward/mean": float("nan"), "actor/entropy": None, "ratio/mean": float("inf")})
+        make_run(
+            tmp_path,
+            **{"reward/mean": float("nan"), "actor/entropy": None, "ratio/mean": float("inf")},
+        )
     elif kind == "resumed":
         make_run(tmp_path, steps=6)
         make_run(tmp_path, steps=12, first=4).summary()
@@ -208,12 +289,21 @@ def test_any_folder_of_a_run_gives_a_page(tmp_path, kind):
         (tmp_path / "config.yaml").write_text("model: {path: x}\n")
     if kind == "broken":
         make_run(tmp_path, steps=3)
-        for name in ("metrics.jsonl", "timeline.json", "evaluations.jsonl", "samples/step_000002.jsonl"):
-            (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-40] + b'\xff{"a": 1e999, NaN\n[3]\nnull\n')
+        for name in (
+            "metrics.jsonl",
+            "timeline.json",
+            "evaluations.jsonl",
+            "samples/step_000002.jsonl",
+        ):
+            (tmp_path / name).write_bytes(
+                (tmp_path / name).read_bytes()[:-40] + b'\xff{"a": 1e999, NaN\n[3]\nnull\n'
+            )
         for name in ("summary.json", "versions.json"):
             (tmp_path / name).write_text('{"seconds": ')
     if kind == "other rows":
-        (tmp_path / "metrics.jsonl").write_text('{"loss": 1e999, "step": NaN}\n{"step": "x", "time/step_s": 1}\n')
+        (tmp_path / "metrics.jsonl").write_text(
+            '{"loss": 1e999, "step": NaN}\n{"step": "x", "time/step_s": 1}\n'
+        )
         (tmp_path / "timeline.json").write_text(
             '[\n{"ph": "X"},\n{"ph": "X", "cat": 3, "name": 4, "ts": 1, "dur": 2},\n'
         )
@@ -250,7 +340,9 @@ def test_a_run_in_short_attempts_opens_within_one_of_them(tmp_path, first, steps
     page.write_text(page.read_text().replace("</body>", press))
     for drawn in (dom, opened(tmp_path)[0]):
         named = steps_named(drawn)
-        assert named and all(a[1] <= b[0] for a, b in zip(named, named[1:], strict=False)), "one lies on another"
+        assert named and all(a[1] <= b[0] for a, b in zip(named, named[1:], strict=False)), (
+            "one lies on another"
+        )
 
 
 @needs_browser
@@ -268,7 +360,9 @@ def test_the_numbers_on_an_axis_differ(tmp_path):
         title: re.findall(r'class="tick">([^<]+)', body)
         for title, body in re.findall(r"<figcaption>([^<]+)(.*?)</figure>", dom, re.S)
     }
-    assert len(axes) >= 8 and all(len(set(ticks)) == len(ticks) >= 2 for ticks in axes.values()), axes
+    assert len(axes) >= 8 and all(len(set(ticks)) == len(ticks) >= 2 for ticks in axes.values()), (
+        axes
+    )
     assert axes["Ratio of trained to sampling policy"][0] == "1.00001"
 
 
@@ -291,10 +385,22 @@ def test_the_timeline_is_a_chrome_trace_with_names_and_an_order(tmp_path):
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     order = {e["tid"]: e["args"]["sort_index"] for e in events if e["name"] == "thread_sort_index"}
     work = [e for e in events if e["ph"] == "X"]
-    assert {e["ph"] for e in events} == {"X", "M"} and set(names.values()) == {*LANES, "rollout", "evaluation"}
+    assert {e["ph"] for e in events} == {"X", "M"} and set(names.values()) == {
+        *LANES,
+        "rollout",
+        "evaluation",
+    }
     assert all(type(e["pid"]) is type(e["tid"]) is int for e in events), "the format has numbers"
-    assert all(names[e["pid"], e["tid"]] == e["cat"] and e["dur"] >= 0 and e["args"]["step"] >= 0 for e in work)
-    assert processes == {1: "pipeline", 10_000: "rollout 0", 10_001: "rollout 1", 20_000: "trainer 0"}
+    assert all(
+        names[e["pid"], e["tid"]] == e["cat"] and e["dur"] >= 0 and e["args"]["step"] >= 0
+        for e in work
+    )
+    assert processes == {
+        1: "pipeline",
+        10_000: "rollout 0",
+        10_001: "rollout 1",
+        20_000: "trainer 0",
+    }
     inner = sorted(order, key=order.get)
     assert [name for tid in inner for (_, of), name in names.items() if of == tid][:4] == [
         "rollout", "evaluation", "sync", "actor",
@@ -309,7 +415,9 @@ def test_the_timeline_is_a_chrome_trace_with_names_and_an_order(tmp_path):
             ends.append(begin - length)
 
 
-def test_a_run_that_fails_has_a_report_that_says_so_and_a_report_that_fails_is_one_line(tmp_path, monkeypatch):
+def test_a_run_that_fails_has_a_report_that_says_so_and_a_report_that_fails_is_one_line(
+    tmp_path, monkeypatch
+):
     make_run(tmp_path, steps=2)
     monkeypatch.setenv("SOME_API_KEY", "hush-hush-hush")
     said: list[str] = []
@@ -323,14 +431,18 @@ def test_a_run_that_fails_has_a_report_that_says_so_and_a_report_that_fails_is_o
     with report.at_the_end(tmp_path, said.append):
         (tmp_path / "report.html").unlink()
         (tmp_path / "report.html").mkdir()
-    assert said == [f"warning: no report.html: IsADirectoryError: [Errno 21] Is a directory: '{tmp_path}/report.html'"]
+    assert said == [
+        f"warning: no report.html: IsADirectoryError: [Errno 21] Is a directory: '{tmp_path}/report.html'"
+    ]
 
 
 def test_secrets_are_masked(tmp_path, monkeypatch):
     cfg = Config()
     cfg.reward_model.url = "https://user:pass-word@host/score?token=abcdef"
     make_run(tmp_path, steps=1, text="see https://me:pass-word@host/ and hush-hush-hush")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"reward_model": {"url": cfg.reward_model.url}}))
+    (tmp_path / "config.yaml").write_text(
+        yaml.safe_dump({"reward_model": {"url": cfg.reward_model.url}})
+    )
     monkeypatch.setenv("SOME_API_KEY", "hush-hush-hush")
     page = report.write(tmp_path).read_text()
     assert "https://***@host" in page and not re.search("pass-word|abcdef|hush", page)
@@ -342,7 +454,11 @@ def test_the_command(tmp_path):
     empty.mkdir()
     for folder in (empty, tmp_path / "none"):
         done = subprocess.run([*command, str(folder)], capture_output=True, text=True)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1 and f"error: {folder}: no run" in done.stderr
+        assert (
+            done.returncode == 2
+            and done.stderr.count("\n") == 1
+            and f"error: {folder}: no run" in done.stderr
+        )
     assert not list(empty.iterdir())
     run = tmp_path / "a run"
     make_run(run, steps=2)
@@ -363,10 +479,11 @@ def test_the_page_asks_nobody_for_anything_and_is_installed():
 
 
 def test_the_report_needs_neither_torch_nor_ray():
-    code = (
-        "import sys, one_step_off.monitoring.report; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
+    code = "import sys, one_step_off.monitoring.report; print([m for m in ('torch', 'ray', 'vllm') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+        == "[]\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_of_a_very_long_run_the_middle_of_its_timeline_is_read(tmp_path):

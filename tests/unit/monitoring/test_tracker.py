@@ -32,12 +32,18 @@ def test_rows_ledger_and_summary(tmp_path):
     tracker = Tracker(str(tmp_path), 3, out=io.StringIO())
     tracker.evaluation(0, [sample(0.0, 2, epoch=-1), sample(1.0, 2, row=1, epoch=-1)], 0.5)
     for step in range(3):
-        batch = Batch(step, [sample(step, 2, row=step), sample(step + 1.0, 4, row=step, index=1)], (0, 0))
-        tracker.step(batch, step, times(step_s=2.0 + step, gen=1.0) | {"actor/grad_norm": float("nan")})
+        batch = Batch(
+            step, [sample(step, 2, row=step), sample(step + 1.0, 4, row=step, index=1)], (0, 0)
+        )
+        tracker.step(
+            batch, step, times(step_s=2.0 + step, gen=1.0) | {"actor/grad_norm": float("nan")}
+        )
     summary = tracker.summary()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in rows] == [0, 1, 2]
-    assert rows[0]["val/reward"] == 0.5 and rows[0]["val/version"] == 0 and "val/reward" not in rows[1]
+    assert (
+        rows[0]["val/reward"] == 0.5 and rows[0]["val/version"] == 0 and "val/reward" not in rows[1]
+    )
     assert rows[1]["reward/mean"] == 1.5 and rows[1]["reward/std"] == 0.5
     assert rows[2]["response_length/mean"] == 3 and rows[2]["response_length/cut_share"] == 0.5
     assert rows[2]["staleness/min"] == rows[2]["staleness/max"] == 2
@@ -47,10 +53,14 @@ def test_rows_ledger_and_summary(tmp_path):
     # Medians and shares over the steps after the first: 3 s and 4 s.
     assert summary["median/time/step_s"] == 3.5
     assert summary["overlap_ratio"] == 3.5 / 1.5
-    assert summary["idle_share/rollout"] == 0.2 / 7.0 + 0.4 / 3.0, "the last step's wait was within the one before"
+    assert summary["idle_share/rollout"] == 0.2 / 7.0 + 0.4 / 3.0, (
+        "the last step's wait was within the one before"
+    )
     assert summary["idle_share/trainer"] == 1 - 3.0 / 7.0
     assert summary["samples_per_s"] == 4 / 7.0
-    assert (summary["reward/first"], summary["reward/last"]) == (0.5, 2.5), "of one step each: they never overlap"
+    assert (summary["reward/first"], summary["reward/last"]) == (0.5, 2.5), (
+        "of one step each: they never overlap"
+    )
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
@@ -73,9 +83,15 @@ def test_unjudged_responses_are_counted_and_told_once(tmp_path):
     tracker = Tracker(str(tmp_path), 3, out=out)
     for step, count in enumerate((0.0, 2.0, 1.0)):
         samples = [sample(0, 2), sample(0, 2)]
-        samples[1].extra = {"fault": "reward/timeouts", "error": "not judged within reward.timeout_s"}
+        samples[1].extra = {
+            "fault": "reward/timeouts",
+            "error": "not judged within reward.timeout_s",
+        }
         tracker.step(Batch(step, samples, (0, 0)), 0, times() | {"reward/timeouts": count})
-    assert out.getvalue().count("warning") == 1 and "not judged within reward.timeout_s" in out.getvalue()
+    assert (
+        out.getvalue().count("warning") == 1
+        and "not judged within reward.timeout_s" in out.getvalue()
+    )
     assert tracker.summary()["reward/timeouts"] == 3
 
 
@@ -90,7 +106,9 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(tmp_path):
     for step in range(3):
         first.step(Batch(step, [sample(step, 2, row=step)], (0, 0)), step, times())
     second = Tracker(str(tmp_path), 4, out=io.StringIO())
-    second.start(2, [{"val/reward": 0.25, "val/version": 0.0}], {"val/reward": 0.25, "val/version": 0.0})
+    second.start(
+        2, [{"val/reward": 0.25, "val/version": 0.0}], {"val/reward": 0.25, "val/version": 0.0}
+    )
     second.step(Batch(2, [sample(7, 2, row=9)], (0, 0)), 2, times())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
@@ -124,7 +142,9 @@ def test_a_row_that_a_kill_cut_off_does_not_keep_the_run_from_going_on(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
-def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(tmp_path, monkeypatch, name):
+def test_a_kill_while_a_resumed_run_drops_rows_loses_none_before_its_checkpoint(
+    tmp_path, monkeypatch, name
+):
     three_steps(tmp_path)
     real = Path.write_text
 
@@ -162,7 +182,9 @@ def test_a_resumed_run_goes_on_in_the_files_of_the_first(tmp_path):
     assert not (tmp_path / "summary.json").exists()
     again.step(Batch(2, [sample(9, 2, row=9)], (0, 0)), 2, times())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2]["val/reward"] == 0.7
+    assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0), (1, 1), (2, 9)] and rows[2][
+        "val/reward"
+    ] == 0.7
     assert (
         again.summary()["steps"] == 3
         and again.summary()["steps_before"] == 2
@@ -182,11 +204,16 @@ def test_speed_and_memory_in_rows_and_summary(tmp_path):
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert row["memory/trainer_peak_bytes"] == 5 and row["tokens_per_s/rollout"] == 4
     assert summary["memory/trainer_peak_bytes"] == 7 and summary["memory/rollout_peak_bytes"] == 9
-    assert summary["tokens_per_s/rollout"] == 4 and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
+    assert (
+        summary["tokens_per_s/rollout"] == 4
+        and 0 < summary["mfu/trainer_of_step"] < summary["mfu/trainer"] < 1
+    )
     assert summary["device"] == "NVIDIA H100 80GB HBM3"
     assert row["time/actor_update_begin_s"] == pytest.approx(0, abs=1e-6), "a row says when"
     assert summary["median/time/actor_update_s"] == pytest.approx(0.4), "and the summary how long"
-    assert not [name for name in summary if name.endswith(("_begin_s", "_end_s"))], "of timestamps there is no median"
+    assert not [name for name in summary if name.endswith(("_begin_s", "_end_s"))], (
+        "of timestamps there is no median"
+    )
 
 
 def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
@@ -199,7 +226,9 @@ def test_what_tools_said_is_part_of_the_response_and_not_generated(tmp_path):
 
 def test_staleness_is_over_all_tokens(tmp_path):
     tracker = Tracker(str(tmp_path), 2, out=io.StringIO())
-    tracker.step(Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0)), 5, times(step_s=2.0))
+    tracker.step(
+        Batch(0, [sample(0, 2, version=3), sample(0, 1, version=5)], (0, 0)), 5, times(step_s=2.0)
+    )
     tracker.step(Batch(1, [], (0, 0)), 6, times(step_s=2.0))
     names = "tokens/response", "staleness/min", "staleness/max"
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -223,6 +252,8 @@ def test_a_step_without_a_sync_is_in_the_summary_too(tmp_path):
     for step in range(4):
         found = times()
         if step == 2:
-            found = {k: v for k, v in found.items() if k not in ("time/sync_s", "time/wait_trainer_s")}
+            found = {
+                k: v for k, v in found.items() if k not in ("time/sync_s", "time/wait_trainer_s")
+            }
         tracker.step(Batch(step, [sample(step, 2)], (0, 0)), step, found)
     assert 0 < tracker.summary()["idle_share/rollout"] < 1

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.main_ppo import exit_code
+from one_step_off.config.command_line import exit_code
 from one_step_off.monitoring import view
 
 ROOT = Path(__file__).parents[3]
@@ -31,15 +31,29 @@ def run(tmp_path):
             "versions": [step], "ground_truth": "42", "prompt": f"question {prompt}", "response": f"[s{step}p{prompt}i{index}]",
         }  # fmt: skip
 
-    for name, step in (("step_000000", 0), ("step_000001", 1), ("step_000004", 4), ("val_v000003", 3)):
-        rows = [row(step, 8, 0, 1.0, 5), row(step, 8, 1, 1.0, 9), row(step, 9, 0, 0.0, 3), row(step, 9, 1, None, 4)]
+    for name, step in (
+        ("step_000000", 0),
+        ("step_000001", 1),
+        ("step_000004", 4),
+        ("val_v000003", 3),
+    ):
+        rows = [
+            row(step, 8, 0, 1.0, 5),
+            row(step, 8, 1, 1.0, 9),
+            row(step, 9, 0, 0.0, 3),
+            row(step, 9, 1, None, 4),
+        ]
         rows += [row(step, 7, 0, 1.0, 5)]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return tmp_path / "run"
 
 
 def shown(capsys) -> list[str]:
-    return [line.strip(" |") for line in capsys.readouterr().out.splitlines() if "[s" in line or "[bold" in line]
+    return [
+        line.strip(" |")
+        for line in capsys.readouterr().out.splitlines()
+        if "[s" in line or "[bold" in line
+    ]
 
 
 def test_the_last_step_best_worst_and_longest(run, capsys):
@@ -83,7 +97,10 @@ def test_choices(run, capsys):
         (["RUN", "--step", "3"], "no samples of --step 3: there are 3, from 0 to 4"),
         (["RUN", "--val", "1"], "no samples of --val 1: there are 1, from 3 to 3"),
         (["RUN", "--best", "-1"], "must be at least 0"),
-        (["EMPTY"], "there are none; give the trainer.output_dir of a run with logging.sample_dump=true"),
+        (
+            ["EMPTY"],
+            "there are none; give the trainer.output_dir of a run with logging.sample_dump=true",
+        ),
     ],
 )
 def test_one_line_for_bad_input(run, tmp_path, capsys, argv, words):
@@ -95,7 +112,14 @@ def test_one_line_for_bad_input(run, tmp_path, capsys, argv, words):
 
 
 @pytest.mark.parametrize(
-    "text", ["{broken", "[]", '{"reward": 1}', '{"reward": 1, "response": "", "length": 1, "reward_parts": 3}', ""]
+    "text",
+    [
+        "{broken",
+        "[]",
+        '{"reward": 1}',
+        '{"reward": 1, "response": "", "length": 1, "reward_parts": 3}',
+        "",
+    ],
 )
 def test_a_damaged_file_is_named_with_its_line(run, capsys, text):
     (run / "samples" / "step_000004.jsonl").write_text(text)
@@ -116,7 +140,9 @@ def test_colours_on_a_terminal(run):
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "one_step_off.view", str(run), "--best", "1"]
     environment = os.environ | {"TERM": "xterm", "COLUMNS": "100"}
-    done = subprocess.run(command, stdout=slave, stderr=slave, cwd=ROOT, env=environment, timeout=60)
+    done = subprocess.run(
+        command, stdout=slave, stderr=slave, cwd=ROOT, env=environment, timeout=60
+    )
     os.close(slave)
     out = os.read(master, 100_000).decode()
     os.close(master)

@@ -11,13 +11,23 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import planner
+from benchmarks.planner import __main__ as planner
+from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load, resolved_yaml
-from one_step_off.main_ppo import exit_code
 from one_step_off.planner import planner as plan
 
-GPUS = ["model.path=a/b", "data.train_files=c/d", "trainer.total_steps=1", "placement.device=cuda", "rollout.n=4"]
-GPUS += ["data.train_batch_size=8", "actor.ppo_mini_batch_size=8", "placement.pools={rollout: [2], actor: [6]}"]
+GPUS = [
+    "model.path=a/b",
+    "data.train_files=c/d",
+    "trainer.total_steps=1",
+    "placement.device=cuda",
+    "rollout.n=4",
+]
+GPUS += [
+    "data.train_batch_size=8",
+    "actor.ppo_mini_batch_size=8",
+    "placement.pools={rollout: [2], actor: [6]}",
+]
 main = partial(exit_code, plan.main)
 
 
@@ -63,14 +73,28 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
     keys = [*GPUS, "rollout.tensor_parallel_size=2", "placement.pools={rollout: [4], actor: [4]}"]
     assert main([*keys, "--times", "60,70,1"]) == 0
     found = rows_of(capsys.readouterr().out)
-    assert {split for split, _ in found} == {"2 + 6", "4 + 4", "6 + 2"}, "and no colocated arrangement"
+    assert {split for split, _ in found} == {"2 + 6", "4 + 4", "6 + 2"}, (
+        "and no colocated arrangement"
+    )
     assert main([*keys, "--times", "60,70,1", "--gpus", "200"]) == 0
     found = rows_of(capsys.readouterr().out)
-    assert {int(split.split(" + ")[1]) for split, _ in found} == set(range(2, 33, 2)), "a sample for each rank"
+    assert {int(split.split(" + ")[1]) for split, _ in found} == set(range(2, 33, 2)), (
+        "a sample for each rank"
+    )
     assert main([*keys, "data.train_batch_size=32", "--times", "60,70,1", "--gpus", "66"]) == 0
     assert len(rows_of(capsys.readouterr().out)) == 2 * 16
     assert (
-        main([*keys, "data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "--times", "60,70,1", "--gpus", "66"])
+        main(
+            [
+                *keys,
+                "data.train_batch_size=32",
+                "actor.ppo_mini_batch_size=32",
+                "--times",
+                "60,70,1",
+                "--gpus",
+                "66",
+            ]
+        )
         == 0
     )
     assert len(rows_of(capsys.readouterr().out)) == 2 * plan.SHOWN
@@ -79,14 +103,25 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
     """A run in turns of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
     folder.mkdir(parents=True)
-    cfg = load([*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys])
+    cfg = load(
+        [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
+    )
     cfg.pipeline.staleness = 0 if "pipeline.staleness=1" not in keys else 1
     (folder / "config.yaml").write_text(resolved_yaml(cfg))
     samples = 4 * prompts
-    times = {"time/wait_rollout_s": 50 * (0.02 + 1e-3 * samples / 2), "time/train_s": 3 + 1e-3 * samples * 80 / 6}
-    row = {"samples": float(samples), "tokens/response": 50.0 * samples, "response_length/max": 50.0}
+    times = {
+        "time/wait_rollout_s": 50 * (0.02 + 1e-3 * samples / 2),
+        "time/train_s": 3 + 1e-3 * samples * 80 / 6,
+    }
+    row = {
+        "samples": float(samples),
+        "tokens/response": 50.0 * samples,
+        "response_length/max": 50.0,
+    }
     row |= times | {"actor/tokens_total": 80.0 * samples, "time/sync_s": 2.0, "time/canary_s": 0.5}
-    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": i} | row) + "\n" for i in range(6)))
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": i} | row) + "\n" for i in range(6))
+    )
     (folder / "samples").mkdir()
     lines = "".join(json.dumps({"length": 50}) + "\n" for _ in range(samples))
     (folder / "samples" / "step_000000.jsonl").write_text(lines)
@@ -96,9 +131,20 @@ def test_two_runs_tell_the_constants(tmp_path) -> None:
     write_run(tmp_path / "whole", 8)
     write_run(tmp_path / "quarter", 2)
     work = plan.by_runs([str(tmp_path / "whole"), str(tmp_path / "quarter")])
-    found = work.decode_s, work.sequence_s, work.train_fixed_s, work.train_token_s, work.sync_s, work.canary_s
+    found = (
+        work.decode_s,
+        work.sequence_s,
+        work.train_fixed_s,
+        work.train_token_s,
+        work.sync_s,
+        work.canary_s,
+    )
     assert found == pytest.approx((0.02, 1e-3, 3.0, 1e-3, 2.0, 0.25))
-    assert (work.prompts, work.lengths.shape, work.prompt_tokens) == (8, (8, 4), pytest.approx(30.0))
+    assert (work.prompts, work.lengths.shape, work.prompt_tokens) == (
+        8,
+        (8, 4),
+        pytest.approx(30.0),
+    )
 
 
 def test_one_run_is_met_and_has_next_to_no_fixed_parts(tmp_path, capsys) -> None:
@@ -122,18 +168,31 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
     monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setattr(plan, "validate", lambda *_: None)
     assert main([*GPUS, "trainer.test_freq=5", "data.val_files=x/y"]) == 0
-    assert [cfg.data.train_batch_size for cfg in asked] == [cfg.actor.ppo_mini_batch_size for cfg in asked] == [8, 2]
+    assert (
+        [cfg.data.train_batch_size for cfg in asked]
+        == [cfg.actor.ppo_mini_batch_size for cfg in asked]
+        == [8, 2]
+    )
     for cfg in asked:
         own = cfg.trainer
-        assert cfg.pipeline.staleness == 0 and own.total_steps == plan.STEPS and own.resume == "never"
-        assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (-1, -1, False, "")
+        assert (
+            cfg.pipeline.staleness == 0 and own.total_steps == plan.STEPS and own.resume == "never"
+        )
+        assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
+            -1,
+            -1,
+            False,
+            "",
+        )
         assert not Path(own.output_dir).exists(), "the folder was temporary"
     assert len(rows_of(capsys.readouterr().out)) == 15
 
 
 def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
     monkeypatch.setattr(plan, "validate", lambda *_: None)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="error: no engine"))
+    monkeypatch.setattr(
+        subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="error: no engine")
+    )
     with pytest.raises(SystemExit, match="ended with 1: error: no engine"):
         main(GPUS)
 
@@ -172,7 +231,10 @@ def test_bad_input_is_one_line_and_starts_nothing(monkeypatch, capsys, arguments
 
 
 def test_a_critic_elsewhere_is_not_planned(capsys) -> None:
-    roles = ["placement.pools={rollout: [2], actor: [3], critic: [3]}", "algorithm.adv_estimator=gae"]
+    roles = [
+        "placement.pools={rollout: [2], actor: [3], critic: [3]}",
+        "algorithm.adv_estimator=gae",
+    ]
     roles += ["placement.roles={rollout: rollout, actor: actor, critic: critic}"]
     assert main([*GPUS, *roles, "--times", "1,2,3"]) == 2
     assert "placement.roles.critic=critic: only two pools are planned" in capsys.readouterr().err
@@ -210,15 +272,24 @@ def test_published_tables_and_paper() -> None:
 def test_the_table_of_a_validation() -> None:
     figures = dict.fromkeys(planner.FIGURES.values(), 0.5)
     rounds = [
-        {"measured": {"one step off": figures}, "predicted": {"one step off": figures | {"median/time/step_s": 0.52}}}
+        {
+            "measured": {"one step off": figures},
+            "predicted": {"one step off": figures | {"median/time/step_s": 0.52}},
+        }
     ]
     assert "| one step off | 0.500 | 0.520 | +4.0% | 50%, 50% | 50%, 50% |" in planner.table(rounds)
 
 
 def test_an_arm_is_predicted_by_its_own_keys() -> None:
     config = str(Path(__file__).parents[3] / "config/gsm8k_tiny_cpu.yaml")
-    work, arms = planner.Work(16, np.full((1, 16), 20), 0.0, 0.0, 1e-3, 0.0, 1e-4, 0.0), planner.arms_of(16)
-    steps = {name: planner.predict(work, config, keys)["median/time/step_s"] for name, keys in arms.items()}
+    work, arms = (
+        planner.Work(16, np.full((1, 16), 20), 0.0, 0.0, 1e-3, 0.0, 1e-4, 0.0),
+        planner.arms_of(16),
+    )
+    steps = {
+        name: planner.predict(work, config, keys)["median/time/step_s"]
+        for name, keys in arms.items()
+    }
     generate, train = 20 * 256e-3, 256 * 20 * 1e-4
     assert steps["in turns"] == pytest.approx(generate + train)
     assert steps["one step off"] == pytest.approx(generate)

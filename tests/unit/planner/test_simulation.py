@@ -25,7 +25,9 @@ def parts(work: Work, replicas: int, ranks: int) -> tuple[float, float]:
     """Seconds of generation and training where all responses are alike and have a place."""
     length, samples = int(work.lengths[0, 0]), work.prompts * work.lengths.shape[1]
     generate = length * (work.decode_s + work.sequence_s * samples / replicas)
-    return generate, work.train_fixed_s + work.train_token_s * samples * (length + work.prompt_tokens) / ranks
+    return generate, work.train_fixed_s + work.train_token_s * samples * (
+        length + work.prompt_tokens
+    ) / ranks
 
 
 def test_a_counted_clock_takes_no_time() -> None:
@@ -66,13 +68,17 @@ def test_what_never_happens_is_an_error_and_no_hang() -> None:
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("train_token_s", [1e-6, 5e-4, 4e-3])
-def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(overlap: bool, train_token_s: float) -> None:
+def test_one_step_off_takes_the_longer_phase_and_what_is_exposed(
+    overlap: bool, train_token_s: float
+) -> None:
     work = replace(ALIKE, train_token_s=train_token_s)
     generate, train = parts(work, 2, 3)
-    found, canary, sending = simulate(work, 2, 3, overlap=overlap), work.canary_s, work.sync_s - work.canary_s
-    if (
-        overlap
-    ):  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
+    found, canary, sending = (
+        simulate(work, 2, 3, overlap=overlap),
+        work.canary_s,
+        work.sync_s - work.canary_s,
+    )
+    if overlap:  # the trainer scores the canary before its step; the replicas wait for that only if they are there first
         expected = max(train + canary, sending + generate)
     else:
         expected = sending + max(generate, train) + max(0.0, canary - max(0.0, generate - train))
@@ -91,12 +97,16 @@ def test_in_turns_it_is_the_sum() -> None:
 
 
 def test_colocated_all_devices_do_both() -> None:
-    assert simulate(ALIKE, 0, 8, staleness=0)[STEP] == pytest.approx(sum(parts(ALIKE, 8, 8)) + ALIKE.sync_s)
+    assert simulate(ALIKE, 0, 8, staleness=0)[STEP] == pytest.approx(
+        sum(parts(ALIKE, 8, 8)) + ALIKE.sync_s
+    )
 
 
 def test_the_optimiser_waits_for_weights_that_are_still_sent() -> None:
     """A sync longer than all training: the step is sync and generation, and its wait is no training."""
-    work = replace(ALIKE, sync_s=100.0, canary_s=0.0, train_fixed_s=1.0, train_token_s=0.0, before_step=0.5)
+    work = replace(
+        ALIKE, sync_s=100.0, canary_s=0.0, train_fixed_s=1.0, train_token_s=0.0, before_step=0.5
+    )
     found = simulate(work, 1, 1)
     assert found[STEP] == pytest.approx(100 + parts(work, 1, 1)[0])
     assert found["median/time/train_s"] == pytest.approx(1.0)
@@ -121,7 +131,9 @@ def test_the_longest_response_is_as_long_on_many_replicas() -> None:
 def test_by_load_no_replica_waits_with_prompts_of_another() -> None:
     lengths = np.random.default_rng(0).integers(1, 1000, (64, 1))
     work = replace(ALIKE, prompts=64, lengths=lengths, places=4)
-    by_load, in_turn = (simulate(work, 4, 1, staleness=0, static=s)["median/time/generate_s"] for s in (False, True))
+    by_load, in_turn = (
+        simulate(work, 4, 1, staleness=0, static=s)["median/time/generate_s"] for s in (False, True)
+    )
     assert by_load < 0.95 * in_turn
 
 
@@ -130,7 +142,13 @@ def test_the_same_arguments_give_the_same_figures() -> None:
 
     def figures(seed: int) -> list[float]:
         found = simulate(work, 3, 2, seed=seed)
-        names = STEP, "idle_share/rollout", "idle_share/trainer", "samples_per_s", "median/time/wait_rollout_s"
+        names = (
+            STEP,
+            "idle_share/rollout",
+            "idle_share/trainer",
+            "samples_per_s",
+            "median/time/wait_rollout_s",
+        )
         return [found[name] for name in names]
 
     assert figures(1) == figures(1) != figures(2)
@@ -154,11 +172,39 @@ def test_the_real_assertion_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     st.floats(0, 20), st.floats(0, 1), st.floats(0, 1), st.booleans(), st.booleans(), st.integers(1, 40), st.integers(1, 300),
 )  # fmt: skip
 def test_a_step_is_never_shorter_than_a_phase_nor_longer_than_their_sum(
-    replicas, ranks, decode, each, fixed, token, sync, canary, before, overlap, static, places, length
+    replicas,
+    ranks,
+    decode,
+    each,
+    fixed,
+    token,
+    sync,
+    canary,
+    before,
+    overlap,
+    static,
+    places,
+    length,
 ) -> None:
-    work = Work(6, np.full((1, 2), length), 10.0, decode, each, fixed, token, sync, canary * sync, before, places)
+    work = Work(
+        6,
+        np.full((1, 2), length),
+        10.0,
+        decode,
+        each,
+        fixed,
+        token,
+        sync,
+        canary * sync,
+        before,
+        places,
+    )
     turns, ahead = (simulate(work, replicas, ranks, k, overlap, static, steps=5) for k in (0, 1))
     generate, train = turns["median/time/generate_s"], turns["median/time/train_s"]
     assert turns[STEP] == pytest.approx(generate + train + sync)
     assert max(generate, train) * (1 - 1e-9) <= ahead[STEP] <= turns[STEP] * (1 + 1e-9)
-    assert all(0 <= found[f"idle_share/{role}"] <= 1 for found in (turns, ahead) for role in ("rollout", "trainer"))
+    assert all(
+        0 <= found[f"idle_share/{role}"] <= 1
+        for found in (turns, ahead)
+        for role in ("rollout", "trainer")
+    )

@@ -48,7 +48,9 @@ def scorer(folder: Path) -> subprocess.Popen:
     """
     paths = f"{INJECT}:{Path(__file__).parents[3]}"
     env = os.environ | {"PYTHONPATH": paths, "CHAOS_FOLDER": str(folder)}
-    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, text=True
+    )
 
 
 def test_an_armed_point_kills_the_process_that_passes_it_and_no_other(tmp_path):
@@ -89,7 +91,11 @@ def test_whatever_a_run_started_is_gone_soon_after_its_driver(how):
     command = [sys.executable, "-c", textwrap.dedent(CHILD), how]
     driver = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
     folder, child, memory = driver.stdout.readline().split()
-    assert Path(folder).is_dir() and Path(f"/dev/shm{memory}").exists() and Path(f"/proc/{child}").exists()
+    assert (
+        Path(folder).is_dir()
+        and Path(f"/dev/shm{memory}").exists()
+        and Path(f"/proc/{child}").exists()
+    )
     if how == "killed":
         driver.kill()
     driver.wait(30)
@@ -146,7 +152,10 @@ def test_what_a_killed_process_had_for_a_moment_goes_and_what_is_not_ours_stays(
         for path in foreign:
             path.write_bytes(b"weights")
         driver = subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(LEAVES)], env=env, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", textwrap.dedent(LEAVES)],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         made = [Path("/dev/shm") / name for name in driver.stdout.readline().split()]
         assert len(made) == 2 and all(path.exists() for path in made)
@@ -159,7 +168,9 @@ def test_what_a_killed_process_had_for_a_moment_goes_and_what_is_not_ours_stays(
             time.sleep(0.05)
         assert not [path for path in made if path.exists()]
         assert all(path.exists() for path in foreign), "the user's own"
-        assert all(Path(f"/dev/shm/{one.name}").exists() for one in (held, late)), "another program's, in use"
+        assert all(Path(f"/dev/shm/{one.name}").exists() for one in (held, late)), (
+            "another program's, in use"
+        )
     finally:
         for path in foreign:
             path.unlink(missing_ok=True)
@@ -177,7 +188,10 @@ def test_another_run_is_left_alone(tmp_path):
     process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN: str(other)})
     try:
         subprocess.run(
-            [sys.executable, "-P", leftovers.__file__, str(mine), "0"], stdin=subprocess.DEVNULL, check=True, timeout=30
+            [sys.executable, "-P", leftovers.__file__, str(mine), "0"],
+            stdin=subprocess.DEVNULL,
+            check=True,
+            timeout=30,
         )
         assert process.poll() is None and other.exists() and not mine.exists()
     finally:
@@ -193,10 +207,14 @@ def test_a_process_and_what_it_holds_are_found_by_its_mark():
     code += "s.resource_tracker.unregister(m._name, 'shared_memory')\n"  # or its tracker would remove ours
     code += "p = socket.create_server(('127.0.0.1', 0)); print(p.getsockname()[1], flush=True); time.sleep(60)"
     env = os.environ | {watch.MARK: f"{mark}3."}
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True
+    )
     try:
         port = int(process.stdout.readline())
-        assert process.pid in watch.marked(mark)  # with Python's tracker of shared memory, a child of it
+        assert process.pid in watch.marked(
+            mark
+        )  # with Python's tracker of shared memory, a child of it
         assert process.pid in watch.marked(f"{mark}3.")
         assert not watch.marked(f"{mark}2.")
         holds.look([process.pid])
@@ -220,7 +238,10 @@ class Finished:
     def __init__(self, folder: Path, prompts: list[list], stale: float = 1.0) -> None:
         self.folder = folder
         steps = [{"step": i, "staleness/max": min(i, stale)} for i in range(len(prompts))]
-        for name, rows in (("metrics", steps), ("ledger", [{"step": i, "prompts": p} for i, p in enumerate(prompts)])):
+        for name, rows in (
+            ("metrics", steps),
+            ("ledger", [{"step": i, "prompts": p} for i, p in enumerate(prompts)]),
+        ):
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 

@@ -19,9 +19,9 @@ from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.main_ppo import FLAGS
 from one_step_off.monitoring.tracker import speed
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -125,7 +125,11 @@ def overrides(words: list[str]) -> list[str] | None:
             return None
         rest = [*SCRIPTS[script], *words[words.index(script) + 1 :]]
     assert not [w for w in rest if w.startswith("-") and w not in FLAGS], words
-    rest = [w for before, w in zip(["", *rest], rest, strict=False) if before not in ("--replay", "--profile")]
+    rest = [
+        w
+        for before, w in zip(["", *rest], rest, strict=False)
+        if before not in ("--replay", "--profile")
+    ]
     return [re.sub(r"^config=(?=\w)", f"config={ROOT}/", w) for w in rest if w not in FLAGS]
 
 
@@ -133,7 +137,9 @@ def overrides(words: list[str]) -> list[str] | None:
 def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Some pages show commands in indented blocks.
     text = re.sub(r"\\\n +", " ", page.read_text())
-    indented = [m[1] for m in re.finditer(r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$", text, re.M)]
+    indented = [
+        m[1] for m in re.finditer(r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$", text, re.M)
+    ]
     shown = [text for language, text in fences(page) if language == "bash"]
     for variables, words in commands("\n".join([*shown, *indented])):
         for word in words:
@@ -168,7 +174,13 @@ def test_keys_in_the_text_exist(page: Path) -> None:
     for code in code_spans(page):
         name, equals, value = code.partition("=")
         section, dot, rest = name.partition(".")
-        if section not in SECTIONS or not dot or not re.fullmatch(r"[\w.]+", rest) or rest == "py" or name in NOT_KEYS:
+        if (
+            section not in SECTIONS
+            or not dot
+            or not re.fullmatch(r"[\w.]+", rest)
+            or rest == "py"
+            or name in NOT_KEYS
+        ):
             continue
         known = find_key(".".join(name.split(".")[:2]))
         if not equals:
@@ -178,19 +190,27 @@ def test_keys_in_the_text_exist(page: Path) -> None:
             validate(run_with(code), GPUS)
         except ConfigError as e:
             # A value that the page says is refused, or a key that needs another beside it; never a faulty one.
-            assert not re.search("not valid YAML|unknown|must be (a\b|true|text|one of)", str(e)), f"{code}: {e}"
+            assert not re.search("not valid YAML|unknown|must be (a\b|true|text|one of)", str(e)), (
+                f"{code}: {e}"
+            )
 
 
 def run_with(*overrides: str) -> Config:
     """A valid config of a GPU run with these changes."""
-    fixed = ("model.path=tiny:qwen2", "data.train_files=generator:word_problems", "trainer.total_steps=1")
+    fixed = (
+        "model.path=tiny:qwen2",
+        "data.train_files=generator:word_problems",
+        "trainer.total_steps=1",
+    )
     return load([*fixed, "placement.device=cuda", *overrides])
 
 
 @pytest.mark.parametrize("page", PAGES, **ids)
 def test_paths_in_the_text_exist(page: Path) -> None:
     for code in code_spans(page):
-        for path in re.findall(r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)", code):
+        for path in re.findall(
+            r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)", code
+        ):
             if "*" not in code and "verl" not in code:
                 assert (ROOT / path).exists(), f"{page.name}: {path}"
 
@@ -205,7 +225,9 @@ def test_reward_functions_do_what_the_pages_say(workplace: Path) -> None:
     from one_step_off.rewards.scoring import RewardItem, Scorer
 
     def score(function: str, response: str, **kwargs: Any) -> float:
-        return Scorer(RewardConfig(function, 5.0, kwargs)).score_batch([RewardItem((0, 0), 0, "?", response, "7")])[0]
+        return Scorer(RewardConfig(function, 5.0, kwargs)).score_batch(
+            [RewardItem((0, 0), 0, "?", response, "7")]
+        )[0]
 
     assert score("my_rewards:short_and_right", "it is 7.") == 1.0
     assert score("my_rewards:short_and_right", "it is 7.", limit=2) == 0.9
@@ -222,14 +244,19 @@ def test_data_rows_do_what_the_pages_say(workplace: Path) -> None:
         json.loads(text)
         (workplace / f"{i}.jsonl").write_text(text)
         truths += [
-            row.ground_truth for row in load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data"))
+            row.ground_truth
+            for row in load_rows(
+                f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data")
+            )
         ]
     assert truths == ["7", "7"]
 
 
 def make_reference() -> Any:
     """docs/make_reference.py as a module."""
-    spec = importlib.util.spec_from_file_location("make_reference", ROOT / "docs" / "make_reference.py")
+    spec = importlib.util.spec_from_file_location(
+        "make_reference", ROOT / "docs" / "make_reference.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -249,8 +276,12 @@ def test_the_tables_of_other_trainers_keys_are_current() -> None:
         text = path.read_text()
         assert text == module.with_tables(text), "run: python docs/make_reference.py"
         shown = {(m[2], m[3]) for m in module.TABLE.finditer(text)}
-        trainer = next(name for name, page in unknown_keys.PAGES.items() if page.endswith(path.name))
-        assert shown == {(row.trainer, row.table) for row in unknown_keys.rows() if row.trainer == trainer}
+        trainer = next(
+            name for name, page in unknown_keys.PAGES.items() if page.endswith(path.name)
+        )
+        assert shown == {
+            (row.trainer, row.table) for row in unknown_keys.rows() if row.trainer == trainer
+        }
 
 
 def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None:
@@ -263,9 +294,17 @@ def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
     sections = [pages for entry in nav for pages in entry.values()]
-    listed = [page for pages in sections if isinstance(pages, list) for entry in pages for page in entry.values()]
+    listed = [
+        page
+        for pages in sections
+        if isinstance(pages, list)
+        for entry in pages
+        for page in entry.values()
+    ]
     listed += [page for page in sections if isinstance(page, str)]
-    assert sorted(listed) == sorted(str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md"))
+    assert sorted(listed) == sorted(
+        str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")
+    )
 
 
 PLACEHOLDERS = {
@@ -292,7 +331,11 @@ def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
     row = json.loads((ROOT / "tests/a_row.json").read_text())
     summary = {"steps", "seconds", *speed([row, row])}
     patterns = described_metrics()
-    missing = [name for name in [*row, *summary] if not any(pattern.fullmatch(name) for pattern in patterns)]
+    missing = [
+        name
+        for name in [*row, *summary]
+        if not any(pattern.fullmatch(name) for pattern in patterns)
+    ]
     assert not missing, "describe them in docs/reference/metrics.md"
 
 
@@ -318,5 +361,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 def test_every_room_stands_in_the_architecture():
     page = (ROOT / "docs/concepts/architecture.md").read_text()
-    rooms = [path.name for path in (ROOT / "one_step_off").glob("*.py") if path.name != "__init__.py"]
+    rooms = [
+        path.name for path in (ROOT / "one_step_off").rglob("*.py") if path.name != "__init__.py"
+    ]
     assert not [name for name in rooms if f"`{name}`" not in page]

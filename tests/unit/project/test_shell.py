@@ -12,7 +12,7 @@ import pytest
 
 from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import load
-from one_step_off.config.validation import validate
+from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 PROGRAM = "-m one_step_off.main_ppo"
@@ -57,7 +57,12 @@ def run(
     names = ("PATH", "HOME")
     env = {name: os.environ[name] for name in names} | environment
     done = subprocess.run(
-        ["bash", f"shell/{script}", *arguments], cwd=checkout, env=env, capture_output=True, text=True, timeout=60
+        ["bash", f"shell/{script}", *arguments],
+        cwd=checkout,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     log = checkout / "log"
     return done, log.read_text().splitlines() if log.exists() else []
@@ -87,7 +92,9 @@ def test_slurm_starts_ray_everywhere_and_trains(checkout: Path) -> None:
     assert done.returncode == 0, done.stderr
     pools = "placement.pools={rollout: [8], actor: [8]}"
     program = f"python {PROGRAM} config=config/qwen_gsm8k_fsdp.yaml {pools} trainer.total_steps=3"
-    assert calls[1] == f"{program} --dry-run [RAY_ADDRESS=10.0.0.1:6379]", "checked before anything starts"
+    assert calls[1] == f"{program} --dry-run [RAY_ADDRESS=10.0.0.1:6379]", (
+        "checked before anything starts"
+    )
     assert calls[-1] == f"{program} [RAY_ADDRESS=10.0.0.1:6379]"
     ray = sorted(call for call in calls if call.startswith("ray "))
     common = "--num-gpus=8 --disable-usage-stats --block [RAY_ADDRESS=]"
@@ -96,7 +103,9 @@ def test_slurm_starts_ray_everywhere_and_trains(checkout: Path) -> None:
         f"ray start --head --node-ip-address=10.0.0.1 --port=6379 {common}",
     ]
     first, second = (checkout / "tokens").read_text().splitlines()
-    assert first == second and re.fullmatch("token [0-9a-f]{64}", first), "the job's own, the same everywhere"
+    assert first == second and re.fullmatch("token [0-9a-f]{64}", first), (
+        "the job's own, the same everywhere"
+    )
     assert [call for call in calls if "--nodelist=node2 --gpus-per-node=8" in call]
     waited = [call for call in calls if call.startswith("python - 16 180")]
     assert len(waited) == 1
@@ -124,7 +133,9 @@ def test_slurm_pools(checkout: Path, nodes: int, gpus: str, pools: str) -> None:
         ({"FAIL": "2"}, ""),
     ],
 )
-def test_slurm_faults_end_it_before_ray_starts(checkout: Path, change: dict[str, str], said: str) -> None:
+def test_slurm_faults_end_it_before_ray_starts(
+    checkout: Path, change: dict[str, str], said: str
+) -> None:
     done, calls = run(checkout, "slurm_qwen_gsm8k.sh", **slurm(checkout) | change)
     assert done.returncode == 2 and said in done.stderr
     assert not [call for call in calls if call.startswith("ray ")]
@@ -168,9 +179,9 @@ def test_split_placement_chooses_by_the_gpus(
     assert done.returncode == 0, done.stderr
     (call,) = calls
     config = "ppo_gae" if venv == ".venv" else "split_placement"
-    assert call.startswith(f"{venv} -P {PROGRAM} config={checkout}/config/{config}.yaml") and call.endswith(
-        "trainer.seed=1"
-    )
+    assert call.startswith(
+        f"{venv} -P {PROGRAM} config={checkout}/config/{config}.yaml"
+    ) and call.endswith("trainer.seed=1")
     assert (f"placement.pools={pools}" in call) if pools else "placement.pools" not in call
 
 
@@ -208,7 +219,10 @@ def test_a_venv_lasts_with_and_without_megatron(checkout: Path, extra: str) -> N
 )
 def test_tool_agent(checkout: Path, model: str, more: str) -> None:
     """On the CPU whatever there is; only the built-in model may know its tools without being told."""
-    tool(checkout / "shell/setup.sh", f'[[ $EXTRA == cpu && $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
+    tool(
+        checkout / "shell/setup.sh",
+        f'[[ $EXTRA == cpu && $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"',
+    )
     shutil.copytree(checkout / ".venv-gpu", checkout / ".venv-cpu")
     done, (call,) = run(checkout, "run_tool_agent.sh", "trainer.total_steps=2", MODEL=model)
     assert done.returncode == 0, done.stderr
@@ -219,16 +233,28 @@ def test_bench(checkout: Path) -> None:
     """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the path."""
     tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
     (checkout / "benchmarks").mkdir()
-    for name in ("throughput", "weight_sync"):
+    (checkout / "benchmarks/throughput").mkdir()
+    for name in ("throughput/__main__", "weight_sync"):
         (checkout / f"benchmarks/{name}.py").touch()
     for name in ("cpu", "gpu"):
-        tool(checkout / f".venv-{name}/bin/python", f'echo "{name} $* [$PYTHONPATH]" >>{checkout}/log')
+        tool(
+            checkout / f".venv-{name}/bin/python",
+            f'echo "{name} $* [$PYTHONPATH]" >>{checkout}/log',
+        )
     known = {"PYTHONPATH": "mine"}
     for given, environment, wanted in (
         ((), {}, "cpu -P -m benchmarks.throughput --out outputs/bench_throughput"),
-        (("--out", "a b", "--steps", "9"), {}, "cpu -P -m benchmarks.throughput --out a b --steps 9"),
+        (
+            ("--out", "a b", "--steps", "9"),
+            {},
+            "cpu -P -m benchmarks.throughput --out a b --steps 9",
+        ),
         (("--out=x",), {"EXTRA": "gpu"}, "gpu -P -m benchmarks.throughput --out=x"),
-        ((), {"BENCHMARK": "weight_sync"}, "cpu -P -m benchmarks.weight_sync --out outputs/bench_weight_sync"),
+        (
+            (),
+            {"BENCHMARK": "weight_sync"},
+            "cpu -P -m benchmarks.weight_sync --out outputs/bench_weight_sync",
+        ),
     ):
         (checkout / "log").unlink(missing_ok=True)
         done, (call,) = run(checkout, "bench.sh", *given, **known, **environment)
@@ -237,20 +263,37 @@ def test_bench(checkout: Path) -> None:
     (checkout / "log").unlink()
     for name in ("nothing", "../setup"):
         done, calls = run(checkout, "bench.sh", BENCHMARK=name)
-        assert done.returncode == 2 and f"BENCHMARK={name}: there is no" in done.stderr and not calls
+        assert (
+            done.returncode == 2 and f"BENCHMARK={name}: there is no" in done.stderr and not calls
+        )
 
 
 def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="30b")
-    assert done.returncode == 2 and "RAY_ADDRESS is not set" in done.stderr and "four nodes" in done.stderr
+    assert (
+        done.returncode == 2
+        and "RAY_ADDRESS is not set" in done.stderr
+        and "four nodes" in done.stderr
+    )
     done, calls = run(checkout, "run_megatron_nodes.sh", SIZE="8b", RAY_ADDRESS="h:1")
     assert done.returncode == 2 and "SIZE=8b: must be 7b or 30b" in done.stderr and not calls
-    for size, keys in (("7b", "actor.tensor_parallel_size=4"), ("30b", "actor.expert_parallel_size=8")):
+    for size, keys in (
+        ("7b", "actor.tensor_parallel_size=4"),
+        ("30b", "actor.expert_parallel_size=8"),
+    ):
         (checkout / "log").unlink(missing_ok=True)
-        done, (call,) = run(checkout, "run_megatron_nodes.sh", "--dry-run", SIZE=size, RAY_ADDRESS="h:1")
+        done, (call,) = run(
+            checkout, "run_megatron_nodes.sh", "--dry-run", SIZE=size, RAY_ADDRESS="h:1"
+        )
         assert done.returncode == 0, done.stderr
-        given = re.findall(r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0])
+        given = re.findall(
+            r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0]
+        )
         monkeypatch.setattr(config_checks, "_installed", lambda package: True)
         monkeypatch.setenv("RAY_ADDRESS", "h:1")
         validate(load(given), 0)
-        assert keys in call and f"megatron_{size} --dry-run" in call and "qwen_gsm8k_megatron.yaml" in call
+        assert (
+            keys in call
+            and f"megatron_{size} --dry-run" in call
+            and "qwen_gsm8k_megatron.yaml" in call
+        )

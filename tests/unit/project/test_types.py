@@ -19,7 +19,7 @@ def work(roles: Roles):
     {}
 """
 LAYOUT = """
-from benchmarks.weight_sync import Layout, make_config
+from benchmarks.weight_sync.layout import Layout, make_config
 
 {}
 """
@@ -29,7 +29,10 @@ from benchmarks.weight_sync import Layout, make_config
     ("code", "fault"),
     [
         (ROLES.format("return roles.rollout.all"), ""),
-        (ROLES.format("return roles.rollout.replicas"), "`RolloutGroup` has no attribute `replicas`"),
+        (
+            ROLES.format("return roles.rollout.replicas"),
+            "`RolloutGroup` has no attribute `replicas`",
+        ),
         (ROLES.format("return roles.sync.send(1)"), "`WeightSync` has no attribute `send`"),
         (ROLES.format("return roles.actor.save_hf()"), "missing-argument"),
         (LAYOUT.format("make_config(Layout(ranks=2), '').model"), ""),
@@ -44,8 +47,23 @@ from benchmarks.weight_sync import Layout, make_config
 def test_it_finds_what_does_not_exist(code: str, fault: str, tmp_path: Path) -> None:
     path = tmp_path / "code.py"
     path.write_text(code)
-    command = [sys.executable, "-m", "ty", "check", "--python", sys.executable, "--output-format", "concise"]
+    command = [
+        sys.executable,
+        "-m",
+        "ty",
+        "check",
+        "--python",
+        sys.executable,
+        "--output-format",
+        "concise",
+    ]
     done = subprocess.run(
-        [*command, "--project", str(ROOT), str(path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [*command, "--project", str(ROOT), str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert fault in done.stdout and done.returncode == (1 if fault else 0), done.stdout + done.stderr
+    assert fault in done.stdout and done.returncode == (1 if fault else 0), (
+        done.stdout + done.stderr
+    )

@@ -40,7 +40,9 @@ class World:
         self.alive += 1
         try:
             self.events.append(("begin", *event))
-            await asyncio.sleep(self.delays.random() * self.longest * (0.2 if event[0] == "sync" else 1.0))
+            await asyncio.sleep(
+                self.delays.random() * self.longest * (0.2 if event[0] == "sync" else 1.0)
+            )
             if self.fail_at == event:
                 raise ValueError(f"broken on purpose in {event}")
             self.events.append(("end", *event))
@@ -67,7 +69,9 @@ class FakeRollout:
         await w.phase("generate", what)
         w.generating -= 1
         assert w.engine_version == made_by, "weights changed in mid-generation"
-        samples = [sample(p, i, made_by) for p in prompts for i in range(sampling.n + sampling.greedy)]
+        samples = [
+            sample(p, i, made_by) for p in prompts for i in range(sampling.n + sampling.greedy)
+        ]
         for s in samples:
             s.extra |= {"greedy": True} if s.index == sampling.n else {}
         return samples, 0.001
@@ -83,7 +87,9 @@ class FakeActor:
         # A process of its own: the driver may stop waiting for it, and it waits on all the same.
         await asyncio.shield(asyncio.ensure_future(self._before_step()))
         w.version += 1
-        w.trained.append((batch.step, batch.prompt_order(), {int(v) for s in batch.samples for v in s.versions}))
+        w.trained.append(
+            (batch.step, batch.prompt_order(), {int(v) for s in batch.samples for v in s.versions})
+        )
         return {"ratio/mean": 1.0}
 
     async def _before_step(self):
@@ -102,7 +108,10 @@ class FakeActor:
         return [s.log_probs for s in batch.samples]
 
     async def log_prob_and_squares(self, batch):
-        return [np.stack([s.log_probs - 1, np.full(len(s.log_probs), 0.4 + 0.1 * s.index)], 1) for s in batch.samples]
+        return [
+            np.stack([s.log_probs - 1, np.full(len(s.log_probs), 0.4 + 0.1 * s.index)], 1)
+            for s in batch.samples
+        ]
 
 
 class FakeJudge:
@@ -141,32 +150,44 @@ def sample(prompt: Prompt, index: int, version: int) -> Sample:
     )  # fmt: skip
 
 
-def build(tmp_path, world: World, steps: int, staleness: int, rows: int = 7, test_freq: int = -1) -> Pipeline:
+def build(
+    tmp_path, world: World, steps: int, staleness: int, rows: int = 7, test_freq: int = -1
+) -> Pipeline:
     cfg = Config()
     cfg.pipeline.staleness = staleness
     cfg.trainer.test_freq = test_freq
     prompts = [Prompt((0, r), np.arange(2, dtype=np.int32), "q", "1") for r in range(rows)]
     stream = PromptStream(prompts, 3, True, 0, steps)
     roles = Roles(FakeActor(world), FakeRollout(world), FakeSync(world))
-    return Pipeline(cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=io.StringIO()))
+    return Pipeline(
+        cfg, roles, stream, prompts[:2], Tracker(str(tmp_path), steps, out=io.StringIO())
+    )
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 9), st.sampled_from([0, 1]), st.integers(0, 10**6), st.sampled_from([-1, 1, 2]))
+@given(
+    st.integers(1, 9), st.sampled_from([0, 1]), st.integers(0, 10**6), st.sampled_from([-1, 1, 2])
+)
 def test_any_mix_of_slow_and_fast_phases(tmp_path_factory, steps, staleness, seed, test_freq):
     world = World(random.Random(seed))
     pipeline = build(tmp_path_factory.mktemp("run"), world, steps, staleness, test_freq=test_freq)
     asyncio.run(pipeline.fit())
-    assert [t[0] for t in world.trained] == list(range(steps)), "steps out of order, lost or repeated"
+    assert [t[0] for t in world.trained] == list(range(steps)), (
+        "steps out of order, lost or repeated"
+    )
     for step, _, versions in world.trained:
         assert versions == {max(0, step - staleness)}
     twin = build(tmp_path_factory.mktemp("twin"), World(random.Random(0)), steps, staleness)
     expected = [[p.id for p in twin.stream.next_batch()] for _ in range(steps)]
     assert [t[1] for t in world.trained] == expected, "prompts lost, repeated or out of order"
-    launched = [e[2] for e in world.events if e[:2] == ("begin", "generate") and e[2].startswith("step")]
+    launched = [
+        e[2] for e in world.events if e[:2] == ("begin", "generate") and e[2].startswith("step")
+    ]
     assert launched == [f"step {s}" for s in range(steps)], "the last step must launch nothing"
     synced = [e[2] for e in world.events if e[:2] == ("end", "sync")]
-    assert synced == list(range(steps + 1)), "each version once, the final one for the final evaluation"
+    assert synced == list(range(steps + 1)), (
+        "each version once, the final one for the final evaluation"
+    )
     assert pipeline.tracker.evaluations[-1]["val/version"] == steps
 
 
@@ -189,9 +210,15 @@ def test_groups_that_score_alike_are_replaced_a_bounded_number_of_times(tmp_path
     ledger = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     used = [tuple(p) for row in ledger for p in row["prompts"]]
     replaced = [tuple(p) for row in ledger for p in row.get("replaced", ())]
-    assert all(len(row["prompts"]) == 3 for row in ledger) and replaced and all(row % 2 for _, row in replaced)
+    assert (
+        all(len(row["prompts"]) == 3 for row in ledger)
+        and replaced
+        and all(row % 2 for _, row in replaced)
+    )
     twin = build(tmp_path / "twin", World(random.Random(0)), 3, staleness, rows=60)
-    assert sorted(used + replaced) == sorted(p.id for p in twin.stream.next_batch(len(used) + len(replaced)))
+    assert sorted(used + replaced) == sorted(
+        p.id for p in twin.stream.next_batch(len(used) + len(replaced))
+    )
     assert len(set(used + replaced)) == len(used + replaced)
     launched = [e[2] for e in world.events if e[:2] == ("begin", "generate")]
     assert all(sum(what.startswith(f"step {n}") for what in launched) <= 3 for n in range(3))
@@ -216,7 +243,10 @@ def train_all(pipeline: Pipeline) -> list:
 def test_greedy_responses_are_baselines_and_nothing_else(tmp_path, staleness, judged):
     pipeline = build(tmp_path, World(random.Random(0)), 3, staleness)
     pipeline.cfg.algorithm.adv_estimator, pipeline.val = "remax", None
-    pipeline.cfg.data.max_response_length, pipeline.cfg.reward.overlong_buffer = 4, 2  # 3 tokens lose 1 / 2
+    pipeline.cfg.data.max_response_length, pipeline.cfg.reward.overlong_buffer = (
+        4,
+        2,
+    )  # 3 tokens lose 1 / 2
     pipeline.roles.rollout.train = Sampling(2, 1.0, 0, greedy=True)
     pipeline.roles.reward_model = FakeJudge() if judged else None
     batches = train_all(pipeline)
@@ -237,7 +267,10 @@ def test_greedy_responses_are_baselines_and_nothing_else(tmp_path, staleness, ju
 def test_a_greedy_response_of_other_weights_stops_the_run(tmp_path):
     pipeline = build(tmp_path, World(random.Random(0)), 3, 1)
     pipeline.cfg.algorithm.adv_estimator = "remax"
-    pipeline.roles.rollout.train, honest = Sampling(2, 1.0, 0, greedy=True), pipeline.roles.rollout.generate
+    pipeline.roles.rollout.train, honest = (
+        Sampling(2, 1.0, 0, greedy=True),
+        pipeline.roles.rollout.generate,
+    )
 
     async def forged(prompts, what, sampling):
         samples, seconds = await honest(prompts, what, sampling)
@@ -253,7 +286,10 @@ def test_greedy_responses_do_not_make_a_dull_group_informative(tmp_path):
     world = World(random.Random(0))
     pipeline = build(tmp_path, world, 2, 1, rows=60)
     pipeline.cfg.algorithm.max_gen_batches, pipeline.val = 2, None
-    pipeline.roles.rollout.train, real = Sampling(2, 1.0, 0, greedy=True), pipeline.roles.rollout.generate
+    pipeline.roles.rollout.train, real = (
+        Sampling(2, 1.0, 0, greedy=True),
+        pipeline.roles.rollout.generate,
+    )
 
     async def generate(prompts, what, sampling):
         samples, seconds = await real(prompts, what, sampling)
@@ -263,7 +299,9 @@ def test_greedy_responses_do_not_make_a_dull_group_informative(tmp_path):
 
     pipeline.roles.rollout.generate = generate
     asyncio.run(pipeline.fit())
-    assert [e[2] for e in world.events if "in place of" in str(e)].count("step 0, in place of 3 prompts") == 2
+    assert [e[2] for e in world.events if "in place of" in str(e)].count(
+        "step 0, in place of 3 prompts"
+    ) == 2
 
 
 def test_the_optimal_token_baseline_reads_the_trainers_own_distribution(tmp_path):
@@ -296,7 +334,9 @@ def test_parts_of_the_reward(tmp_path, estimator, lacking):
     pipeline.roles.rollout.generate = generate
     if estimator == "gdpo" and lacking:
         match = (
-            "gdpo: sample 5, of prompt .* has no part 'form'" if len(lacking) == 1 else "gdpo: needs rewards in parts"
+            "gdpo: sample 5, of prompt .* has no part 'form'"
+            if len(lacking) == 1
+            else "gdpo: needs rewards in parts"
         )
         with pytest.raises(ConfigError, match=match):
             asyncio.run(pipeline.fit())
@@ -304,12 +344,17 @@ def test_parts_of_the_reward(tmp_path, estimator, lacking):
     (batch,) = train_all(pipeline)
     (row,) = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     if len(lacking) < 2:
-        assert (row["reward/right/mean"], row["reward/form/mean"]) == (0.5, 40.0 if lacking else 50.0)
+        assert (row["reward/right/mean"], row["reward/form/mean"]) == (
+            0.5,
+            40.0 if lacking else 50.0,
+        )
     if estimator == "gdpo":
         # each part is -s, s in every group of two; form is against right in the first and with it in the others
         s = np.sqrt(0.5)
         x = np.array([0, 0, -2 * s, 2 * s, -2 * s, 2 * s])
-        np.testing.assert_allclose([a[0] for a in batch.advantages], x / x.std(ddof=1), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            [a[0] for a in batch.advantages], x / x.std(ddof=1), rtol=1e-4, atol=1e-5
+        )
 
 
 def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
@@ -324,7 +369,9 @@ def test_rollout_and_training_overlap_only_one_step_off(tmp_path):
         begin = time.perf_counter()
         asyncio.run(pipeline.fit())
         seconds[staleness] = time.perf_counter() - begin
-        overlaps = order_of(world.events, ("begin", "generate", "step 3")) < order_of(world.events, ("end", "train", 2))
+        overlaps = order_of(world.events, ("begin", "generate", "step 3")) < order_of(
+            world.events, ("end", "train", 2)
+        )
         assert overlaps == bool(staleness)
     assert seconds[1] < 0.85 * seconds[0]
 
@@ -338,7 +385,8 @@ def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
     asyncio.run(pipeline.fit())
     for step in range(1, 6):
         assert (
-            order_of(world.events, ("begin", "train", step)) < order_of(world.events, ("end", "sync", step))
+            order_of(world.events, ("begin", "train", step))
+            < order_of(world.events, ("end", "sync", step))
         ) == overlap
     assert all(versions == {max(0, step - 1)} for step, _, versions in world.trained)
 

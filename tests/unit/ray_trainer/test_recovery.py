@@ -13,15 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout import replica_group as groups
 from one_step_off.rollout.health import Health, State
-from one_step_off.rollout.replica_group import NoReplica, ProcessDied, RolloutGroup, TrainerDied, TrainGroup
+from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.runtime.processes import Spawned
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
-from one_step_off.weight_sync.bucket_plan import SyncError
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.ray_trainer.test_ray_trainer import FakeSync, World, build
 from tests.unit.rollout.test_replica_group import CONTROL, Actor, Method, a_sample, healthy
@@ -71,16 +72,24 @@ class Lossy(WeightSync):
     """A weight sync whose processes are stand-ins: `broken[i]` is how often replica i still dies in a sync. The groups are
     created by the real code; `regrouped` says for which replicas."""
 
-    def __init__(self, replicas: int, broken: dict[int, int], respawn=None, answers: bool = False) -> None:
+    def __init__(
+        self, replicas: int, broken: dict[int, int], respawn=None, answers: bool = False
+    ) -> None:
         self.broken, self.regrouped, self.lines = broken, [], []
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
         report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
-        sends = {"connect_sync": None, "send_weights": lambda version: dict(report), "release": None}
+        sends = {
+            "connect_sync": None,
+            "send_weights": lambda version: dict(report),
+            "release": None,
+        }
         trainer = Actor(score=lambda seqs: [np.array([-1.0])], **sends, **CONTROL)
         group = TrainGroup("actor", [trainer], cfg)
-        rollout = RolloutGroup(actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers)))
+        rollout = RolloutGroup(
+            actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers))
+        )
         rollout.families = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = self.taking_part = group.ranks
@@ -123,7 +132,9 @@ def test_a_replica_that_dies_in_a_sync_is_left_out_and_gets_the_same_weights_whe
         await sync((0, 2))
         assert sync.rollout.active == [0, 2], "it has not started yet"
         await asyncio.sleep(0.2)
-        assert sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is State.HEALTHY, "by a sync of its own"
+        assert sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is State.HEALTHY, (
+            "by a sync of its own"
+        )
         await sync((0, 3))
         assert sync.rollout.active == [0, 1, 2] and sync.regrouped[3:] == [[0, 1, 2]]
         assert sync.rollout.restarts == 1
@@ -298,9 +309,15 @@ def test_what_a_lost_replica_had_not_returned_is_made_by_the_others(routing, han
         group = group_of(replicas, routing)
         watch = asyncio.create_task(group.watch())
         samples, _ = await group.generate(PROMPTS, "step 0", group.train)
-        assert [(s.prompt_id[1], s.index) for s in samples] == [(row, i) for row in range(12) for i in range(2)]
+        assert [(s.prompt_id[1], s.index) for s in samples] == [
+            (row, i) for row in range(12) for i in range(2)
+        ]
         await asyncio.sleep(0.1)
-        assert group.restarts == 1 and group.all[1] is not replicas[1] and group.health[1].state is State.HEALTHY
+        assert (
+            group.restarts == 1
+            and group.all[1] is not replicas[1]
+            and group.health[1].state is State.HEALTHY
+        )
         await group.generate(PROMPTS, "step 1", group.train)
         assert group.all[1].had or routing == "least_loaded", "it serves again"
         watch.cancel()
@@ -320,7 +337,12 @@ def test_with_one_replica_its_prompts_wait_for_its_next_life(routing):
 
 def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
     async def main():
-        group, lives = group_of([Dying(), Dying(at=5)], "static", respawn=lambda i: lives.append(i) or Dying()), []
+        group, lives = (
+            group_of(
+                [Dying(), Dying(at=5)], "static", respawn=lambda i: lives.append(i) or Dying()
+            ),
+            [],
+        )
 
         async def restore(i: int) -> bool:
             return False
@@ -342,7 +364,11 @@ def test_an_idle_replica_that_dies_is_noticed_by_its_heartbeat():
         await asyncio.sleep(0.05)
         replicas[0].gone = True
         await asyncio.sleep(0.1)
-        assert group.restarts == 1 and group.all[0] is not replicas[0] and await group.serving() == [0, 1]
+        assert (
+            group.restarts == 1
+            and group.all[0] is not replicas[0]
+            and await group.serving() == [0, 1]
+        )
         watch.cancel()
 
     asyncio.run(main())
@@ -352,7 +378,10 @@ def test_an_idle_replica_that_dies_is_noticed_by_its_heartbeat():
 def test_a_prompt_that_replicas_die_of_ends_in_a_named_error_and_not_in_a_loop(routing):
     async def main():
         group = group_of([Dying(at=4), Dying(at=4)], routing, respawn=lambda i: Dying(at=4))
-        with pytest.raises(ProcessDied, match="step 0, rollout .: 3 replicas in a row were lost with the same prompts"):
+        with pytest.raises(
+            ProcessDied,
+            match="step 0, rollout .: 3 replicas in a row were lost with the same prompts",
+        ):
             await asyncio.wait_for(group.generate(PROMPTS, "step 0", group.train), 5)
 
     asyncio.run(main())
@@ -384,11 +413,15 @@ GONE, HANGS, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.0
         (NoReplica("all starts failed"), GONE, False),
     ],
 )
-def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(error, other, answer, monkeypatch):
+def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(
+    error, other, answer, monkeypatch
+):
     """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
     monkeypatch.setattr(groups, "LIVENESS_S", 0.2)
     ranks: list[Any] = [Actor(alive=None), Actor(alive=None)]
-    ranks[1].alive = Method(other if other is GONE else None, delay=other if isinstance(other, float) else 0.0)
+    ranks[1].alive = Method(
+        other if other is GONE else None, delay=other if isinstance(other, float) else 0.0
+    )
     roles = SimpleNamespace(rollout=SimpleNamespace(all=[], active=[]))
     team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
     assert asyncio.run(Spawned.lost(team, error)) is answer
@@ -416,7 +449,9 @@ class Notes:
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("where", ["generate", "sync"])
-def test_with_no_replica_left_a_checkpoint_is_written_and_nothing_is_lost(tmp_path, staleness, where):
+def test_with_no_replica_left_a_checkpoint_is_written_and_nothing_is_lost(
+    tmp_path, staleness, where
+):
     """At step 3. One step off the trainer ends the step that it is at; then the checkpoint has no samples, and the data
     position before them: resumed, every prompt is trained on once."""
     world, steps = World(random.Random(0)), 7
@@ -451,9 +486,13 @@ def test_with_no_replica_left_a_checkpoint_is_written_and_nothing_is_lost(tmp_pa
     again.stream.load_state_dict(state["stream"])
     resumed = Resumed(step, None, 0.0, incarnation=state["incarnation"])
     world.engine_version = None
-    again = Pipeline(again.cfg, again.roles, again.stream, None, again.tracker, None, resumed, incarnation=0)
+    again = Pipeline(
+        again.cfg, again.roles, again.stream, None, again.tracker, None, resumed, incarnation=0
+    )
     asyncio.run(again.fit())
     assert [t[0] for t in world.trained] == list(range(steps))
     trained = [tuple(prompt) for t in world.trained for prompt in t[1]]
     fresh = build(tmp_path / "fresh", World(random.Random(0)), steps, staleness, rows=30).stream
-    assert trained == [p.id for _ in range(steps) for p in fresh.next_batch()], "each once, in the order of the data"
+    assert trained == [p.id for _ in range(steps) for p in fresh.next_batch()], (
+        "each once, in the order of the data"
+    )

@@ -18,12 +18,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.config.schema import ConfigError, RewardConfig
-from one_step_off.rewards.scoring import Reward, RewardError, RewardFunctions, RewardItem, Scorer, gsm8k, math
+from one_step_off.rewards.scoring import (
+    Reward,
+    RewardError,
+    RewardFunctions,
+    RewardItem,
+    Scorer,
+    gsm8k,
+    math,
+)
 
 
 def item(response: str = "#### 1", truth: str = "1", prompt: str = "p", n: int = 0) -> RewardItem:
     """A response to score."""
-    return RewardItem(prompt_id=(2, 17), index=n, prompt=prompt, response=response, ground_truth=truth)
+    return RewardItem(
+        prompt_id=(2, 17), index=n, prompt=prompt, response=response, ground_truth=truth
+    )
 
 
 GSM8K_RIGHT = [
@@ -87,7 +97,10 @@ def test_gsm8k_wrong(response: str, truth: str) -> None:
     assert gsm8k(response, truth) == 0.0
 
 
-@given(st.integers(-(10**9), 10**9), st.sampled_from(["{:d}", "{:,d}", "{:d}.", "{:d}.0", " {:d} ", "{:d} km"]))
+@given(
+    st.integers(-(10**9), 10**9),
+    st.sampled_from(["{:d}", "{:,d}", "{:d}.", "{:d}.0", " {:d} ", "{:d} km"]),
+)
 def test_gsm8k_takes_every_spelling_of_an_integer(n: int, spelling: str) -> None:
     assert gsm8k("so\n#### " + spelling.format(n), str(n)) == 1.0
     assert gsm8k("so\n#### " + spelling.format(n + 1), str(n)) == 0.0
@@ -142,14 +155,31 @@ def test_a_response_that_cannot_be_judged_in_time_stops_nothing() -> None:
 
 def test_a_reward_is_a_number_with_its_parts():
     reward = Reward.of({"right": 1.0, "form": 0.5})
-    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5}) and type(reward.total) is float
-    assert reward * 2 == 3.0 and 1 + reward == 2.5 and reward > 1 and sum([reward, reward]) == 3.0 and bool(reward)
+    assert (reward.total, reward.parts) == (1.5, {"right": 1.0, "form": 0.5}) and type(
+        reward.total
+    ) is float
+    assert (
+        reward * 2 == 3.0
+        and 1 + reward == 2.5
+        and reward > 1
+        and sum([reward, reward]) == 3.0
+        and bool(reward)
+    )
     half, again = reward.scaled(0.5), pickle.loads(pickle.dumps(reward))
     assert (half.total, half.parts) == (0.75, {"right": 0.5, "form": 0.25})
-    assert (again.total, again.parts) == (reward.total, reward.parts) and json.dumps(reward) == "1.5"
+    assert (again.total, again.parts) == (reward.total, reward.parts) and json.dumps(
+        reward
+    ) == "1.5"
     assert (Reward.of(0.25).total, Reward.of(0.25).parts) == (0.25, {})
     assert Reward.of(reward).parts == reward.parts and Reward.of(np.float32(0.5)).total == 0.5
-    for wrong in (None, "1", float("nan"), {"a": "b"}, Reward(float("nan")), Reward(1.0, {"a": float("inf")})):
+    for wrong in (
+        None,
+        "1",
+        float("nan"),
+        {"a": "b"},
+        Reward(float("nan")),
+        Reward(1.0, {"a": float("inf")}),
+    ):
         assert Reward.of(wrong) is None
 
 
@@ -240,7 +270,12 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize(
     ("function", "kwargs", "reward"),
-    [("good", {}, 6.0), ("good", {"bonus": 1.5}, 7.5), ("only_response", {}, 0.5), ("Judge.judge", {}, 2.0)],
+    [
+        ("good", {}, 6.0),
+        ("good", {"bonus": 1.5}, 7.5),
+        ("only_response", {}, 0.5),
+        ("Judge.judge", {}, 2.0),
+    ],
 )
 def test_own_function(own: str, function: str, kwargs: dict[str, Any], reward: float) -> None:
     scorer = Scorer(RewardConfig(function=f"{own}:{function}", kwargs=kwargs))
@@ -255,11 +290,15 @@ def refused(match: str, own: str, what: RewardItem) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("result", ["1", "True", "0.5", "np.float32(0.5)", "np.array(2)", "{'reward': np.int64(1)}"])
+@pytest.mark.parametrize(
+    "result", ["1", "True", "0.5", "np.float32(0.5)", "np.array(2)", "{'reward': np.int64(1)}"]
+)
 def test_results_taken(own: str, result: str) -> None:
     (reward,) = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item(result)])
     value = eval(result, {"np": np})
-    assert type(reward) is float and reward == float(value["reward"] if isinstance(value, dict) else value)
+    assert type(reward) is float and reward == float(
+        value["reward"] if isinstance(value, dict) else value
+    )
 
 
 @pytest.mark.parametrize("result", ["{'right': True, 'form': np.float32(.5)}", "{'right': 1}"])
@@ -275,7 +314,9 @@ def test_parts_taken(own: str, result: str) -> None:
      "{'a': 1e308, 'b': 1e308}", "1e31", "{'reward': -1e31}", "{'a': 8e29, 'b': 8e29}"],
 )  # fmt: skip
 def test_results_refused(own: str, result: str) -> None:
-    assert "\n" not in refused(r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ", own, item(result, n=4))
+    assert "\n" not in refused(
+        r"own_rewards:value.*prompt \(2, 17\), sample 4: returned ", own, item(result, n=4)
+    )
 
 
 COLUMNS_MODULE = """
@@ -305,7 +346,9 @@ def test_functions_by_data_source_and_the_other_columns_of_the_row(own, tmp_path
         for i, source in enumerate(("a", "b/c", "d", "e", "a"))
     ]
     assert scorer.score_batch(items) == [0.0, 1.0, 7.0, 1.0, 4.0]
-    with pytest.raises(ConfigError, match="reward.functions: none for the data_source 'f'; add one .*a, b/c, d, e"):
+    with pytest.raises(
+        ConfigError, match="reward.functions: none for the data_source 'f'; add one .*a, b/c, d, e"
+    ):
         RewardFunctions(RewardConfig(functions=functions)).find("f")
 
 
@@ -322,31 +365,51 @@ def test_a_score_beside_other_figures_is_no_part(own: str) -> None:
 
 
 def test_a_raising_function_is_named_with_its_prompt(own: str) -> None:
-    refused(r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError", own, item("1 / 0"))
+    refused(
+        r"own_rewards:value.*prompt \(2, 17\), sample 0: raised ZeroDivisionError",
+        own,
+        item("1 / 0"),
+    )
 
 
 def test_a_functions_error_shows_no_secret(own: str) -> None:
-    said = refused("own_rewards:value", own, item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"))
-    assert "http://***@h/v1?token=***" in said and "hunter2pass" not in said and "s3cr3tvalue" not in said
+    said = refused(
+        "own_rewards:value",
+        own,
+        item("open('http://me:hunter2pass@h/v1?token=s3cr3tvalue ' + 'x' * 3000)"),
+    )
+    assert (
+        "http://***@h/v1?token=***" in said
+        and "hunter2pass" not in said
+        and "s3cr3tvalue" not in said
+    )
 
 
-@pytest.mark.parametrize("result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"])
+@pytest.mark.parametrize(
+    "result", ["Evil('__repr__')", "Evil('__float__')", "Evil('boom\\nboom')", "'x' * 10**6"]
+)
 def test_a_result_that_misbehaves_itself_is_one_line(own: str, result: str) -> None:
     said = refused("own_rewards:value", own, item(result))
     assert "\n" not in said and len(said) <= 1000
 
 
 def test_one_bad_item_leaves_the_others_their_rewards(own: str) -> None:
-    found = Scorer(RewardConfig(function=f"{own}:value")).score_batch([item("1.0"), item("1 / 0"), item("2.0")])
+    found = Scorer(RewardConfig(function=f"{own}:value")).score_batch(
+        [item("1.0"), item("1 / 0"), item("2.0")]
+    )
     assert (found[0], found[2]) == (1.0, 2.0) and isinstance(found[1], RewardError)
 
 
 @pytest.mark.parametrize("function", ["spin", "swallow", "swallow_all"])
 def test_the_limit_stops_any_python_code(own: str, function: str) -> None:
     start = time.monotonic()
-    (error,) = Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch([item()])
+    (error,) = Scorer(RewardConfig(function=f"{own}:{function}", timeout_s=0.2)).score_batch(
+        [item()]
+    )
     assert isinstance(error, RewardError) and error.kind == "reward/timeouts"
-    assert re.search(rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s", str(error))
+    assert re.search(
+        rf"{function}.*prompt \(2, 17\), sample 0: took longer than .*=0.2 s", str(error)
+    )
     assert time.monotonic() - start < 1
 
 
@@ -387,14 +450,22 @@ def test_no_alarm_is_left_behind(own: str) -> None:
             {},
             "cannot be imported: ModuleNotFoundError: No module named 'no_such_module_here'; .*PYTHONPATH",
         ),
-        ("needy_rewards:f", {}, "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_at_all'"),
+        (
+            "needy_rewards:f",
+            {},
+            "cannot be imported: ModuleNotFoundError: No module named 'no_such_package_at_all'",
+        ),
         ("broken_rewards:f", {}, "cannot be imported: ZeroDivisionError"),
         ("own_rewards:nothing", {}, "has no attribute 'nothing'; check the name"),
         ("own_rewards:NOT_CALLABLE", {}, "is a int, not callable"),
         ("own_rewards:later", {}, "asynchronous"),
         ("own_rewards:too_few", {}, "unexpected keyword argument"),
         ("own_rewards:good", {"malus": 1}, "unexpected keyword argument 'malus'"),
-        ("own_rewards:good", {"prompt": "x"}, "multiple values for keyword argument 'prompt'; .*rename"),
+        (
+            "own_rewards:good",
+            {"prompt": "x"},
+            "multiple values for keyword argument 'prompt'; .*rename",
+        ),
     ],
 )
 def test_resolve_refusals(own: str, function: str, kwargs: dict[str, Any], message: str) -> None:

@@ -94,9 +94,24 @@ WHO = "prompt (0, 0), sample 0, data row TMP/rows.jsonl:1: "
 
 # (function, parts of the line)
 FAULTS = [
-    ("raises", ["raised KeyError at own_trial.py:LINE: '2'; the response begins '2'", "set reward.on_error=drop"]),
-    ("hangs", ["took longer than reward.timeout_s=0.5 s at own_trial.py:LINE", "raise reward.timeout_s"]),
-    ("deep_in_c", ["did not end within reward.timeout_s=0.5 s at own_trial.py:LINE", "raise reward.timeout_s"]),
+    (
+        "raises",
+        [
+            "raised KeyError at own_trial.py:LINE: '2'; the response begins '2'",
+            "set reward.on_error=drop",
+        ],
+    ),
+    (
+        "hangs",
+        ["took longer than reward.timeout_s=0.5 s at own_trial.py:LINE", "raise reward.timeout_s"],
+    ),
+    (
+        "deep_in_c",
+        [
+            "did not end within reward.timeout_s=0.5 s at own_trial.py:LINE",
+            "raise reward.timeout_s",
+        ],
+    ),
     ("crashes", ["killed its process (signal 11)", "mend the function"]),
     ("ends", ["ended its process (code 3)", "mend the function"]),
     ("nothing", ["returned None, not a finite number", "mend the function"]),
@@ -123,7 +138,15 @@ def config(own: Path, model: str, **changes: object):
 
 def test_a_replay_scores_nothing_so_it_calls_no_function(models, own, monkeypatch):
     cfg = config(own, models(), **{"reward.function": "own_trial:crashes"})
-    sample = Sample((0, 0), 0, np.ones(3, np.int32), np.ones(2, np.int32), np.zeros(2), np.ones(2, bool), np.zeros(2))
+    sample = Sample(
+        (0, 0),
+        0,
+        np.ones(3, np.int32),
+        np.ones(2, np.int32),
+        np.zeros(2),
+        np.ones(2, bool),
+        np.zeros(2),
+    )
     write_batch(Batch(0, [sample], (0,)), own / "step_000000")
     ran = []
     monkeypatch.setattr(launch, "run_on_ray", lambda prepared, *_: ran.append(prepared))
@@ -135,32 +158,44 @@ def test_where_errors_do_not_end_the_run_a_warning_says_so(on_error, models, own
     said: list[str] = []
     changes = {"reward.function": "own_trial:crashes", "reward.on_error": on_error}
     launch.prepare(config(own, models(), **changes), said.append)
-    assert [BEFORE in line for line in said if line.startswith("warning: reward.function='own_trial:crashes'")] == [
-        True
-    ]
+    assert [
+        BEFORE in line
+        for line in said
+        if line.startswith("warning: reward.function='own_trial:crashes'")
+    ] == [True]
 
 
 def test_each_function_sees_its_first_row_with_all_its_columns(models, own, capfd):
-    changes = {"reward.functions": {"sums": "own_trial:writes", "products": "own_trial:needs_columns"}}
+    changes = {
+        "reward.functions": {"sums": "own_trial:writes", "products": "own_trial:needs_columns"}
+    }
     changes["reward.kwargs"] = {}
     cfg = config(own, models(), **changes)
     cfg.reward.functions["products"] = "own_trial:writes"
     cfg.reward.kwargs = {"file": str(own / "seen.jsonl")}
     launch.prepare(cfg, lambda line: None)
     seen = [json.loads(line) for line in (own / "seen.jsonl").read_text().splitlines()]
-    assert [(response, truth, source, columns["level"]) for _, response, truth, source, columns in seen] == [
+    assert [
+        (response, truth, source, columns["level"]) for _, response, truth, source, columns in seen
+    ] == [
         ("2", "2", "sums", 3),
         ("9", "9", "products", 5),
     ]
     assert "not for the terminal" not in "".join(capfd.readouterr())
 
 
-def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refused(models, own, capsys):
+def test_built_in_functions_are_not_tried_and_rows_without_a_function_are_refused(
+    models, own, capsys
+):
     begin = time.monotonic()
     cfg = config(own, models(), **{"reward.functions": {"sums": "gsm8k", "products": "math"}})
     launch.prepare(cfg, lambda line: None)
     assert "one_step_off.rewards.trial_call" in sys.modules and time.monotonic() - begin < 60
-    argv = [*base(own, models()), f"data.train_files={own}/rows.jsonl", "reward.functions={sums: gsm8k}"]
+    argv = [
+        *base(own, models()),
+        f"data.train_files={own}/rows.jsonl",
+        "reward.functions={sums: gsm8k}",
+    ]
     parts = [
         "data row TMP/rows.jsonl:3: reward.functions: none for the data_source 'products'",
         "there are those of sums",
@@ -172,15 +207,26 @@ def test_a_module_that_cannot_be_imported_twice(models, own, capsys):
     """As one that takes a port, or a lock, at its import."""
     text = "import os\nif os.path.exists('lock'):\n    raise OSError('it is taken')\nopen('lock', 'w')\ndef f(**_): return 1.0\n"
     (own / "own_locked.py").write_text(text)
-    argv = [*base(own, models()), f"data.train_files={own}/rows.jsonl", "reward.function=own_locked:f"]
+    argv = [
+        *base(own, models()),
+        f"data.train_files={own}/rows.jsonl",
+        "reward.function=own_locked:f",
+    ]
     try:
-        refused(argv, [WHO, "cannot be imported in a process of its own: ", "OSError: it is taken"], own, capsys)
+        refused(
+            argv,
+            [WHO, "cannot be imported in a process of its own: ", "OSError: it is taken"],
+            own,
+            capsys,
+        )
     finally:
         sys.modules.pop("own_locked", None)
 
 
 def test_rows_of_an_environment_need_no_function(models, own):
-    (own / "rows.jsonl").write_text(json.dumps(ROWS[0] | {"agent_loop": "environment", "answer": "#### 7"}) + "\n")
+    (own / "rows.jsonl").write_text(
+        json.dumps(ROWS[0] | {"agent_loop": "environment", "answer": "#### 7"}) + "\n"
+    )
     changes = {"reward.function": "own_trial:crashes", "agent.loop_kwargs": {"environment": {"env": "tests.environments:Moody"}}}  # fmt: skip
     launch.prepare(config(own, models(), **changes), lambda line: None)
 

@@ -22,7 +22,9 @@ def test_every_engine_has_a_seed_of_its_own():
     seeds = {place: engine_seed(*place) for place in PLACES}
     assert len(set(seeds.values())) == len(PLACES)
     assert all(0 <= seed < 2**31 for seed in seeds.values()), "numpy takes 32 bits"
-    assert seeds == {place: engine_seed(*place) for place in PLACES}, "a run that is repeated has the same"
+    assert seeds == {place: engine_seed(*place) for place in PLACES}, (
+        "a run that is repeated has the same"
+    )
 
 
 def test_numbers_do_not_run_together():
@@ -37,7 +39,10 @@ def test_vllm_gets_it(models, device):
     cfg = Config()
     cfg.model.path = models()
     seeds = [engine_seed(cfg.trainer.seed, 0, replica, 0) for replica in (0, 1)]
-    assert [AsyncEngineArgs(**engine_args(cfg, device, seed)).create_model_config().seed for seed in seeds] == seeds
+    assert [
+        AsyncEngineArgs(**engine_args(cfg, device, seed)).create_model_config().seed
+        for seed in seeds
+    ] == seeds
 
 
 @pytest.mark.e2e
@@ -54,13 +59,17 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
 
     pools = {"rollout": [2], "actor": [1]}
     cfg = tiny_config(
-        models(), str(tmp_path), **{"placement.pools": pools, "rollout.sampling_kwargs": {"ignore_eos": True}}
+        models(),
+        str(tmp_path),
+        **{"placement.pools": pools, "rollout.sampling_kwargs": {"ignore_eos": True}},
     )
     prompts = [Prompt((0, i), np.arange(5 + i, 40 + i, dtype=np.int32), "", "1") for i in range(3)]
 
     async def answers(replica, seed: int | None = None) -> list[list[int]]:
         """One request after the other, so that nothing but the seed decides."""
-        samples = [await replica.rollout.remote([prompt], Sampling(1, 1.0, seed)) for prompt in prompts]
+        samples = [
+            await replica.rollout.remote([prompt], Sampling(1, 1.0, seed)) for prompt in prompts
+        ]
         return [sample.response_ids.tolist() for (sample,) in samples]
 
     async def started(prepared) -> Spawned:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from one_step_off.checkpoint.checkpoints import Checkpointer
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import validate
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample, StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rollout.partial_rollouts import Pool
 from one_step_off.rollout.replica_group import NoReplica
+from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.ray_trainer.test_ray_trainer import FakeActor, FakeRollout, FakeSync, World
 
@@ -35,7 +35,16 @@ def sample(p: Prompt, index: int, versions: list[int], length: int | None = None
     made = np.resize(np.array(versions, np.int32), length or len(versions))
     made.sort()
     n, zeros = len(made), np.zeros(len(made), np.float32)
-    return Sample(p.id, index, p.ids, np.arange(n, dtype=np.int32), zeros, np.ones(n, bool), made, reward=float(index))
+    return Sample(
+        p.id,
+        index,
+        p.ids,
+        np.arange(n, dtype=np.int32),
+        zeros,
+        np.ones(n, bool),
+        made,
+        reward=float(index),
+    )
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,9 +53,13 @@ def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size,
     over = data.draw(st.floats(1.0, 1 + max_carry))
     chance, pool, steps, rows = random.Random(seed), Pool(size, max_carry), 8, iter(range(10**6))
     begun, taken, flying = [], [], []
-    for step in range(1, steps + 1):  # begun by version step - 1, as the replicas' renewal in the step before does
+    for step in range(
+        1, steps + 1
+    ):  # begun by version step - 1, as the replicas' renewal in the step before does
         early = chance.random() < 0.5
-        for version in (step - 1, step)[: 1 + early]:  # the next prompts may be begun before this step's are complete
+        for version in (step - 1, step)[
+            : 1 + early
+        ]:  # the next prompts may be begun before this step's are complete
             most = math.ceil(((version == step) + over) * size)
             new = [prompt(next(rows)) for _ in range(most - len(pool.flights))]
             pool.begin(new, version, version + 1)
@@ -62,7 +75,9 @@ def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size,
         assert len(samples) == size
         assert {s.prompt_id for s in samples} <= there
         assert all(due[s.prompt_id] >= step for s in samples), "a prompt came too late"
-        assert [begun.index(s.prompt_id) for s in samples] == sorted(begun.index(s.prompt_id) for s in samples)
+        assert [begun.index(s.prompt_id) for s in samples] == sorted(
+            begun.index(s.prompt_id) for s in samples
+        )
         taken += [s.prompt_id for s in samples]
     assert len(taken) == len(set(taken)), "a prompt was trained on twice"
     assert set(taken) | set(pool.flights) == set(begun), "a prompt was lost"
@@ -83,7 +98,9 @@ def test_the_first_complete_groups_win_unless_one_is_due():
     for row in (0, 2):
         pool.land([sample(prompt(row), 0, [0, 1])])
     samples = pool.take(2)
-    assert [s.prompt_id[1] for s in samples] == [0, 2] and [s.extra["carried"] for s in samples] == [1, 1]
+    assert [s.prompt_id[1] for s in samples] == [0, 2] and [
+        s.extra["carried"] for s in samples
+    ] == [1, 1]
     assert pool.missing == 0 and list(pool.flights) == [(0, 4), (0, 5)]
 
 
@@ -91,14 +108,21 @@ def test_figures_tell_who_was_carried_and_that_short_ones_came_first():
     pool = Pool(2, 1)
     first = pool.figures([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
     assert first.pop("carry/under_way") == 0
-    assert first == {"carry/groups": 0, "carry/interrupted": 0, "carry/old_tokens": 0, "carry/length_bias": 1.0}
+    assert first == {
+        "carry/groups": 0,
+        "carry/interrupted": 0,
+        "carry/old_tokens": 0,
+        "carry/length_bias": 1.0,
+    }
     late = [sample(prompt(2), i, [0, 1], 20) for i in range(2)]
     for s in late:
         s.extra["carried"] = 1
     found = pool.figures([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
     assert found["carry/groups"] == 1 and found["carry/interrupted"] == 0.5
     assert found["carry/old_tokens"] == pytest.approx(20 / 52)
-    assert found["carry/length_bias"] == pytest.approx(6.0 / 10.0)  # 4 and 8; 60 tokens in 6 samples
+    assert found["carry/length_bias"] == pytest.approx(
+        6.0 / 10.0
+    )  # 4 and 8; 60 tokens in 6 samples
 
 
 class Engine(FakeRollout):
@@ -121,9 +145,15 @@ class Engine(FakeRollout):
         return [s for group in await asyncio.gather(*map(one, prompts)) for s in group], 0.001
 
 
-def build(folder, world, steps, over=1.0, max_carry=1, stream=None, checkpointer=None, resumed=None) -> Pipeline:
+def build(
+    folder, world, steps, over=1.0, max_carry=1, stream=None, checkpointer=None, resumed=None
+) -> Pipeline:
     cfg = Config()
-    cfg.pipeline.partial_rollout, cfg.pipeline.max_carry, cfg.rollout.oversample = True, max_carry, over
+    cfg.pipeline.partial_rollout, cfg.pipeline.max_carry, cfg.rollout.oversample = (
+        True,
+        max_carry,
+        over,
+    )
     cfg.data.train_batch_size = 3
     prompts = [prompt(r) for r in range(7)]
     stream = stream or PromptStream(prompts, 3, True, 0, steps)
@@ -143,7 +173,9 @@ def test_any_mix_of_slow_and_fast_prompts(tmp_path_factory, steps, over, max_car
         assert max(0, step - 1 - max_carry) <= min(versions) and max(versions) <= step
     twin = PromptStream([prompt(r) for r in range(7)], 3, True, 0, steps)
     expected = [p.id for _ in range(steps) for p in twin.next_batch()]
-    assert sorted(p for t in world.trained for p in t[1]) == sorted(expected), "prompts lost or repeated"
+    assert sorted(p for t in world.trained for p in t[1]) == sorted(expected), (
+        "prompts lost or repeated"
+    )
     assert pipeline.pool.flights == {}, "prompts were begun that no step trains on"
 
 
@@ -296,7 +328,11 @@ def test_what_is_complete_is_carried_when_the_last_replica_goes(tmp_path):
             await asyncio.sleep(0.05)
         return found
 
-    pipeline.roles.rollout.generate, pipeline.roles.actor.update, pipeline.val = generate, last, None
+    pipeline.roles.rollout.generate, pipeline.roles.actor.update, pipeline.val = (
+        generate,
+        last,
+        None,
+    )
     with pytest.raises(NoReplica):
         asyncio.run(pipeline.fit())
     assert saved["step"] == 2 and saved["samples"] is None
@@ -308,7 +344,9 @@ def test_what_is_complete_is_carried_when_the_last_replica_goes(tmp_path):
     assert len(saved["carried"]) >= 4, "a complete batch, and what was late"
 
 
-def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples_learns_it(tmp_path):
+def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples_learns_it(
+    tmp_path,
+):
     world = World(random.Random(0))
     pipeline = build(tmp_path, world, 6)
 

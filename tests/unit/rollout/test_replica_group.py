@@ -11,23 +11,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
+from one_step_off.cluster.remote_calls import every, named, within
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
-from one_step_off.distributed_util import GIVEN_UP
-from one_step_off.rollout import replica_group as room
 from one_step_off.rollout.health import State
-from one_step_off.rollout.replica_group import (
-    PhaseTimeout,
-    ProcessDied,
-    RoleError,
-    RolloutGroup,
-    TrainGroup,
-    every,
-    named,
-    within,
-)
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.training import trainer_group as room
+from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
-from one_step_off.weight_sync.bucket_plan import SyncError
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -77,16 +69,36 @@ def healthy(group: RolloutGroup) -> RolloutGroup:
 
 def a_sample(prompt: Prompt, index: int) -> Sample:
     one = np.zeros(1)
-    return Sample(prompt.id, index, prompt.ids, one.astype(np.int32), one.astype(np.float32), one > -1, one.astype(int))
+    return Sample(
+        prompt.id,
+        index,
+        prompt.ids,
+        one.astype(np.int32),
+        one.astype(np.float32),
+        one > -1,
+        one.astype(int),
+    )
 
 
 class Slow:
     """A replica that works on `slots` samples at once, each of which generates for `delay` seconds and is scored for
     `score_s`; `fails`: the row of which the reward function raises."""
 
-    def __init__(self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1) -> None:
-        self.delay, self.score_s, self.had, self.slots, self.fails = delay, score_s, [], asyncio.Semaphore(slots), fails
-        self.rollout, self.vacancy, self.start = Method(self.make), Method(self.room), Method((slots, []))
+    def __init__(
+        self, delay: float, score_s: float = 0.0, slots: int = 256, fails: int = -1
+    ) -> None:
+        self.delay, self.score_s, self.had, self.slots, self.fails = (
+            delay,
+            score_s,
+            [],
+            asyncio.Semaphore(slots),
+            fails,
+        )
+        self.rollout, self.vacancy, self.start = (
+            Method(self.make),
+            Method(self.room),
+            Method((slots, [])),
+        )
         self.ping, self.alive = Method((0, 0)), Method(None)
         self.most, self.came, self.away, self.last, self.calls, self.stopped = 0, 0, 0, 0.0, 0, 0
 
@@ -116,7 +128,14 @@ class Slow:
         return [a_sample(p, i) for p in prompts for i in range(sampling.n)]
 
 
-def routed(routing: str, replicas: list[Slow], rows: int, n: int, seeded: bool = False, most: int | None = None):
+def routed(
+    routing: str,
+    replicas: list[Slow],
+    rows: int,
+    n: int,
+    seeded: bool = False,
+    most: int | None = None,
+):
     """(samples, seconds) of one call for `rows` prompts. `most`: agent.max_concurrency."""
     cfg = Config()
     cfg.rollout.routing, cfg.rollout.n = routing, n
@@ -133,12 +152,21 @@ def routed(routing: str, replicas: list[Slow], rows: int, n: int, seeded: bool =
 
 @pytest.mark.parametrize(
     ("routing", "seeded", "static"),
-    [("auto", True, True), ("auto", False, False), ("static", False, True), ("least_loaded", True, False)],
+    [
+        ("auto", True, True),
+        ("auto", False, False),
+        ("static", False, True),
+        ("least_loaded", True, False),
+    ],
 )
-def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(routing, seeded, static):
+def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(
+    routing, seeded, static
+):
     replicas = [Slow(0.01), Slow(0.5)]
     samples, seconds = routed(routing, replicas, 12, 2, seeded, most=4)
-    assert [(s.prompt_id[1], s.index) for s in samples] == [(row, i) for row in range(12) for i in range(2)]
+    assert [(s.prompt_id[1], s.index) for s in samples] == [
+        (row, i) for row in range(12) for i in range(2)
+    ]
     if static:
         assert [r.had for r in replicas] == [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]]
     else:
@@ -150,7 +178,9 @@ def test_new_prompts_go_to_the_least_loaded_replica_unless_a_run_is_to_repeat(ro
 def test_slow_rewards_keep_no_replica_from_its_next_prompts():
     replicas, begin = [Slow(0.02, score_s=1.0), Slow(0.02, score_s=1.0)], time.perf_counter()
     samples, _ = routed("least_loaded", replicas, 32, 2, most=4)
-    assert len(samples) == 64 and max(r.last for r in replicas) - begin < 0.9, "before the first one is scored"
+    assert len(samples) == 64 and max(r.last for r in replicas) - begin < 0.9, (
+        "before the first one is scored"
+    )
 
 
 def test_a_slow_replica_gets_less_and_all_is_done_earlier_with_the_concurrency_of_the_defaults():
@@ -196,7 +226,10 @@ def test_what_is_handed_out_at_once_is_seen_by_whoever_hands_out_next():
 
     async def main():
         calls = (group.val, 0), (group.train, 1)
-        ask = [group.generate([Prompt((0, row), np.arange(2), "", "")], f"step {row}", how) for how, row in calls]
+        ask = [
+            group.generate([Prompt((0, row), np.arange(2), "", "")], f"step {row}", how)
+            for how, row in calls
+        ]
         await asyncio.gather(*ask)
 
     asyncio.run(main())
@@ -224,22 +257,39 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
 
     group = healthy(RolloutGroup([Actor(rollout=rollout) for _ in range(3)], cfg, seeded=True))
     samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
-    assert [(s.prompt_id, s.index) for s in samples] == [(p.id, i) for p in prompts for i in range(cfg.rollout.n)]
+    assert [(s.prompt_id, s.index) for s in samples] == [
+        (p.id, i) for p in prompts for i in range(cfg.rollout.n)
+    ]
     assert 0.0 < seconds < 5.0
     assert group.train.seed != group.val.seed
 
 
-CONTROL = {"alive": None, "abort_sync": None, "fail_sync": None}  # what any trainer answers, however busy it is
+CONTROL = {
+    "alive": None,
+    "abort_sync": None,
+    "fail_sync": None,
+}  # what any trainer answers, however busy it is
 
 
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
     sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0.3]], "spans": []}
-    got = {"bytes": 8.0, "load": 0.2, "each": [[0, 0.1]], "spans": [["", "load", 1.0, 2.0]], "raw": 0.05}
-    rank = Actor(score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None, **CONTROL)
+    got = {
+        "bytes": 8.0,
+        "load": 0.2,
+        "each": [[0, 0.1]],
+        "spans": [["", "load", 1.0, 2.0]],
+        "raw": 0.05,
+    }
+    rank = Actor(
+        score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None, **CONTROL
+    )
     actor = TrainGroup("actor", [rank], cfg)
-    replicas = [Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], alive=None) for e in engines]
+    replicas = [
+        Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], alive=None)
+        for e in engines
+    ]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
     sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, replicas
     sync.total_bytes = 8
@@ -277,7 +327,10 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
 def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_our_back(caplog):
     """asyncio tells of every failure that nobody asked for, with a traceback, among what the user reads."""
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
-    late, first = Method(SyncError("sender 0: late"), delay=0.05), Method(SyncError("sender 1: first"))
+    late, first = (
+        Method(SyncError("sender 0: late"), delay=0.05),
+        Method(SyncError("sender 1: first")),
+    )
     ranks: list[Any] = [Actor(send_weights=late, **CONTROL), Actor(send_weights=first, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
@@ -294,11 +347,17 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
 
 def test_who_fails_since_the_sync_was_given_up_is_not_named_as_the_cause():
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
-    follows = SyncError(f"sender 0, phase wire: {GIVEN_UP}receiver 0, phase load: too little memory")
+    follows = SyncError(
+        f"sender 0, phase wire: {GIVEN_UP}receiver 0, phase load: too little memory"
+    )
     sync.actor.ranks[0].send_weights = Method(follows)
     cause = SyncError("receiver 0, phase load: too little memory")
-    sync.rollout.all[0].sync = Method(cause, delay=0.05)  # its answer comes by way of the engine, and later
-    with pytest.raises(SyncError, match="version 3, rollout 0: receiver 0, phase load: too little memory"):
+    sync.rollout.all[0].sync = Method(
+        cause, delay=0.05
+    )  # its answer comes by way of the engine, and later
+    with pytest.raises(
+        SyncError, match="version 3, rollout 0: receiver 0, phase load: too little memory"
+    ):
         asyncio.run(sync((0, 3)))
 
 
@@ -306,7 +365,10 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
     """So that another attempt may do better: the other one says only that an answer did not come."""
     monkeypatch.setattr(weight_sync, "SETTLE_S", 0.1)
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
-    hung, waited = Method(None, delay=30), Method(SyncError("sender 1, phase header: timed out"), delay=0.02)
+    hung, waited = (
+        Method(None, delay=30),
+        Method(SyncError("sender 1, phase header: timed out"), delay=0.02),
+    )
     ranks: list[Any] = [Actor(send_weights=hung, **CONTROL), Actor(send_weights=waited, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
@@ -317,7 +379,9 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
 
 def test_the_canary_reports_the_largest_difference():
     scores = [np.full(50, -1.0), np.array([-2.0])]
-    metrics = asyncio.run(sync_of(scores, [scores, [np.full(50, -1.0), np.array([-2.0005])]])((0, 3)))
+    metrics = asyncio.run(
+        sync_of(scores, [scores, [np.full(50, -1.0), np.array([-2.0005])]])((0, 3))
+    )
     assert metrics["canary/logprob_diff_max"] == pytest.approx(5e-4)
     assert metrics["sync/bytes"] == 8 and metrics["sync/load_s"] == 0.2
 
@@ -331,7 +395,9 @@ def test_a_canary_over_the_tolerance_or_nan_stops(second):
 
 def test_bfloat16_has_its_own_tolerance():
     good = [np.full(50, -1.0), np.array([-2.0])]
-    metrics = asyncio.run(sync_of(good, [[np.full(50, -1.0), np.array([-2.2])]], "bfloat16")((0, 1)))
+    metrics = asyncio.run(
+        sync_of(good, [[np.full(50, -1.0), np.array([-2.2])]], "bfloat16")((0, 1))
+    )
     assert metrics["canary/logprob_diff_max"] == pytest.approx(0.2)
 
 
@@ -392,15 +458,17 @@ def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
     class ActorDiedError(Exception):
         pass
 
-    died = ActorDiedError(f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}")
+    died = ActorDiedError(
+        f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}"
+    )
     with pytest.raises(RoleError, match=words):
         asyncio.run(named("sync, rollout 1", Method(died).remote()))
 
 
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
-    import one_step_off.rollout.replica_group as room
+    import one_step_off.training.trainer_group as room
 
-    monkeypatch.setattr(room, "_put", lambda batch: batch)
+    monkeypatch.setattr(room, "put_batch", lambda batch: batch)
     told = []
 
     def said(what, answer):
@@ -417,7 +485,9 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
         actor = TrainGroup("actor", [Actor(update=said("update", {}))], Config(), turn)
         actor.colocated = rollout
         prompts = [Prompt((0, 0), "", np.arange(2), "")]
-        await asyncio.gather(rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0))))
+        await asyncio.gather(
+            rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0)))
+        )
 
     asyncio.run(main())
     assert told == ["generate", "sleep", "update"]
@@ -437,21 +507,24 @@ def test_roles_in_one_pool_take_turns():
     async def main(shared: bool):
         most[0] = 0
         turn = asyncio.Lock() if shared else None
-        groups = [TrainGroup(role, [Actor(log_prob=Method(0))], Config(), turn) for role in ("actor", "ref")]
+        groups = [
+            TrainGroup(role, [Actor(log_prob=Method(0))], Config(), turn)
+            for role in ("actor", "ref")
+        ]
         for group in groups:
             group.ranks[0].log_prob = Busy()
         batch = Batch(0, [], (0, 0))
         await asyncio.gather(*(g.log_prob(batch) for g in groups))
         return most[0]
 
-    import one_step_off.rollout.replica_group as room
+    import one_step_off.training.trainer_group as room
 
-    put, room._put = room._put, lambda batch: batch
+    put, room.put_batch = room.put_batch, lambda batch: batch
     try:
         assert asyncio.run(main(shared=True)) == 1
         assert asyncio.run(main(shared=False)) == 2
     finally:
-        room._put = put
+        room.put_batch = put
 
 
 def test_what_a_replica_gets_at_a_time_is_one_call():
@@ -476,11 +549,19 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     put = []
     monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
     batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
-    assert [room._put(batch), room._put(batch)] == [1, 1], "the reference model's and the critic's"
+    assert [room.put_batch(batch), room.put_batch(batch)] == [1, 1], (
+        "the reference model's and the critic's"
+    )
     batch.advantages = [np.ones(1, np.float32)]
-    assert [room._put(batch), room._put(batch)] == [2, 2] and put[1].advantages[0][0] == 1.0
+    assert [room.put_batch(batch), room.put_batch(batch)] == [2, 2] and put[1].advantages[0][
+        0
+    ] == 1.0
     batch.samples = [replace(batch.samples[0], loss_mask=np.zeros(1, bool))]
-    assert room._put(batch) == 3 and not put[2].samples[0].loss_mask.any() and put[2].stored == NOWHERE
+    assert (
+        room.put_batch(batch) == 3
+        and not put[2].samples[0].loss_mask.any()
+        and put[2].stored == NOWHERE
+    )
 
 
 def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_it():

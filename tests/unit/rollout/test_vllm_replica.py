@@ -44,7 +44,8 @@ def test_stamps_are_read_per_token():
 
 
 @pytest.mark.parametrize(
-    "spans", [None, [], [Span("0.1", 0, 2)], [Span("0.1", 1, 3)], [Span("0.1", 0, 2), Span("1.1", 2, 3)]]
+    "spans",
+    [None, [], [Span("0.1", 0, 2)], [Span("0.1", 1, 3)], [Span("0.1", 0, 2), Span("1.1", 2, 3)]],
 )
 def test_a_token_without_one_known_stamp_is_refused(spans):
     with pytest.raises(RuntimeError, match="stamped 3 tokens"):
@@ -52,7 +53,13 @@ def test_a_token_without_one_known_stamp_is_refused(spans):
 
 
 def test_seeds_differ_for_all_neighbours_and_fit_into_63_bits():
-    seeds = {sample_seed(s, (e, r), i) for s in range(3) for e in range(-1, 3) for r in range(20) for i in range(16)}
+    seeds = {
+        sample_seed(s, (e, r), i)
+        for s in range(3)
+        for e in range(-1, 3)
+        for r in range(20)
+        for i in range(16)
+    }
     assert len(seeds) == 3 * 4 * 20 * 16
     assert all(0 <= s < 2**63 for s in seeds)
     assert sample_seed(1, (0, 5), 2) == sample_seed(1, (0, 5), 2)
@@ -73,7 +80,10 @@ class FakeScorer:
         self.calls.append(len(items))
         await asyncio.sleep(self.delay)
         if any(i.response == self.fail_on for i in items):
-            return [RewardError("bad reward") if i.response == self.fail_on else float(i.index) for i in items]
+            return [
+                RewardError("bad reward") if i.response == self.fail_on else float(i.index)
+                for i in items
+            ]
         special = {"late": None, "parts": {"right": 1.0, "form": 0.5}}
         return [special.get(i.response, float(i.index)) for i in items]
 
@@ -118,7 +128,10 @@ async def generated(ids, max_tokens, seed, sampling):
 )
 def test_what_the_scorer_says_of_a_sample(response, reward, extra):
     replica = RolloutReplica(Config(), 0, "cpu", [FakeScorer()])
-    replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: response), generated
+    replica.tokenizer, replica._generate = (
+        SimpleNamespace(decode=lambda *_, **__: response),
+        generated,
+    )
     prompt = Prompt((0, 0), np.arange(2), "q", "1")
     sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
     assert (sample.reward, sample.extra) == (reward, extra)
@@ -136,7 +149,11 @@ class Numbers(AgentLoop):
         await talk.say(generate)
         found = await score("parts")
         ways = {"number": lambda: 0.5 * found + 1, "as it is": lambda: found}
-        ways |= {"scaled": lambda: found.scaled(2.0), "parts": lambda: found.parts, "total": lambda: found.total}
+        ways |= {
+            "scaled": lambda: found.scaled(2.0),
+            "parts": lambda: found.parts,
+            "total": lambda: found.total,
+        }
         talk.reward = ways[self.how]()
         return talk
 
@@ -156,8 +173,12 @@ def test_a_loop_may_take_what_score_gives_for_a_number_or_read_its_parts(how, re
     cfg.agent.loop, cfg.agent.loop_kwargs = name, {name: {"how": how}}
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = tiny_qwen.build_tokenizer(), generated
-    sample = asyncio.run(replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None)))
-    assert (sample.reward, sample.extra.get("reward_parts", {})) == (reward, parts) and type(sample.reward) is float
+    sample = asyncio.run(
+        replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None))
+    )
+    assert (sample.reward, sample.extra.get("reward_parts", {})) == (reward, parts) and type(
+        sample.reward
+    ) is float
 
 
 class Noting(FakeScorer):
@@ -177,19 +198,24 @@ class Noting(FakeScorer):
         ("gsm8k", {"a": "m:f"}, {"level": 3}),
     ],
 )
-def test_the_rows_other_columns_go_to_functions_of_the_users_own_and_into_no_sample(function, functions, sent):
+def test_the_rows_other_columns_go_to_functions_of_the_users_own_and_into_no_sample(
+    function, functions, sent
+):
     cfg = Config()
     cfg.reward.function, cfg.reward.functions, scorer = function, functions, Noting()
     replica = RolloutReplica(cfg, 0, "cpu", [scorer])
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
     prompt = Prompt((0, 0), np.arange(2), "q", "1", "a", extra={"level": 3}, where="rows.jsonl:1")
     sample = asyncio.run(replica._trajectory(prompt, 3, Sampling(1, 1.0, None)))
-    assert [(i.extra_info, i.where, i.data_source) for i in scorer.items] == [(sent, "rows.jsonl:1", "a")]
+    assert [(i.extra_info, i.where, i.data_source) for i in scorer.items] == [
+        (sent, "rows.jsonl:1", "a")
+    ]
     assert sample.extra == {}
 
 
 @pytest.mark.parametrize(
-    ("tries", "reward", "late"), [(["late"] * 2, 0.0, True), (["x", "late"], 0.0, True), (["late", "x"], 1.5, False)]
+    ("tries", "reward", "late"),
+    [(["late"] * 2, 0.0, True), (["x", "late"], 0.0, True), (["late", "x"], 1.5, False)],
 )
 def test_a_last_try_of_which_the_reward_is_late_is_marked_as_such(tries, reward, late):
     cfg, tokenizer, engine = Config(), tiny_qwen.build_tokenizer(), iter(tries)
@@ -202,7 +228,9 @@ def test_a_last_try_of_which_the_reward_is_late_is_marked_as_such(tries, reward,
 
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = tokenizer, said
-    sample = asyncio.run(replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None)))
+    sample = asyncio.run(
+        replica._trajectory(Prompt((0, 0), np.arange(2), "q", "1"), 3, Sampling(1, 1.0, None))
+    )
     assert (sample.reward, "error" in sample.extra) == (reward, late)
     assert sample.extra["agent"]["tries"] == 2
 
@@ -222,9 +250,11 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
     samples = asyncio.run(replica.rollout(prompts, group.train))
     found = [(s.prompt_id[1], s.index, s.log_probs[0], s.extra) for s in samples]
     greedy = {"greedy": True}
-    assert found == [(row, i, float(i < 2), greedy if i == 2 else {}) for row in range(2) for i in range(2 + wanted)], (
-        "its temperature is 0, and it is scored like the others"
-    )
+    assert found == [
+        (row, i, float(i < 2), greedy if i == 2 else {})
+        for row in range(2)
+        for i in range(2 + wanted)
+    ], "its temperature is 0, and it is scored like the others"
     assert [s.reward for s in samples] == [float(s.index) for s in samples]
 
 
@@ -312,24 +342,35 @@ def test_engine_arguments_make_the_engine_that_is_meant(models, monkeypatch):
     from one_step_off.runtime.processes import ENGINE_ENV
     from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
-    for name, value in ENGINE_ENV["cpu"].items():  # as in a replica's process; without it the executor is another
+    for name, value in ENGINE_ENV[
+        "cpu"
+    ].items():  # as in a replica's process; without it the executor is another
         monkeypatch.setenv(name, value)
-    cfg = tiny_config(models(), "", **{"data.max_response_length": 32, "rollout.val_max_response_length": 64})
+    cfg = tiny_config(
+        models(), "", **{"data.max_response_length": 32, "rollout.val_max_response_length": 64}
+    )
     cfg.rollout.engine_kwargs = {"max_num_seqs": 7}
     made = AsyncEngineArgs(**engine_args(cfg, "cpu")).create_engine_config()
     assert made.device_config.device_type == "cpu"
     assert made.model_config.model == cfg.model.path and made.model_config.dtype == torch.float32
-    assert made.model_config.max_model_len == 128 + 64, "the longest prompt with the longest response"
+    assert made.model_config.max_model_len == 128 + 64, (
+        "the longest prompt with the longest response"
+    )
     assert made.model_config.seed == cfg.trainer.seed and made.model_config.enforce_eager
     assert made.model_config.logprobs_mode == "processed_logprobs"
     assert made.scheduler_config.max_num_seqs == 7, "the user's own keys go on top"
-    assert not made.scheduler_config.enable_chunked_prefill, "a prompt split over two steps would kill a CPU engine"
+    assert not made.scheduler_config.enable_chunked_prefill, (
+        "a prompt split over two steps would kill a CPU engine"
+    )
     assert made.scheduler_config.max_num_batched_tokens >= 7 * made.model_config.max_model_len
-    assert made.cache_config.kv_cache_memory_bytes == 64 << 20 and made.cache_config.block_size == 32
+    assert (
+        made.cache_config.kv_cache_memory_bytes == 64 << 20 and made.cache_config.block_size == 32
+    )
     assert made.parallel_config.tensor_parallel_size == 1
     assert made.parallel_config.distributed_executor_backend == "uni"
     assert (
-        made.parallel_config.worker_extension_cls == f"{SyncWorkerExtension.__module__}.{SyncWorkerExtension.__name__}"
+        made.parallel_config.worker_extension_cls
+        == f"{SyncWorkerExtension.__module__}.{SyncWorkerExtension.__name__}"
     )
     assert made.weight_transfer_config.backend == "one_step_off"
 
@@ -405,7 +446,9 @@ def test_trajectories_under_way_are_bounded_and_slots_are_refilled():
     begin = time.perf_counter()
     samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, 7)))
     assert most == 3 and len(samples) == 12
-    assert time.perf_counter() - begin < 4 * 0.3, "the next ones generate while rewards are worked out"
+    assert time.perf_counter() - begin < 4 * 0.3, (
+        "the next ones generate while rewards are worked out"
+    )
     assert sorted(seeds) == sorted(sample_seed(7, p.id, 0) for p in prompts)
     assert len({sample_seed(7, (0, 0), 0, turn) for turn in range(5)}) == 5
     assert sample_seed(7, (0, 0), 0, 0) == sample_seed(7, (0, 0), 0)
@@ -427,7 +470,9 @@ def test_a_try_that_is_being_judged_keeps_no_other_one_waiting():
     samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert len(samples) == 8 and all(s.extra["agent"]["tries"] == 2 for s in samples)
     first, second = ([at for at, n in began if (n == 2) == first] for first in (True, False))
-    assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(first)
+    assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(
+        first
+    )
     assert replica.room._value == 1
 
 
@@ -438,7 +483,9 @@ class Stubborn(AgentLoop):
         talk = Trajectory(prompt.ids, limits, reward=0.0)
         while said := await talk.say(generate):
             text = "boom" if talk.turns % 2 else "x"
-            with contextlib.suppress(TimeoutError):  # the second turn's takes too long for this loop
+            with contextlib.suppress(
+                TimeoutError
+            ):  # the second turn's takes too long for this loop
                 talk.reward = await asyncio.wait_for(score(text), 0.03 if talk.turns == 2 else None)
             talk.hear("user", said.ids)
         await asyncio.gather(score("x"), score("x"))
@@ -460,7 +507,11 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
         return await generated(*request)
 
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer(0.05, "boom") for _ in range(40)])
-    replica.tokenizer, replica._generate, replica.stamp = tiny_qwen.build_tokenizer(), engine, (0, 0)
+    replica.tokenizer, replica._generate, replica.stamp = (
+        tiny_qwen.build_tokenizer(),
+        engine,
+        (0, 0),
+    )
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
     samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert [s.extra["agent"]["turns"] for s in samples] == [4.0] * 12
@@ -508,7 +559,9 @@ def test_a_replica_says_when_it_has_room(loop):
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replica.vacancy(4, 4), 0.05)
         room, begin = asyncio.create_task(replica.vacancy(4, 4)), time.perf_counter()
-        work = asyncio.create_task(replica.rollout([Prompt((0, 0), np.arange(2), "q", "1")], Sampling(2, 1.0, None)))
+        work = asyncio.create_task(
+            replica.rollout([Prompt((0, 0), np.arange(2), "q", "1")], Sampling(2, 1.0, None))
+        )
         assert await asyncio.wait_for(room, 5) >= 1 and time.perf_counter() - begin < 0.2
         await work
         assert await replica.vacancy(4, 3) == 2
@@ -524,7 +577,9 @@ def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch)
 
     def engine(_):
         made.extend(replica.loops.made)
-        return SimpleNamespace(vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=7)))
+        return SimpleNamespace(
+            vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=7))
+        )
 
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(AsyncEngineArgs=dict))
     llm = SimpleNamespace(AsyncLLM=SimpleNamespace(from_engine_args=engine))
@@ -536,11 +591,18 @@ def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch)
 
 
 def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch):
-    url, schema = "http://127.0.0.1:9/mcp", {"name": "f", "description": "", "parameters": {"type": "object"}}
+    url, schema = (
+        "http://127.0.0.1:9/mcp",
+        {"name": "f", "description": "", "parameters": {"type": "object"}},
+    )
     monkeypatch.setattr("agent_loop.tools.LISTED", {})
     monkeypatch.setattr("one_step_off.rollout.vllm_replica.LISTED", tools.LISTED)
     cfg = Config()
-    cfg.agent.tools, cfg.agent.loop, cfg.agent.loop_kwargs = f"mcp:{url}", "tool", {"tool": {"taught": True}}
+    cfg.agent.tools, cfg.agent.loop, cfg.agent.loop_kwargs = (
+        f"mcp:{url}",
+        "tool",
+        {"tool": {"taught": True}},
+    )
     with pytest.raises(ConfigError, match="the server lists no tools"):
         Loops(cfg, tiny_qwen.build_tokenizer()).get()
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()], {url: [schema]})

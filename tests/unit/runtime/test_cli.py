@@ -26,7 +26,11 @@ def call(*argv: str) -> tuple[subprocess.CompletedProcess, float]:
     """Run the program as users do; the finished process and its seconds."""
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "one_step_off.main_ppo", *argv], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "one_step_off.main_ppo", *argv],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
     return done, time.monotonic() - begin
 
@@ -45,7 +49,11 @@ def call(*argv: str) -> tuple[subprocess.CompletedProcess, float]:
 def test_bad_input_is_one_line_and_exit_code_2(argv: list[str], part: str) -> None:
     done, seconds = call(*argv)
     assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and done.stderr.startswith("error: ") and part in done.stderr
+    assert (
+        len(done.stderr.splitlines()) == 1
+        and done.stderr.startswith("error: ")
+        and part in done.stderr
+    )
     assert seconds < 3
 
 
@@ -55,7 +63,9 @@ def test_nothing_heavy_is_imported_before_an_answer(argv: list[str]) -> None:
         f"import sys; from one_step_off.main_ppo import main; main({argv!r});"
         f"print('heavy:', [m for m in {HEAVY!r} if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.stdout.splitlines()[-1] == "heavy: []", done.stdout + done.stderr
 
 
@@ -81,7 +91,13 @@ def test_help_lists_every_key(argv: list[str], capsys: pytest.CaptureFixture) ->
 def test_a_gpu_config_is_looked_at_on_a_machine_without_gpus(tmp_path: Path) -> None:
     """As users write it on their laptops; a run is refused there."""
     config = f"config={ROOT}/config/qwen_gsm8k_fsdp.yaml"
-    argv = [sys.executable, "-m", "one_step_off.main_ppo", config, f"trainer.output_dir={tmp_path}/run"]
+    argv = [
+        sys.executable,
+        "-m",
+        "one_step_off.main_ppo",
+        config,
+        f"trainer.output_dir={tmp_path}/run",
+    ]
     env = {k: v for k, v in os.environ.items() if k != "RAY_ADDRESS"} | {
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": str(ROOT),
@@ -92,13 +108,27 @@ def test_a_gpu_config_is_looked_at_on_a_machine_without_gpus(tmp_path: Path) -> 
     ):
         dry, real = (subprocess.run([*argv, *more, *last], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
                      for last in (["--dry-run"], []))  # fmt: skip
-        assert dry.returncode == 0 and "# rollout [" in dry.stdout and "on cuda" in dry.stdout, dry.stderr
-        assert dry.stderr.startswith("warning: here a run would be refused: placement.pools") and part in dry.stderr
-        assert real.returncode == 2 and real.stderr.startswith("error: placement.pools") and part in real.stderr
+        assert dry.returncode == 0 and "# rollout [" in dry.stdout and "on cuda" in dry.stdout, (
+            dry.stderr
+        )
+        assert (
+            dry.stderr.startswith("warning: here a run would be refused: placement.pools")
+            and part in dry.stderr
+        )
+        assert (
+            real.returncode == 2
+            and real.stderr.startswith("error: placement.pools")
+            and part in real.stderr
+        )
 
 
 def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    argv = [TINY, "actor.lr=3e-5", "rollout.engine_kwargs.foo=bar", "data.instruction=a ${oc.env:HOME} #### n"]
+    argv = [
+        TINY,
+        "actor.lr=3e-5",
+        "rollout.engine_kwargs.foo=bar",
+        "data.instruction=a ${oc.env:HOME} #### n",
+    ]
     assert main([argv[0], "--dry-run", *argv[1:]]) == 0
     out = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(out)
@@ -119,7 +149,9 @@ def test_a_config_is_understood_without_its_name(tmp_path: Path) -> None:
             load(argv)
 
 
-def test_later_faults_and_interrupts(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_faults_and_interrupts(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def install(run) -> None:
         fake = types.SimpleNamespace(run=run, report_failure=lambda cfg, error: f"error: {error}")
         monkeypatch.setitem(sys.modules, "one_step_off.runtime.launch", fake)
@@ -170,13 +202,20 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def shell(root: Path, name: str, *argv: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess:
+def shell(
+    root: Path, name: str, *argv: str, cwd: Path | None = None, **env: str
+) -> subprocess.CompletedProcess:
     """Run a script of the copy in `root`, with only these of the variables that it reads."""
     read = ("EXTRA", "PYTHON", "CUDA_VISIBLE_DEVICES", "MODEL", "DATA", "N_ROLLOUT_GPUS")
     full = {k: v for k, v in os.environ.items() if k not in read}
     full["PATH"] = f"{root}/bin:{full['PATH']}"
     return subprocess.run(
-        ["bash", f"{root}/shell/{name}", *argv], cwd=cwd, env=full | env, capture_output=True, text=True, timeout=60
+        ["bash", f"{root}/shell/{name}", *argv],
+        cwd=cwd,
+        env=full | env,
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
 
 
@@ -186,7 +225,12 @@ def checkout(tmp_path: Path) -> Path:
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "shell", root / "shell")
     (root / "one_step_off").mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "one_step_off/__init__.py", "one_step_off/config/hardware.py"):
+    for name in (
+        "setup.cfg",
+        "pyproject.toml",
+        "one_step_off/__init__.py",
+        "one_step_off/config/hardware.py",
+    ):
         shutil.copy(ROOT / name, root / name)
     return root
 
@@ -205,8 +249,13 @@ def checkout(tmp_path: Path) -> Path:
         (0, {"EXTRA": "gpu"}, ".venv-gpu"),
     ],
 )
-def test_setup_chooses_the_venv_by_visible_gpus(checkout: Path, gpus: int, env: dict[str, str], venv: str) -> None:
-    script(checkout / "bin" / "nvidia-smi", f'#!/bin/sh\nfor i in $(seq {gpus}); do echo "GPU $i: A"; done\n')
+def test_setup_chooses_the_venv_by_visible_gpus(
+    checkout: Path, gpus: int, env: dict[str, str], venv: str
+) -> None:
+    script(
+        checkout / "bin" / "nvidia-smi",
+        f'#!/bin/sh\nfor i in $(seq {gpus}); do echo "GPU $i: A"; done\n',
+    )
     done = shell(checkout, "setup.sh", "--print-venv", PYTHON=sys.executable, **env)
     assert done.stdout == f"{checkout}/{venv}\n", done.stderr
     assert sorted(p.name for p in checkout.iterdir() if p.name.startswith(".venv")) == []
@@ -218,7 +267,9 @@ def test_setup_never_mixes_two_vllms(checkout: Path) -> None:
     assert first.returncode == 0 and "setup: ready" in first.stdout, first.stderr
     assert shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python).stdout == ""
     assert "new .venv-gpu with" in shell(checkout, "setup.sh", EXTRA="gpu", PYTHON=python).stdout
-    assert shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python).stdout == "", "the other venv was touched"
+    assert shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python).stdout == "", (
+        "the other venv was touched"
+    )
     (checkout / ".venv" / ".setup-done").write_text("gpu\n123 4\n")
     (checkout / ".venv" / "left-over").touch()
     again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python)
@@ -252,7 +303,9 @@ def test_setup_refuses(checkout: Path, argv: list[str], env: dict[str, str], par
     ), done.stderr
 
 
-def would_train(tmp_path: Path, gpus: int, **env: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+def would_train(
+    tmp_path: Path, gpus: int, **env: str
+) -> tuple[subprocess.CompletedProcess, list[str]]:
     """Run run_qwen_gsm8k.sh from tmp_path; the process and the arguments that the program would get."""
     root = tmp_path / "checkout"
     script(root / "shell" / "run_qwen_gsm8k.sh", (ROOT / "shell" / "run_qwen_gsm8k.sh").read_text())
@@ -277,7 +330,9 @@ def would_train(tmp_path: Path, gpus: int, **env: str) -> tuple[subprocess.Compl
         (2, {}, "qwen_gsm8k_fsdp", "setup for gpu"),
     ],
 )
-def test_run_script_chooses_the_config(tmp_path: Path, gpus: int, env: dict, config: str, notice: str) -> None:
+def test_run_script_chooses_the_config(
+    tmp_path: Path, gpus: int, env: dict, config: str, notice: str
+) -> None:
     done, args = would_train(tmp_path, gpus, **env)
     assert done.returncode == 0 and notice in done.stdout, done.stderr
     assert (
@@ -288,14 +343,19 @@ def test_run_script_chooses_the_config(tmp_path: Path, gpus: int, env: dict, con
 
 def test_run_script_divides_the_gpus(tmp_path: Path) -> None:
     assert "placement.pools={rollout: [2], actor: [3]}" in would_train(tmp_path, 5)[1]
-    assert "placement.pools={rollout: [1], actor: [4]}" in would_train(tmp_path, 5, N_ROLLOUT_GPUS="1")[1]
+    assert (
+        "placement.pools={rollout: [1], actor: [4]}"
+        in would_train(tmp_path, 5, N_ROLLOUT_GPUS="1")[1]
+    )
     for gpus, pools in (
         (3, "rollout: [1], actor: [2]"),
         (5, "rollout: [3], actor: [2]"),
         (8, "rollout: [4], actor: [4]"),
     ):
         args = would_train(tmp_path, gpus, BACKEND="megatron")[1]
-        assert f"placement.pools={{{pools}}}" in args and args[0].endswith("qwen_gsm8k_megatron.yaml")
+        assert f"placement.pools={{{pools}}}" in args and args[0].endswith(
+            "qwen_gsm8k_megatron.yaml"
+        )
     tiny = would_train(tmp_path, 0, BACKEND="megatron")[1]
     assert "actor.tensor_parallel_size=2" in tiny and "model.path=tiny:qwen3" in tiny
     for env, part in (
@@ -305,12 +365,17 @@ def test_run_script_divides_the_gpus(tmp_path: Path) -> None:
     ):
         done, _ = would_train(tmp_path, 5, **env)
         assert done.returncode == 2 and part in done.stderr
-    for env, part in (({"N_ROLLOUT_GPUS": "5"}, "must be 1 to 4"), ({"EXTRA": "gpu", "GPUS": "1"}, "needs 2")):
+    for env, part in (
+        ({"N_ROLLOUT_GPUS": "5"}, "must be 1 to 4"),
+        ({"EXTRA": "gpu", "GPUS": "1"}, "needs 2"),
+    ):
         done, _ = would_train(tmp_path, 5, **env)
         assert done.returncode == 2 and part in done.stderr
 
 
-@pytest.mark.parametrize("data", ["a.jsonl", "a.jsonl,b.jsonl", "a.jsonl, b.parquet", "nowhere.jsonl", "table"])
+@pytest.mark.parametrize(
+    "data", ["a.jsonl", "a.jsonl,b.jsonl", "a.jsonl, b.parquet", "nowhere.jsonl", "table"]
+)
 def test_run_script_evaluates_on_no_training_file(tmp_path: Path, data: str) -> None:
     for name in ("a.jsonl", "b.jsonl", "table"):
         (tmp_path / name).touch()
@@ -324,7 +389,9 @@ def test_run_script_evaluates_on_no_training_file(tmp_path: Path, data: str) -> 
     ]
 
 
-@pytest.mark.parametrize("data", ["/nowhere", "./nowhere", "../nowhere", "data/no/where", "nowhere/"])
+@pytest.mark.parametrize(
+    "data", ["/nowhere", "./nowhere", "../nowhere", "data/no/where", "nowhere/"]
+)
 def test_run_script_says_that_a_folder_is_missing(tmp_path: Path, data: str) -> None:
     done, _ = would_train(tmp_path, 0, DATA=data)
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and not done.stdout
@@ -334,7 +401,10 @@ def test_run_script_says_that_a_folder_is_missing(tmp_path: Path, data: str) -> 
 def test_run_script_takes_folders_and_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     args = would_train(tmp_path, 0, DATA="folder")[1]
-    assert "data.train_files=folder/gsm8k_train.jsonl" in args and "data.val_files=folder/gsm8k_test.jsonl" in args
+    assert (
+        "data.train_files=folder/gsm8k_train.jsonl" in args
+        and "data.val_files=folder/gsm8k_test.jsonl" in args
+    )
     for data in ("openai/gsm8k", "openai/gsm8k:main", "generator:word_problems"):
         args = would_train(tmp_path, 0, DATA=data)[1]
         assert f"data.train_files={data}" in args and f"data.val_files={data}" in args
@@ -342,8 +412,17 @@ def test_run_script_takes_folders_and_hub_ids(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", [[], ["no/such/folder"], ["{empty}"]])
 def test_a_replay_of_nothing_is_refused_in_one_line(folder, tmp_path, capsys):
-    argv = [TINY, f"trainer.output_dir={tmp_path}", "--replay", *(f.format(empty=tmp_path) for f in folder)]
+    argv = [
+        TINY,
+        f"trainer.output_dir={tmp_path}",
+        "--replay",
+        *(f.format(empty=tmp_path) for f in folder),
+    ]
     assert main(argv) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: --replay ") and "OUTPUT_DIR/skipped/step_000012" in said and said.count("\n") == 1
+    assert (
+        said.startswith("error: --replay ")
+        and "OUTPUT_DIR/skipped/step_000012" in said
+        and said.count("\n") == 1
+    )
     assert not list(tmp_path.iterdir())

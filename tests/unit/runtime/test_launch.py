@@ -42,15 +42,24 @@ def changed(model: str, folder: Path, **keys: object) -> str:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"model_type": "qwen99"}, "its config cannot be loaded .*newer than transformers .* needs a newer one"),
+        (
+            {"model_type": "qwen99"},
+            "its config cannot be loaded .*newer than transformers .* needs a newer one",
+        ),
         ({"model_type": "vit"}, r"\(model type 'vit'\) is no causal language model"),
-        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "BertForMaskedLM .* is no causal .*; give"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM .* is no causal .*; give",
+        ),
         ({"architectures": ["Qwen2Model"]}, "Qwen2Model .* is no causal language model"),
         (
             {"model_type": "openai-gpt", "architectures": ["OpenAIGPTLMHeadModel"]},
             "vLLM.* no code for OpenAIGPTLMHeadModel; give",
         ),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, r"quantised \(gptq\), .*; give the model"),
+        (
+            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+            r"quantised \(gptq\), .*; give the model",
+        ),
         (
             {"num_hidden_layers": "two"},
             r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
@@ -68,7 +77,9 @@ def test_a_quantised_reference_is_refused(models, tmp_path):
     other = changed(models(), tmp_path, quantization_config={"quant_method": "fp8"})
     roles = {"rollout": "rollout", "actor": "actor", "ref": "actor"}
     changes = {"placement.roles": roles, "algorithm.kl_coef": 0.1, "ref.path": other}
-    refused(tiny_config(models(), str(tmp_path / "out"), **changes), r"ref.path=.* quantised \(fp8\)")
+    refused(
+        tiny_config(models(), str(tmp_path / "out"), **changes), r"ref.path=.* quantised \(fp8\)"
+    )
 
 
 def refused(cfg: Config, words: str) -> None:
@@ -83,19 +94,30 @@ def test_a_model_without_weights_that_can_be_trained(models, tmp_path, others):
     (path / "model.safetensors").unlink()
     for name in others:
         (path / name).write_text("x")
-    refused(tiny_config(str(path), str(tmp_path / "out")), f"model.path={path}: has no weights .*GGUF.*; give a model")
+    refused(
+        tiny_config(str(path), str(tmp_path / "out")),
+        f"model.path={path}: has no weights .*GGUF.*; give a model",
+    )
 
 
 def response(code: str) -> httpx.Response:
     request = httpx.Request("HEAD", "http://hub/config.json")
-    return httpx.Response(403, headers={"X-Error-Code": code, "X-Error-Message": "no"}, request=request)
+    return httpx.Response(
+        403, headers={"X-Error-Code": code, "X-Error-Message": "no"}, request=request
+    )
 
 
 @pytest.mark.parametrize(
     ("cause", "mend"),
     [
-        (GatedRepoError("403\nno", response=response("GatedRepo")), "gated: ask for access .* `hf auth login`"),
-        (RepositoryNotFoundError("401", response=response("RepoNotFound")), "no such model on the hub, .*check the id"),
+        (
+            GatedRepoError("403\nno", response=response("GatedRepo")),
+            "gated: ask for access .* `hf auth login`",
+        ),
+        (
+            RepositoryNotFoundError("401", response=response("RepoNotFound")),
+            "no such model on the hub, .*check the id",
+        ),
         (LocalEntryNotFoundError("not there"), "check the network and HF_HUB_OFFLINE"),
     ],
 )
@@ -110,18 +132,24 @@ def test_hub_models_that_cannot_be_had(tmp_path, monkeypatch, cause, mend):
 
 
 def test_a_hub_model_that_is_not_here(tmp_path):
-    refused(tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*; check the network")
+    refused(
+        tiny_config("some/model", str(tmp_path)), "model.path=some/model: .*; check the network"
+    )
 
 
 def test_the_first_line_waits_for_no_large_import():
     code = "import sys, one_step_off.runtime.launch; print(sorted({'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
     assert done.stdout == "[]\n", done.stderr
 
 
 def test_heads_must_split(models, tmp_path):
     cfg = tiny_config(models(), str(tmp_path), **{"rollout.tensor_parallel_size": 3})
-    with pytest.raises(ConfigError, match="tensor_parallel_size=3: does not divide the 4 attention heads"):
+    with pytest.raises(
+        ConfigError, match="tensor_parallel_size=3: does not divide the 4 attention heads"
+    ):
         launch.prepare(cfg, lambda line: None)
 
 
@@ -135,7 +163,9 @@ def test_a_missing_tokenizer_is_named(models, tmp_path):
 
 def test_prepared_runs_know_their_canary_and_steps(models, tmp_path):
     prepared = launch.prepare(tiny_config(models(), str(tmp_path)), lambda line: None)
-    assert len(prepared.canary) == 4 and all(2 <= len(ids) <= launch.CANARY_TOKENS for ids in prepared.canary)
+    assert len(prepared.canary) == 4 and all(
+        2 <= len(ids) <= launch.CANARY_TOKENS for ids in prepared.canary
+    )
     assert prepared.data.stream.total_steps == 3 and len(prepared.data.val) == 8
     assert prepared.device == "cpu"
 
@@ -147,7 +177,9 @@ def test_the_grace_limit_ends_the_run_but_nothing_after_it(tmp_path, inside_s, c
 
     async def main() -> bool:
         try:
-            with launch.stop_on_signals(pipeline, 0.1, Tracker(str(tmp_path), 1, out=io.StringIO())):
+            with launch.stop_on_signals(
+                pipeline, 0.1, Tracker(str(tmp_path), 1, out=io.StringIO())
+            ):
                 os.kill(os.getpid(), signal.SIGINT)
                 while not pipeline.stopping:
                     await asyncio.sleep(0.001)
@@ -166,7 +198,10 @@ def test_a_failure_is_told_in_one_line_and_kept_whole(tmp_path, models):
         raise ValueError("first line\nsecond line")
     except ValueError as e:
         said = launch.report_failure(cfg, e)
-    assert said.startswith("error: the run ended by ValueError: first line\n") and "second line" not in said
+    assert (
+        said.startswith("error: the run ended by ValueError: first line\n")
+        and "second line" not in said
+    )
     assert "second line" in (tmp_path / "error.log").read_text()
 
 
@@ -174,14 +209,21 @@ def test_a_refused_logger_leaves_an_earlier_run_as_it_is(models, tmp_path, monke
     def refuse(cfg, resumed):
         raise ConfigError("not logged in")
 
-    kept = {tmp_path / name: "an earlier run's" for name in ("metrics.jsonl", "summary.json", "config.yaml")}
+    kept = {
+        tmp_path / name: "an earlier run's"
+        for name in ("metrics.jsonl", "summary.json", "config.yaml")
+    }
     kept |= {tmp_path / "samples" / "step_000000.jsonl": "an earlier run's"}
     (tmp_path / "samples").mkdir()
     for path, text in kept.items():
         path.write_text(text)
     monkeypatch.setattr(loggers, "Wandb", refuse)
     with pytest.raises(ConfigError, match="not logged in"):
-        launch.run(tiny_config(models(), str(tmp_path), **{"logging.wandb": True, "trainer.overwrite": True}))
+        launch.run(
+            tiny_config(
+                models(), str(tmp_path), **{"logging.wandb": True, "trainer.overwrite": True}
+            )
+        )
     assert {path: path.read_text() for path in kept} == kept
 
 
@@ -217,7 +259,9 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{s.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"):
+        with pytest.raises(
+            ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"
+        ):
             launch.require_cluster(address)
     with socket.create_server(("127.0.0.1", 0)) as s:
 
@@ -240,7 +284,8 @@ def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ray, "init", refuse)
     monkeypatch.setenv("RAY_ADDRESS", "auto")
     with pytest.raises(
-        ConfigError, match="Ray does not start: ConnectionError: Failed to connect.*RAY_ADDRESS and RAY_AUTH_"
+        ConfigError,
+        match="Ray does not start: ConnectionError: Failed to connect.*RAY_ADDRESS and RAY_AUTH_",
     ):
         launch.start_ray(Config())
 
@@ -253,8 +298,14 @@ def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_pa
     tokenizer = AutoTokenizer.from_pretrained(other)
     tokenizer.add_tokens(["a_word_of_its_own"])
     tokenizer.save_pretrained(other)
-    for role, ours in (("ref", {"algorithm.kl_coef": 0.1}), ("critic", {"algorithm.adv_estimator": "gae"})):
-        for path, said in ((str(other), "its tokens mean something else"), ("no/model", "its config cannot be loaded")):
+    for role, ours in (
+        ("ref", {"algorithm.kl_coef": 0.1}),
+        ("critic", {"algorithm.adv_estimator": "gae"}),
+    ):
+        for path, said in (
+            (str(other), "its tokens mean something else"),
+            ("no/model", "its config cannot be loaded"),
+        ):
             roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", role: "actor"}}
             cfg = tiny_config(models(), str(tmp_path), **ours, **roles, **{f"{role}.path": path})
             with pytest.raises(ConfigError, match=f"{role}.path={path}: {said}"):
@@ -262,18 +313,24 @@ def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_pa
     roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", "reward_model": "actor"}}
     AutoModelForSequenceClassification.from_pretrained(other, num_labels=1).save_pretrained(other)
     launch.prepare(
-        tiny_config(models(), str(tmp_path), **roles, **{"reward_model.path": str(other)}), lambda line: None
+        tiny_config(models(), str(tmp_path), **roles, **{"reward_model.path": str(other)}),
+        lambda line: None,
     )
 
 
 def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
-    roles = {"placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"}, "algorithm.kl_coef": 0.1}
+    roles = {
+        "placement.roles": {"rollout": "rollout", "actor": "actor", "ref": "actor"},
+        "algorithm.kl_coef": 0.1,
+    }
     cfg = tiny_config(models(), str(tmp_path), **roles, **{"ref.path": models()})
     prepared = launch.prepare(cfg, lambda line: None)
     prepared.asked_for |= {"model": "tiny:qwen2", "ref": "tiny:qwen3"}
     launch.write_run_folder(prepared)
     written = (tmp_path / "config.yaml").read_text()
-    assert "path: tiny:qwen2" in written and "path: tiny:qwen3" in written and models() not in written
+    assert (
+        "path: tiny:qwen2" in written and "path: tiny:qwen3" in written and models() not in written
+    )
 
 
 def test_rows_that_their_agent_loop_cannot_use_are_refused_before_engines_start(models, tmp_path):
@@ -290,5 +347,7 @@ def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
         " agent.tools=calculator",
     ]
     said.clear()
-    prepared = launch.prepare(tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append)
+    prepared = launch.prepare(
+        tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append
+    )
     assert not any("warning" in line for line in said) and prepared.loops == ["tool"]

@@ -31,7 +31,9 @@ class Killed(Exception):
     """What ended the process."""
 
 
-def run(monkeypatch, tmp_path, max_restarts: int, reached: list, **of_pipeline: object) -> SimpleNamespace:
+def run(
+    monkeypatch, tmp_path, max_restarts: int, reached: list, **of_pipeline: object
+) -> SimpleNamespace:
     """A run without checkpoints whose lives die after so many steps; an entry that is no number is raised, or is "end".
     Tells for each life its incarnation, where in the data it began and whether one had started before."""
     cfg, out, began, script = Config(), io.StringIO(), [], iter(reached)
@@ -44,7 +46,9 @@ def run(monkeypatch, tmp_path, max_restarts: int, reached: list, **of_pipeline: 
     async def life(prepared, tracker, started, *_):
         began.append((prepared.incarnation, prepared.data.stream.state_dict(), started))
         checkpointer = SimpleNamespace(newest=None, folder=tmp_path / "checkpoints", in_use=False)
-        prepared.pipeline = SimpleNamespace(**{"stopping": False, "checkpointer": checkpointer} | of_pipeline)
+        prepared.pipeline = SimpleNamespace(
+            **{"stopping": False, "checkpointer": checkpointer} | of_pipeline
+        )
         how = next(script)
         if isinstance(how, Exception):
             raise how
@@ -80,7 +84,9 @@ def run(monkeypatch, tmp_path, max_restarts: int, reached: list, **of_pipeline: 
         (3, [1, 1, 1, 2, 2, 2, 2]),
     ],
 )
-def test_so_many_deaths_in_a_row_without_a_new_step_end_the_run(max_restarts, reached, monkeypatch, tmp_path):
+def test_so_many_deaths_in_a_row_without_a_new_step_end_the_run(
+    max_restarts, reached, monkeypatch, tmp_path
+):
     found = run(monkeypatch, tmp_path, max_restarts, reached)
     assert str(found.raised) == f"life {len(reached)}", "the cause of the last death, not a Died"
     assert [began[0] for began in found.began] == list(range(len(reached)))
@@ -104,7 +110,11 @@ def test_without_a_checkpoint_each_life_begins_where_the_run_did(monkeypatch, tm
 
 def test_a_run_that_was_told_to_stop_begins_no_other_life(monkeypatch, tmp_path):
     found = run(monkeypatch, tmp_path, 5, [3], stopping=True)
-    assert str(found.raised) == "life 1" and len(found.began) == 1 and "going on" not in found.out.getvalue()
+    assert (
+        str(found.raised) == "life 1"
+        and len(found.began) == 1
+        and "going on" not in found.out.getvalue()
+    )
 
 
 def test_an_error_that_is_no_death_ends_the_run_at_once(monkeypatch, tmp_path):
@@ -116,6 +126,8 @@ def test_where_no_other_life_can_begin_the_death_is_told_and_why(monkeypatch, tm
     """As with a host that is lost: what failed there is the cause, and not the pool that has no room any more."""
     found = run(monkeypatch, tmp_path, 3, [2, ConfigError("placement.pools.actor=[2]: too little")])
     assert isinstance(found.raised, Killed) and str(found.raised) == "life 1"
-    assert found.raised.__notes__ == ["no other life could begin: placement.pools.actor=[2]: too little"]
+    assert found.raised.__notes__ == [
+        "no other life could begin: placement.pools.actor=[2]: too little"
+    ]
     found = run(monkeypatch, tmp_path, 3, [ConfigError("placement.pools.actor=[2]: too little")])
     assert isinstance(found.raised, ConfigError), "what does not fit the first time is bad input"

@@ -16,9 +16,7 @@ from one_step_off.runtime import launch, run_folder
 from tests.bad_input import base, refused
 
 ROOT = Path(__file__).parents[3]
-KEYS = (
-    "model.path=tiny:qwen2 data.train_files=generator:word_problems trainer.total_steps=2 placement.device=cpu".split()
-)
+KEYS = "model.path=tiny:qwen2 data.train_files=generator:word_problems trainer.total_steps=2 placement.device=cpu".split()
 WAYS = ["name another trainer.output_dir", "replace it with trainer.overwrite=true"]
 
 
@@ -79,24 +77,38 @@ def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, ca
     earlier(tmp_path / "run", 40, (20, 30))
     assert begins(capsys)[0], "it goes on from step 30"
     may, said = begins(capsys, "trainer.resume=never")
-    assert not may and "holds a run of 40 steps" in said and "resume it with trainer.resume=auto, " in said
+    assert (
+        not may
+        and "holds a run of 40 steps" in said
+        and "resume it with trainer.resume=auto, " in said
+    )
     assert all(way in said for way in WAYS)
     assert begins(capsys, "trainer.resume=never", "trainer.overwrite=true")[0]
     shutil.copytree(tmp_path / "run" / "checkpoints", tmp_path / "elsewhere")
     may, said = begins(capsys, f"trainer.resume={tmp_path}/elsewhere/step_000020")
-    assert not may and "holds a run of 40 steps" in said, "another run's checkpoint continues another run"
+    assert not may and "holds a run of 40 steps" in said, (
+        "another run's checkpoint continues another run"
+    )
 
 
 @pytest.mark.parametrize(
     ("steps", "checkpoints", "holds"),
-    [(100, (50, 100), "100 steps"), (75, (50,), "75 steps"), (0, (50, 100), "the checkpoint step_000100")],
+    [
+        (100, (50, 100), "100 steps"),
+        (75, (50,), "75 steps"),
+        (0, (50, 100), "the checkpoint step_000100"),
+    ],
 )
 def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp_path, capsys):
     """The same command given twice: the first time it went on from step 50, the second time that would drop what it did."""
     earlier(tmp_path / "run", steps, checkpoints)
     back = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
     may, said = begins(capsys, back)
-    assert not may and said.startswith(f"error: {back}: {tmp_path}/run holds {holds}") and said.count("\n") == 1
+    assert (
+        not may
+        and said.startswith(f"error: {back}: {tmp_path}/run holds {holds}")
+        and said.count("\n") == 1
+    )
     assert all(way in said for way in ["trainer.resume=auto", *WAYS])
     assert begins(capsys, back, "trainer.overwrite=true")[0]
     assert begins(capsys, back, f"trainer.output_dir={tmp_path}/other")[0]
@@ -117,13 +129,23 @@ def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
     """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
-    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (ROOT / "shell" / "slurm_qwen_gsm8k.sh").read_text()
+    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (
+        ROOT / "shell" / "slurm_qwen_gsm8k.sh"
+    ).read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
     assert len(commands) == 2 and len({*commands}) == 1, "in both places the same"
-    keys = [word for word in commands[0].split() if "=" in word and not word.startswith("trainer.output_dir=")]
+    keys = [
+        word
+        for word in commands[0].split()
+        if "=" in word and not word.startswith("trainer.output_dir=")
+    ]
     earlier(tmp_path, 5)
     cfg = load([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
-    assert cfg.trainer.resume == "auto" and cfg.trainer.save_freq > 0 and run_folder.replaced_by(cfg) is None
+    assert (
+        cfg.trainer.resume == "auto"
+        and cfg.trainer.save_freq > 0
+        and run_folder.replaced_by(cfg) is None
+    )
     earlier(tmp_path, 25, (20,))
     assert run_folder.resumes(cfg)
 
@@ -158,7 +180,9 @@ def test_a_dry_run_only_warns(tmp_path, capsys):
     argv = [*KEYS, f"trainer.output_dir={tmp_path}/run"]
     assert main([*argv, "--dry-run"]) == 0
     out, err = capsys.readouterr()
-    assert "output_dir: " in out and err.startswith("warning: here a run would be refused: trainer.output_dir=")
+    assert "output_dir: " in out and err.startswith(
+        "warning: here a run would be refused: trainer.output_dir="
+    )
     assert main([*argv, "trainer.overwrite=true", "--dry-run"]) == 0 and not capsys.readouterr().err
 
 
@@ -184,7 +208,7 @@ def test_the_question_leaves_nothing_behind(tmp_path):
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks import command_line
+    from benchmarks.common import command_line
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from one_step_off.config.loading import load, resolved_yaml
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import masked, validate
+from one_step_off.config.validation import masked
 from one_step_off.distributed_util import open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
+from one_step_off.runtime.validation import validate
 from tests.bad_input import base
 
 ROOT = Path(__file__).parents[3]
@@ -46,7 +47,12 @@ def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypa
     """config.yaml, error.log, the dry run, TensorBoard's text and the line of an error, of one run that holds three."""
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     arguments = base(tmp_path, models())
-    arguments = [*arguments, f"trainer.output_dir={tmp_path}/new", f"reward_model.url={URL}", "agent.tools="]
+    arguments = [
+        *arguments,
+        f"trainer.output_dir={tmp_path}/new",
+        f"reward_model.url={URL}",
+        "agent.tools=",
+    ]
     secret = "data.instruction=${oc.env:HF_TOKEN}"
     assert main([*arguments, secret, "--dry-run"]) == 0
 
@@ -55,7 +61,10 @@ def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr(launch, "run_on_ray", fail)
     assert main([*arguments, secret]) == 1
-    assert main([*arguments, f"reward_model.path={models()}", "placement.roles.reward_model=actor"]) == 2
+    assert (
+        main([*arguments, f"reward_model.path={models()}", "placement.roles.reward_model=actor"])
+        == 2
+    )
     out, err = capsys.readouterr()
     assert SHOWN in out and SHOWN in err
     written = {path: path.read_bytes() for path in (tmp_path / "new").rglob("*") if path.is_file()}
@@ -105,12 +114,18 @@ def test_wandb_is_given_no_secret(tmp_path, monkeypatch):
     cfg = Config()
     cfg.trainer.output_dir, cfg.reward_model.url, cfg.actor.lr = str(tmp_path), URL, 1e-6
     Wandb(cfg, False)
-    assert given["config"]["reward_model"]["url"] == SHOWN and given["config"]["actor"]["lr"] == 1e-6
+    assert (
+        given["config"]["reward_model"]["url"] == SHOWN and given["config"]["actor"]["lr"] == 1e-6
+    )
     assert not any(secret in json.dumps(given["config"]) for secret in SECRETS)
 
 
 def listening() -> set[str]:
-    return {c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return {
+        c.laddr.ip
+        for c in psutil.Process().net_connections("inet")
+        if c.status == psutil.CONN_LISTEN
+    }
 
 
 def test_stores_listen_at_their_own_address_alone():
@@ -145,9 +160,13 @@ def test_code_of_models_runs_only_where_it_is_asked_for():
             call = ast.get_source_segment(text, node)
             if name == "load_dataset":
                 assert "trust" not in call, call
-            elif path.name != "tiny_qwen.py" and "GenerationConfig" not in call:  # its own models, and mere numbers
-                assert "trust_remote_code=cfg.model.trust_remote_code" in call or "**how" in call or "=trust" in call, (
-                    call
-                )
+            elif (
+                path.name != "tiny_qwen.py" and "GenerationConfig" not in call
+            ):  # its own models, and mere numbers
+                assert (
+                    "trust_remote_code=cfg.model.trust_remote_code" in call
+                    or "**how" in call
+                    or "=trust" in call
+                ), call
         assert "weights_only=False" not in text or path.name == "checkpoint.py"
     assert all(loads.values()), loads

@@ -62,7 +62,9 @@ LONG = "not JSON: " + "x" * 200
 
 def error_of(function: str, timeout_s: float = 5.0) -> RewardError:
     cfg = RewardConfig(function=f"own_code:{function}", timeout_s=timeout_s)
-    (error,) = Scorer(cfg).score_batch([RewardItem((0, 3), 1, "q", LONG, "7", where="rows.jsonl:4")])
+    (error,) = Scorer(cfg).score_batch(
+        [RewardItem((0, 3), 1, "q", LONG, "7", where="rows.jsonl:4")]
+    )
     assert isinstance(error, RewardError)
     return error
 
@@ -89,7 +91,9 @@ def test_a_reward_that_takes_too_long_names_the_line_where_it_was(own):
 
 
 def test_a_wrong_reward_names_the_response(own):
-    assert "returned None, not a finite number" in str(error_of("nothing")) and LONG[:80] in str(error_of("nothing"))
+    assert "returned None, not a finite number" in str(error_of("nothing")) and LONG[:80] in str(
+        error_of("nothing")
+    )
 
 
 def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
@@ -100,7 +104,10 @@ def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
     monkeypatch.syspath_prepend(str(folder))
     cfg = RewardConfig(function="installed_code:raises")
     (error,) = Scorer(cfg).score_batch([RewardItem((0, 0), 0, "q", "x", "7")])
-    assert f"raised JSONDecodeError at site-packages/installed_code.py:{line_of('return json.loads')}: " in str(error)
+    assert (
+        f"raised JSONDecodeError at site-packages/installed_code.py:{line_of('return json.loads')}: "
+        in str(error)
+    )
 
 
 def test_the_line_is_named_from_a_working_directory_that_is_gone(own, monkeypatch):
@@ -110,7 +117,9 @@ def test_the_line_is_named_from_a_working_directory_that_is_gone(own, monkeypatc
     monkeypatch.chdir(gone)
     gone.rmdir()
     (error,) = scorer.score_batch([RewardItem((0, 0), 0, "q", "x", "7")])
-    assert f"raised JSONDecodeError at {own}/own_code.py:{line_of('return json.loads')}: " in str(error)
+    assert f"raised JSONDecodeError at {own}/own_code.py:{line_of('return json.loads')}: " in str(
+        error
+    )
 
 
 class Fails(AgentLoop):
@@ -156,7 +165,9 @@ def test_a_tools_failure_is_logged_where_it_is_the_users_code(name, arguments, t
     cfg = Config()
     cfg.agent.tools = f"calculator,{__name__}:weather"
     answer, good = asyncio.run(tools.Toolbox(cfg.agent).call(name, arguments, 5.0))
-    assert not good and answer.startswith("error: ") and "test_user_code" not in answer, "the model reads no traceback"
+    assert not good and answer.startswith("error: ") and "test_user_code" not in answer, (
+        "the model reads no traceback"
+    )
     log = capfd.readouterr().err
     assert ("KeyError: 'Ulm'" in log and "in weather" in log) == told
 
@@ -164,7 +175,8 @@ def test_a_tools_failure_is_logged_where_it_is_the_users_code(name, arguments, t
 def test_a_module_that_cannot_be_imported_names_its_line(own):
     (own / "broken_code.py").write_text("import json\n\njson.loads('')\n")
     with pytest.raises(
-        ConfigError, match=r"cannot be imported: JSONDecodeError: .* \(broken_code.py:3\); check the name"
+        ConfigError,
+        match=r"cannot be imported: JSONDecodeError: .* \(broken_code.py:3\); check the name",
     ):
         load("agent.tools", "broken_code:f")
 
@@ -183,7 +195,9 @@ def test_an_environment_that_raises_names_its_line():
         prompt = Prompt((0, 0), np.array(tiny_qwen.prompt_ids(tokenizer, "?"), np.int32), "?", "7")
         await loops.get().run(prompt, engine, None, loops.limits(200))
 
-    with pytest.raises(RuntimeError, match=r"Moody.step: KeyError: 'mood' \(tests/environments.py:\d+\)") as e:
+    with pytest.raises(
+        RuntimeError, match=r"Moody.step: KeyError: 'mood' \(tests/environments.py:\d+\)"
+    ) as e:
         asyncio.run(main())
     assert "in step" in e.value.__notes__[0]
 
@@ -214,11 +228,17 @@ os.kill(os.getpid(), 9)
 def test_output_goes_to_the_file_at_once_and_behind_what_is_there(tmp_path):
     log = tmp_path / "logs" / "reward_0.log"
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", OUTPUT, str(log)], capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            [sys.executable, "-c", OUTPUT, str(log)], capture_output=True, text=True, timeout=60
+        )
         assert done.returncode == -9 and done.stdout == done.stderr == ""
     text = log.read_text()
-    assert text.count("printed\n") == text.count("\\udfff to stderr") == text.count("by a child") == 2
-    assert text.count("failure 99 of http://***@h/\nits traceback") == 2 and "failure 100" not in text
+    assert (
+        text.count("printed\n") == text.count("\\udfff to stderr") == text.count("by a child") == 2
+    )
+    assert (
+        text.count("failure 99 of http://***@h/\nits traceback") == 2 and "failure 100" not in text
+    )
     assert text.count("further tracebacks are left out") == 2
 
 

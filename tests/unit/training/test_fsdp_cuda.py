@@ -35,19 +35,30 @@ def assert_same_update(worker, path, wanted_update, rtol):
     model = hf_model(path)
     with torch.no_grad():
         for i, sample in enumerate(batch.samples):
-            np.testing.assert_allclose(found[i], hf_log_probs(model, sample, 0.7).numpy(), atol=1e-4, rtol=0)
+            np.testing.assert_allclose(
+                found[i], hf_log_probs(model, sample, 0.7).numpy(), atol=1e-4, rtol=0
+            )
     before = whole(worker)
     metrics = worker.update(batch)
     gradients, wanted, weights = wanted_update
     assert_gradients_equal(worker.gradients, gradients, rtol)
-    for key in ("actor/loss", "actor/grad_norm", "actor/entropy", "actor/kl", "ratio/mean", "ratio/max"):
+    for key in (
+        "actor/loss",
+        "actor/grad_norm",
+        "actor/entropy",
+        "actor/kl",
+        "ratio/mean",
+        "ratio/max",
+    ):
         assert metrics[key] == pytest.approx(wanted[key], rel=1e-3, abs=1e-5), key
     after = whole(worker)
     steps = {name: after[name].astype(np.float64) - before[name] for name in after}
     wanted_steps = {name: weights[name].astype(np.float64) - before[name] for name in after}
     apart = np.sqrt(sum(((steps[name] - wanted_steps[name]) ** 2).sum() for name in steps))
     length = np.sqrt(sum((step**2).sum() for step in wanted_steps.values()))
-    assert apart < 0.05 * length, "AdamW's first step has the size of the rate, however small a gradient is"
+    assert apart < 0.05 * length, (
+        "AdamW's first step has the size of the rate, however small a gradient is"
+    )
 
 
 @pytest.mark.gpu
@@ -55,7 +66,12 @@ def assert_same_update(worker, path, wanted_update, rtol):
 @pytest.mark.parametrize("offload", [False, True])
 def test_cuda_equals_cpu(checkpoints, reference, offload):  # noqa: F811
     path = checkpoints["tied"]
-    cfg = config(path, **OBJECTIVES["everything"], actor__param_offload=offload, actor__optimizer_offload=not offload)
+    cfg = config(
+        path,
+        **OBJECTIVES["everything"],
+        actor__param_offload=offload,
+        actor__optimizer_offload=not offload,
+    )
     worker = Recorder(cfg, "actor", 0, 1, "cuda", total_steps=10)
     try:
         worker.setup("127.0.0.1", free_port())

@@ -33,7 +33,9 @@ def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_p
     model = hf_model(checkpoints["untied"])
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
     model.save_pretrained(tmp_path, state_dict=state)
-    with pytest.raises(ConfigError, match="lacks 1 weights .*, as model.layers.1.mlp.up_proj.weight"):
+    with pytest.raises(
+        ConfigError, match="lacks 1 weights .*, as model.layers.1.mlp.up_proj.weight"
+    ):
         single(config(str(tmp_path)))
 
 
@@ -60,13 +62,19 @@ def test_logits_are_the_model_s_own_with_what_its_family_does_after_the_head():
         t5 = transformers.T5Config(vocab_size=50, d_model=64, d_ff=32, num_layers=1, num_heads=2)
         check_head(transformers.T5ForConditionalGeneration(t5), "some/model")
     with pytest.raises(ConfigError, match="OPTForCausalLM.*a way this trainer does not know"):
-        opt = transformers.OPTConfig(vocab_size=50, hidden_size=64, num_attention_heads=2, num_hidden_layers=1)
+        opt = transformers.OPTConfig(
+            vocab_size=50, hidden_size=64, num_attention_heads=2, num_hidden_layers=1
+        )
         check_head(transformers.OPTForCausalLM(opt).eval(), "some/model")
 
 
 def test_fused_experts_are_refused():
     moe = transformers.Qwen3MoeConfig(
-        **SIZES, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        **SIZES,
+        num_key_value_heads=1,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
     )
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(moe)

@@ -36,7 +36,9 @@ def test_sums_are_the_means_times_what_they_divide_by(checkpoints, single):  # n
     batch = make_batch(path)
     tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
     per_token = gradients(single, path, batch, loss_agg="token-mean")
-    assert_gradients_equal(gradients(single, path, batch, loss_agg="token-sum"), scaled(per_token, tokens), rtol=1e-5)
+    assert_gradients_equal(
+        gradients(single, path, batch, loss_agg="token-sum"), scaled(per_token, tokens), rtol=1e-5
+    )
     longest = config(path).data.max_response_length
     normed = gradients(single, path, batch, loss_agg="seq-sum-norm")
     summed = gradients(single, path, batch, loss_agg="seq-mean-token-sum")
@@ -77,4 +79,6 @@ def test_dro_equals_the_formula(checkpoints, single):  # noqa: F811
             loss = loss - (log_probs[t] * advantage - beta / 2 * (log_probs[t] - mu) ** 2) / tokens
     loss.backward()
     found = gradients(single, path, batch, policy_loss="dro", policy_loss_kwargs={"beta": beta})
-    assert_gradients_equal(found, {name: p.grad.numpy() for name, p in model.named_parameters()}, rtol=1e-5)
+    assert_gradients_equal(
+        found, {name: p.grad.numpy() for name, p in model.named_parameters()}, rtol=1e-5
+    )

@@ -57,13 +57,19 @@ def own_values(model, sample):
 def with_returns(path, seed=0):
     batch, rng = make_batch(path), np.random.default_rng(seed)
     batch.values = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
-    batch.returns = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
+    batch.returns = [
+        rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples
+    ]
     return batch
 
 
 def classifier(path):
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
-    model.get_input_embeddings().padding_idx = None  # its token stands in sequences too, and is no padding there
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=torch.float32
+    ).eval()
+    model.get_input_embeddings().padding_idx = (
+        None  # its token stands in sequences too, and is no padding there
+    )
     return model
 
 
@@ -96,7 +102,9 @@ def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, 
             free, held = (v[t] - target) ** 2, (v[t].clamp(old - c, old + c) - target) ** 2
             loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
     loss.backward()
-    cfg = config(checkpoints["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9)
+    cfg = config(
+        checkpoints["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
+    )
     cfg.algorithm.loss_agg = "seq-sum-norm"
     if agg:
         cfg.critic.loss_agg = agg
@@ -104,10 +112,16 @@ def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, 
     metrics = worker.update(batch)
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens) and 0 < bound < tokens
-    assert_gradients_equal(worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5)
+    assert_gradients_equal(
+        worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5
+    )
     masks = np.concatenate([s.loss_mask for s in batch.samples])
-    target, old = (np.concatenate(x)[masks].astype(np.float64) for x in (batch.returns, batch.values))
-    assert metrics["critic/explained_variance"] == pytest.approx(1 - (target - old).var() / target.var(), rel=1e-6)
+    target, old = (
+        np.concatenate(x)[masks].astype(np.float64) for x in (batch.returns, batch.values)
+    )
+    assert metrics["critic/explained_variance"] == pytest.approx(
+        1 - (target - old).var() / target.var(), rel=1e-6
+    )
 
 
 def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F811
@@ -115,7 +129,9 @@ def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F
     cfg = config(checkpoints["untied"], critic__lr=3e-3, critic__clip_range_value=1e9)
     worker = single(cfg, role="critic", cls=CriticWorker)
     batch = with_returns(checkpoints["untied"])
-    batch.returns = [np.full(len(s.response_ids), s.prompt_id[1], np.float32) for s in batch.samples]
+    batch.returns = [
+        np.full(len(s.response_ids), s.prompt_id[1], np.float32) for s in batch.samples
+    ]
     losses = []
     for _ in range(40):
         batch.values = [worker.values(batch)[i] for i in range(len(batch.samples))]
@@ -125,10 +141,16 @@ def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F
 
 def test_a_new_head_depends_on_the_seed_alone(checkpoints, single):  # noqa: F811
     heads = [
-        whole(single(config(checkpoints["tied"], trainer__seed=seed), role="critic", cls=CriticWorker))["score.weight"]
+        whole(
+            single(config(checkpoints["tied"], trainer__seed=seed), role="critic", cls=CriticWorker)
+        )["score.weight"]
         for seed in (0, 0, 1)
     ]
-    assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2]) and heads[0].any()
+    assert (
+        np.array_equal(heads[0], heads[1])
+        and not np.array_equal(heads[0], heads[2])
+        and heads[0].any()
+    )
 
 
 def test_a_critic_goes_on_from_its_checkpoint(checkpoints, judge, single, tmp_path):  # noqa: F811
@@ -150,7 +172,9 @@ def test_a_critic_goes_on_from_its_checkpoint(checkpoints, judge, single, tmp_pa
 def test_scores_are_the_classifiers_own(checkpoints, judge, single, budget):  # noqa: F811
     batch, model = make_batch(checkpoints["tied"]), classifier(judge)
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in batch.samples]
-    cfg = config(checkpoints["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget)
+    cfg = config(
+        checkpoints["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget
+    )
     worker = single(cfg, role="reward_model", cls=RewardModelWorker)
     got = worker.score_sequences(sequences)
     for i, ids in enumerate(sequences):
@@ -164,7 +188,9 @@ def test_scores_are_the_classifiers_own(checkpoints, judge, single, budget):  # 
 def test_a_reward_model_without_its_head_is_refused(checkpoints, single):  # noqa: F811
     path = checkpoints["tied"]
     cfg = config(checkpoints["untied"], reward_model__path=path)
-    with pytest.raises(ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, as score.weight"):
+    with pytest.raises(
+        ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, as score.weight"
+    ):
         single(cfg, role="reward_model", cls=RewardModelWorker)
 
 

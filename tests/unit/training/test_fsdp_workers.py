@@ -21,7 +21,9 @@ from one_step_off.training.fsdp_workers import PolicyWorker
 
 VOCAB = 67  # odd, so the rows of embedding and head do not divide evenly
 MODELS = {
-    "tied": lambda **kw: transformers.Qwen2Config(**SIZES, num_key_value_heads=1, tie_word_embeddings=True, **kw),
+    "tied": lambda **kw: transformers.Qwen2Config(
+        **SIZES, num_key_value_heads=1, tie_word_embeddings=True, **kw
+    ),
     "untied": lambda **kw: transformers.Qwen3Config(
         **SIZES, num_key_value_heads=2, head_dim=16, tie_word_embeddings=False, **kw
     ),
@@ -62,7 +64,9 @@ def checkpoints(tmp_path_factory):
         torch.manual_seed(1)
         transformers.AutoModelForCausalLM.from_config(make()).save_pretrained(folder)
         words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(folder)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="w1"
+        ).save_pretrained(folder)
         folders[name] = str(folder)
     return folders
 
@@ -104,15 +108,26 @@ def make_batch(path, prompts=4, n=3, seed=0, version=3):
             response = rng.integers(0, VOCAB, r).astype(np.int32)
             mask = rng.random(r) < 0.8
             versions = np.full(r, version, dtype=np.int32)
-            s = Sample((0, prompt), index, prompt_ids, response, np.zeros(r, np.float32), mask, versions)
+            s = Sample(
+                (0, prompt), index, prompt_ids, response, np.zeros(r, np.float32), mask, versions
+            )
             with torch.no_grad():
-                s.log_probs = hf_log_probs(model, s, 0.7).numpy() + rng.normal(0, 0.3, r).astype(np.float32)
+                s.log_probs = hf_log_probs(model, s, 0.7).numpy() + rng.normal(0, 0.3, r).astype(
+                    np.float32
+                )
             samples.append(s)
     values = rng.normal(0, 1, len(samples))
     batch = Batch(step=4, samples=samples, expected=(0, version))
-    batch.advantages = [np.where(s.loss_mask, v, 0.0).astype(np.float32) for v, s in zip(values, samples, strict=True)]
-    batch.ref_log_probs = [s.log_probs + rng.normal(0, 0.2, len(s.log_probs)).astype(np.float32) for s in samples]
-    batch.old_log_probs = [s.log_probs + rng.normal(0, 0.3, len(s.log_probs)).astype(np.float32) for s in samples]
+    batch.advantages = [
+        np.where(s.loss_mask, v, 0.0).astype(np.float32)
+        for v, s in zip(values, samples, strict=True)
+    ]
+    batch.ref_log_probs = [
+        s.log_probs + rng.normal(0, 0.2, len(s.log_probs)).astype(np.float32) for s in samples
+    ]
+    batch.old_log_probs = [
+        s.log_probs + rng.normal(0, 0.3, len(s.log_probs)).astype(np.float32) for s in samples
+    ]
     return batch
 
 
@@ -151,7 +166,9 @@ def single():
 
 def whole(worker):
     """All parameters by name, gathered."""
-    return {n: p.full_tensor().detach().cpu().numpy().copy() for n, p in worker.model.named_parameters()}
+    return {
+        n: p.full_tensor().detach().cpu().numpy().copy() for n, p in worker.model.named_parameters()
+    }
 
 
 def assert_gradients_equal(got, want, rtol=1e-6):
@@ -175,7 +192,12 @@ def test_log_prob_equals_the_models_own_forward(checkpoints, single, name):
         want = [hf_log_probs(model, s, 0.7).numpy() for s in batch.samples]
         cold = [hf_log_probs(model, s, 1.0).numpy() for s in batch.samples]
     worker = single(config(path))
-    for settings in ({}, {"log_prob_chunk": 5}, {"micro_batch_tokens": 40}, {"packed": True, "log_prob_chunk": 7}):
+    for settings in (
+        {},
+        {"log_prob_chunk": 5},
+        {"micro_batch_tokens": 40},
+        {"packed": True, "log_prob_chunk": 7},
+    ):
         worker.packed = settings.pop("packed", False)
         worker.cfg = config(path, **{f"actor__{k}": v for k, v in settings.items()})
         worker.own = worker.cfg.actor
@@ -198,14 +220,18 @@ def test_squares_of_the_whole_distribution_beside_the_log_probs(checkpoints, sin
     for i, s in enumerate(batch.samples):
         ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
         with torch.no_grad():
-            p = (model(ids[None], use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / 0.7).softmax(-1)
+            p = (
+                model(ids[None], use_cache=False).logits[0, len(s.prompt_ids) - 1 : -1] / 0.7
+            ).softmax(-1)
         assert got[i].shape == (len(s.response_ids), 2) and got[i].dtype == np.float32
         np.testing.assert_array_equal(got[i][:, 0], plain[i])
         np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
         # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token baseline adds up
         one_hot = torch.nn.functional.one_hot(ids[len(s.prompt_ids) :], VOCAB)
         energy = 1 - 2 * np.exp(got[i][:, 0]) + got[i][:, 1]
-        np.testing.assert_allclose(energy, (one_hot - p).square().sum(-1).numpy(), rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(
+            energy, (one_hot - p).square().sum(-1).numpy(), rtol=1e-4, atol=1e-6
+        )
 
 
 def by_hand(path, batch, cfg):
@@ -226,8 +252,14 @@ def by_hand(path, batch, cfg):
             old = float(batch.old_log_probs[i][t]) if a.old_log_probs == "recompute" else mu
             adv, r = float(batch.advantages[i][t]), torch.exp(log_p - old)
             if a.policy_loss == "gspo":
-                r = torch.exp((all_log_p[at, ids[p + at]] - torch.from_numpy(batch.old_log_probs[i])[at]).mean())
-            term = -torch.minimum(r * adv, torch.clamp(r, 1 - a.clip_ratio_low, 1 + a.clip_ratio_high) * adv)
+                r = torch.exp(
+                    (
+                        all_log_p[at, ids[p + at]] - torch.from_numpy(batch.old_log_probs[i])[at]
+                    ).mean()
+                )
+            term = -torch.minimum(
+                r * adv, torch.clamp(r, 1 - a.clip_ratio_low, 1 + a.clip_ratio_high) * adv
+            )
             if a.rollout_correction == "tis":
                 term = term * min(np.exp(old - mu), a.rollout_correction_cap)
             if a.rollout_correction == "mis":
@@ -235,11 +267,17 @@ def by_hand(path, batch, cfg):
                 term = term * (w if w <= a.rollout_correction_cap else 0.0)
             if a.rollout_correction == "geo-mask":
                 w = np.exp(gaps.mean())
-                term = term * (1.0 if 1 / a.rollout_correction_cap <= w <= a.rollout_correction_cap else 0.0)
+                term = term * (
+                    1.0 if 1 / a.rollout_correction_cap <= w <= a.rollout_correction_cap else 0.0
+                )
             gap = float(batch.ref_log_probs[i][t]) - log_p
             term = term + a.kl_coef * (torch.exp(gap) - 1 - gap)
             term = term + a.entropy_coef * (all_log_p[t].exp() * all_log_p[t]).sum()
-            longest = cfg.data.max_response_length if a.loss_agg == "seq-sum-norm" else int(s.loss_mask.sum())
+            longest = (
+                cfg.data.max_response_length
+                if a.loss_agg == "seq-sum-norm"
+                else int(s.loss_mask.sum())
+            )
             denominator = tokens if a.loss_agg == "token-mean" else longest * len(alive)
             loss = loss + term / denominator
     loss.backward()
@@ -247,7 +285,11 @@ def by_hand(path, batch, cfg):
 
 
 CLIP = {"algorithm__clip_ratio_low": 0.15, "algorithm__clip_ratio_high": 0.25}
-DECOUPLED = {**CLIP, "algorithm__old_log_probs": "recompute", "algorithm__rollout_correction_cap": 1.1}
+DECOUPLED = {
+    **CLIP,
+    "algorithm__old_log_probs": "recompute",
+    "algorithm__rollout_correction_cap": 1.1,
+}
 OBJECTIVES = {
     "plain": CLIP,
     "everything": {**CLIP, "algorithm__kl_coef": 0.3, "algorithm__entropy_coef": 0.2},
@@ -272,8 +314,14 @@ def test_loss_and_gradients_equal_the_formula(checkpoints, single, objective):
     metrics = worker.update(batch)
     assert metrics["actor/loss"] == pytest.approx(loss, abs=1e-5)
     assert_gradients_equal(worker.gradients, gradients, rtol=1e-5)
-    assert worker.version == 1 and metrics["actor/tokens"] == sum(s.loss_mask.sum() for s in batch.samples)
-    assert 0 < metrics["actor/clip_frac"] < 1 and metrics["ratio/max"] > 1 and metrics["actor/skipped_updates"] == 0
+    assert worker.version == 1 and metrics["actor/tokens"] == sum(
+        s.loss_mask.sum() for s in batch.samples
+    )
+    assert (
+        0 < metrics["actor/clip_frac"] < 1
+        and metrics["ratio/max"] > 1
+        and metrics["actor/skipped_updates"] == 0
+    )
     assert metrics["logprob_diff/max"] > metrics["logprob_diff/mean"] > 0
     norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients.values()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
@@ -312,11 +360,15 @@ def reference(checkpoints):
     return found
 
 
-@pytest.mark.parametrize("layout", [pytest.param(x, marks=[pytest.mark.slow] * (x == "compiled")) for x in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(x, marks=[pytest.mark.slow] * (x == "compiled")) for x in LAYOUTS]
+)
 def test_gradients_do_not_depend_on_the_layout(checkpoints, single, reference, layout):
     changes = dict(LAYOUTS[layout])
     packed = changes.pop("packed", None)
-    worker = single(config(checkpoints["tied"], **OBJECTIVES["everything"], **changes), packed=packed)
+    worker = single(
+        config(checkpoints["tied"], **OBJECTIVES["everything"], **changes), packed=packed
+    )
     metrics = worker.update(make_batch(checkpoints["tied"]))
     if layout == "compiled":
         assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
@@ -369,8 +421,13 @@ def test_mini_batches_epochs_clip_and_schedule(checkpoints, single):
     batch, worker = make_batch(path), single(cfg)
     metrics = worker.update(batch)
     model = hf_model(path)
-    groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
-    optimizer = torch.optim.AdamW([{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}])
+    groups = [
+        [p for p in model.parameters() if p.ndim > 1],
+        [p for p in model.parameters() if p.ndim == 1],
+    ]
+    optimizer = torch.optim.AdamW(
+        [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+    )
     for step in range(4):
         half = copy.copy(batch)
         part = slice(6 * (step % 2), 6 * (step % 2) + 6)
@@ -397,7 +454,9 @@ def test_ref_is_frozen_and_scores(checkpoints, single):
     old = worker.log_prob(make_batch(checkpoints["tied"]))
     worker.model.model.embed_tokens.weight.to_local().mul_(0.5)
     new = worker.log_prob(make_batch(checkpoints["tied"]))
-    assert len(new) == 12 and all((new[i] != old[i]).any() for i in old), "scored with stale gathered weights"
+    assert len(new) == 12 and all((new[i] != old[i]).any() for i in old), (
+        "scored with stale gathered weights"
+    )
     assert worker.peak_memory_bytes() > 1 << 20
 
 
@@ -436,7 +495,9 @@ def test_weights_can_be_read_while_a_forward_pass_runs(checkpoints, single):
     before = whole(worker)
     worker.update(make_batch(checkpoints["untied"]))
     after = whole(worker)
-    for piece, during, now in zip(worker.weight_plan(), seen[0], worker.weight_tensors(), strict=True):
+    for piece, during, now in zip(
+        worker.weight_plan(), seen[0], worker.weight_tensors(), strict=True
+    ):
         np.testing.assert_array_equal(during.numpy(), before[piece.name])
         np.testing.assert_array_equal(now.numpy(), after[piece.name])
     assert any((before[n] != after[n]).any() for n in before)
@@ -486,7 +547,10 @@ def run_rank(rank, world, cases, out):
 def run_world(world, cases, out):
     cases = [(name, cfg, free_port()) for name, cfg in cases]
     mp.spawn(run_rank, args=(world, cases, str(out)), nprocs=world)
-    return {n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)] for n, _, _ in cases}
+    return {
+        n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)]
+        for n, _, _ in cases
+    }
 
 
 def check_world(results, path, reference, out, name):
@@ -503,12 +567,16 @@ def check_world(results, path, reference, out, name):
         union |= r["log_probs"]
         assert r["squares"].keys() == r["log_probs"].keys()
         for i, both in r["squares"].items():
-            assert (both[:, 0] == r["log_probs"][i]).all() and (both[:, 1] > np.exp(2 * both[:, 0])).all()
+            assert (both[:, 0] == r["log_probs"][i]).all() and (
+                both[:, 1] > np.exp(2 * both[:, 0])
+            ).all()
     batch, model = make_batch(path), hf_model(path)
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():
         for i, s in enumerate(batch.samples):
-            np.testing.assert_allclose(union[i], hf_log_probs(model, s, 0.7).numpy(), atol=1e-5, rtol=0)
+            np.testing.assert_allclose(
+                union[i], hf_log_probs(model, s, 0.7).numpy(), atol=1e-5, rtol=0
+            )
     for a, b in zip(results[0]["scores"], results[-1]["scores"], strict=True):
         np.testing.assert_array_equal(a, b)
     # the pieces of all ranks make up the checkpoint, bit by bit, each row once
@@ -516,7 +584,11 @@ def check_world(results, path, reference, out, name):
     built = {n: np.full(p.shape, np.nan, np.float32) for n, p in want.items()}
     for r in results:
         for (piece, dtype, shape, begin, stop, _), rows in r["pieces"]:
-            assert dtype == "float32" and shape == tuple(want[piece].shape) and rows.shape[0] == stop - begin > 0
+            assert (
+                dtype == "float32"
+                and shape == tuple(want[piece].shape)
+                and rows.shape[0] == stop - begin > 0
+            )
             assert np.isnan(built[piece][begin:stop]).all(), "a row came twice"
             built[piece][begin:stop] = rows
     for n, p in want.items():
@@ -530,7 +602,10 @@ def check_world(results, path, reference, out, name):
 def test_two_ranks_equal_one(checkpoints, reference, tmp_path):
     cases = [
         ("tied", config(checkpoints["tied"], **OBJECTIVES["everything"])),
-        ("untied", config(checkpoints["untied"], **OBJECTIVES["everything"], actor__micro_batch_tokens=40)),
+        (
+            "untied",
+            config(checkpoints["untied"], **OBJECTIVES["everything"], actor__micro_batch_tokens=40),
+        ),
     ]
     results = run_world(2, cases, tmp_path)
     for name, _ in cases:
@@ -552,4 +627,6 @@ def test_four_ranks_and_hsdp_equal_one(checkpoints, reference, tmp_path):
     first, second = sum(sent[:2]), sum(sent[2:])
     assert min(first, second) > 0.3 * (first + second), "dealt out by size"
     names = [{piece[0] for piece, _ in r["pieces"]} for r in results["tied"]]
-    assert not (names[0] | names[1]) & (names[2] | names[3]), "each tensor by the ranks of one replica"
+    assert not (names[0] | names[1]) & (names[2] | names[3]), (
+        "each tensor by the ranks of one replica"
+    )

@@ -52,28 +52,50 @@ SIZES = {
     "initializer_range": 0.1,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e3, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e3,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 LLAMA3["original_max_position_embeddings"] = 8192
 configs: Any = transformers  # its dataclasses take more than they declare
 MODELS = {
     "qwen2": lambda: configs.Qwen2Config(**SIZES, tie_word_embeddings=True, rope_theta=5e3),
     "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=False),
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "llama3": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3),
+    "llama3": lambda: transformers.LlamaConfig(
+        **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3
+    ),
     "moe": lambda: configs.Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16, norm_topk_prob=True),
     # The weights of the chosen experts do not add up to 1, and two layers have none.
     "mixed": lambda: configs.Qwen3MoeConfig(
-        **SIZES, **EXPERTS, head_dim=16, norm_topk_prob=False, mlp_only_layers=[1], decoder_sparse_step=2
+        **SIZES,
+        **EXPERTS,
+        head_dim=16,
+        norm_topk_prob=False,
+        mlp_only_layers=[1],
+        decoder_sparse_step=2,
     ),
 }
 DECAY = 0.3  # so much that after three steps of this rate it tells what decays and what does not
-EVERYTHING = {**OBJECTIVES["everything"], "actor__lr": 1e-3, "actor__micro_batch_tokens": 60, "actor__grad_clip": 1.0}
+EVERYTHING = {
+    **OBJECTIVES["everything"],
+    "actor__lr": 1e-3,
+    "actor__micro_batch_tokens": 60,
+    "actor__grad_clip": 1.0,
+}
 EVERYTHING["actor__weight_decay"] = DECAY
 
 
 def case(name, model, world, **layout):
     """A name that ends in plain: without the recorder of gradients, so that they are reduced as in a run."""
-    changes = {**EVERYTHING, **{f"actor__{k}": v for k, v in layout.items()}, "actor__backend": "megatron"}
+    changes = {
+        **EVERYTHING,
+        **{f"actor__{k}": v for k, v in layout.items()},
+        "actor__backend": "megatron",
+    }
     changes["model__dtype"] = "bfloat16" if "bf16" in name else "float32"
     return name, model, world, changes
 
@@ -130,14 +152,20 @@ class Recorder(WORKERS["actor"]):
         super()._build_optimizer()
         for chunk in self.models:
             # All ranks are to hold whole sums; the distributed optimiser needs only its part of them.
-            chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(c, force_all_reduce=True)
+            chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(
+                c, force_all_reduce=True
+            )
 
     def _clip_and_step(self, rate, broken=False):
         kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
         for p, _ in kept:
             p.data = p.main_grad
-        sent = megatron_weights.share_of(megatron_weights.parts(self.models, self.hf_config, "float32"))
-        self.gradients = [(dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent]
+        sent = megatron_weights.share_of(
+            megatron_weights.parts(self.models, self.hf_config, "float32")
+        )
+        self.gradients = [
+            (dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent
+        ]
         for p, data in kept:
             p.data = data
         return super()._clip_and_step(rate, broken)
@@ -179,7 +207,9 @@ def run_rank(rank, cases, out, device="cpu"):
         result["scores"] = worker.score([s.response_ids for s in batch.samples])
         result["metrics"] = worker.update(batch)
         result["gradients"] = getattr(worker, "gradients", None)
-        own = {p.untyped_storage().data_ptr() for chunk in worker.models for p in chunk.parameters()}
+        own = {
+            p.untyped_storage().data_ptr() for chunk in worker.models for p in chunk.parameters()
+        }
         sent = megatron_weights.parts(worker.models, worker.hf_config, "float32")
         result["views"] = all(part.view.untyped_storage().data_ptr() in own for part in sent)
         for _ in range(STEPS - 1):
@@ -190,7 +220,9 @@ def run_rank(rank, cases, out, device="cpu"):
         bad.advantages[0][:] = np.nan  # only one share has this sample; all ranks must skip
         result["skipped"] = worker.update(bad)["actor/skipped_updates"]
         after = sent_by(worker)
-        result["same"] = all((a[1] == b[1]).all() for a, b in zip(after, result["weights"], strict=True))
+        result["same"] = all(
+            (a[1] == b[1]).all() for a, b in zip(after, result["weights"], strict=True)
+        )
         torch.save(result, f"{out}/{name}_{rank}.pt")
         end()
 
@@ -212,7 +244,9 @@ def make_checkpoints(root):
                     p.add_(torch.randn_like(p) * 0.1)
         model.save_pretrained(root / name)
         words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(67)}, unk_token="w0"))
-        transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1").save_pretrained(root / name)
+        transformers.PreTrainedTokenizerFast(
+            tokenizer_object=words, eos_token="w1"
+        ).save_pretrained(root / name)
     return root
 
 
@@ -229,7 +263,10 @@ def reference(checkpoints):
         path, batch = str(checkpoints / name), make_batch(str(checkpoints / name))
         cfg = config(path, **EVERYTHING)
         model = hf_model(path)
-        groups = [[p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]]
+        groups = [
+            [p for p in model.parameters() if p.ndim > 1],
+            [p for p in model.parameters() if p.ndim == 1],
+        ]
         vectors = {"params": groups[1], "weight_decay": 0.0}
         optimizer = torch.optim.AdamW([{"params": groups[0]}, vectors], lr=1e-3, weight_decay=DECAY)
         for step in range(STEPS):
@@ -263,7 +300,8 @@ def results(checkpoints, tmp_path_factory):
             ]
             mp.spawn(run_rank, args=(cases, str(out)), nprocs=world)
             found[key] = {
-                n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)] for n, *_ in cases
+                n: [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(world)]
+                for n, *_ in cases
             }
         assert found[key] is not None, f"the ranks failed in an earlier test of {world} ranks"
         return found[key], out
@@ -276,7 +314,9 @@ def assembled(ranks, key):
     pieces = [[WeightPiece(*p) for p, _ in r[key]] for r in ranks]
     data = {p: block for r in ranks for p, block in ((WeightPiece(*p), b) for p, b in r[key])}
     whole = {}
-    for slot in (slot for bucket in BucketPlan.build(pieces, 1 << 12).buckets for slot in bucket.slots):
+    for slot in (
+        slot for bucket in BucketPlan.build(pieces, 1 << 12).buckets for slot in bucket.slots
+    ):
         into = whole.setdefault(slot.piece.name, np.empty(slot.piece.shape, data[slot.of].dtype))
         block = slot.piece.place(torch.from_numpy(data[slot.of]), slot.of.start)
         slot.piece.place(torch.from_numpy(into)).copy_(block)
@@ -296,7 +336,9 @@ def assert_close(got, want, rtol):
     "name,model,world,changes",
     [pytest.param(*c, id=c[0], marks=[pytest.mark.slow] * (c[0] in SLOW)) for c in CASES],
 )
-def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, model, world, changes):
+def test_any_layout_equals_hugging_face(
+    checkpoints, reference, results, name, model, world, changes
+):
     all_of_world, out = results(world, name in SLOW)
     compare(checkpoints, reference[model], all_of_world[name], out, name, model, world, changes)
 
@@ -305,7 +347,9 @@ def test_any_layout_equals_hugging_face(checkpoints, reference, results, name, m
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU; this machine has none")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dtype", "near"), [("fp32", 1e-3), ("bf16", 0.1)])
-def test_transformer_engine_equals_hugging_face(checkpoints, reference, tmp_path, model, dtype, near):
+def test_transformer_engine_equals_hugging_face(
+    checkpoints, reference, tmp_path, model, dtype, near
+):
     """One GPU: the layers of Transformer Engine, its optimiser, and NCCL."""
     pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
     name, _, world, changes = case(f"{model}_{dtype}_plain", model, 1)
@@ -324,24 +368,40 @@ def compare(checkpoints, by_hf, ranks, out, name, model, world, changes, near=No
     for r in ranks:
         assert not union.keys() & r["log_probs"].keys()
         union |= r["log_probs"]
-        told = [{k: v for k, v in x["metrics"].items() if not k.endswith("_s")} for x in (r, ranks[0])]
+        told = [
+            {k: v for k, v in x["metrics"].items() if not k.endswith("_s")} for x in (r, ranks[0])
+        ]
         assert told[0] == told[1] and r["skipped"] == 1 and r["same"]
         assert r["views"], "the stream is of what the rank holds, nothing gathered"
-        assert r["squares"].keys() == r["log_probs"].keys() and bool(r["scores"]) == bool(r["log_probs"])
+        assert r["squares"].keys() == r["log_probs"].keys() and bool(r["scores"]) == bool(
+            r["log_probs"]
+        )
     assert sorted(union) == list(range(len(batch.samples)))
     with torch.no_grad():
         for i, s in enumerate(batch.samples):
-            np.testing.assert_allclose(union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=near, rtol=0)
+            np.testing.assert_allclose(
+                union[i], hf_log_probs(plain, s, 0.7).numpy(), atol=near, rtol=0
+            )
             ids = torch.from_numpy(np.concatenate([s.prompt_ids, s.response_ids])).long()
             logits = plain(ids[None], use_cache=False).logits[0]
-            squares = (logits / 0.7).softmax(-1).square().sum(-1)[len(s.prompt_ids) - 1 : -1].numpy()
+            squares = (
+                (logits / 0.7).softmax(-1).square().sum(-1)[len(s.prompt_ids) - 1 : -1].numpy()
+            )
             for r in (r for r in ranks if i in r["squares"]):
-                np.testing.assert_allclose(r["squares"][i], np.stack([union[i], squares], -1), atol=near, rtol=0)
-            want = plain(ids[None, len(s.prompt_ids) :], use_cache=False).logits[0, :-1].log_softmax(-1)
+                np.testing.assert_allclose(
+                    r["squares"][i], np.stack([union[i], squares], -1), atol=near, rtol=0
+                )
+            want = (
+                plain(ids[None, len(s.prompt_ids) :], use_cache=False)
+                .logits[0, :-1]
+                .log_softmax(-1)
+            )
             want = want.gather(1, ids[len(s.prompt_ids) + 1 :, None])[:, 0].numpy()
             for r in (r for r in ranks if r["scores"]):
                 np.testing.assert_allclose(r["scores"][i], want, atol=near, rtol=0)
-    assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(loss, abs=near / 10 if rough else near)
+    assert ranks[0]["metrics"]["actor/loss"] == pytest.approx(
+        loss, abs=near / 10 if rough else near
+    )
     norm = np.linalg.norm([np.linalg.norm(g) for g in gradients.values()])
     assert ranks[0]["metrics"]["actor/grad_norm"] == pytest.approx(norm, rel=near)
     assert ranks[0]["metrics"]["actor/tokens"] == sum(int(s.loss_mask.sum()) for s in batch.samples)
@@ -360,7 +420,9 @@ def compare(checkpoints, by_hf, ranks, out, name, model, world, changes, near=No
         np.testing.assert_array_equal(tensor, trained[n])
     total = sum(t.nbytes for t in trained.values())
     for r in ranks:
-        assert sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
+        assert (
+            sum(block.nbytes for _, block in r["weights"]) < total * (1 if world == 1 else 0.75) + 1
+        )
 
 
 def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
@@ -374,12 +436,22 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
 @pytest.mark.parametrize(
     ("model", "odd", "layout", "words"),
     [
-        ("gemma", {}, {}, "model type gemma is none of llama, qwen2, qwen3, qwen3_moe; use backend=fsdp"),
+        (
+            "gemma",
+            {},
+            {},
+            "model type gemma is none of llama, qwen2, qwen3, qwen3_moe; use backend=fsdp",
+        ),
         ("llama", {"hidden_act": "gelu"}, {}, "its hidden_act=gelu is not known"),
         ("llama", {"mlp_bias": True}, {}, "its mlp_bias=True"),
         ("qwen3", {"attention_bias": True}, {}, "its attention_bias=True"),
         ("qwen2", {"use_sliding_window": True}, {}, "its use_sliding_window=True"),
-        ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, {}, "its rope_parameters="),
+        (
+            "llama",
+            {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}},
+            {},
+            "its rope_parameters=",
+        ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
@@ -392,21 +464,38 @@ def test_experts_and_tensor_parallelism_need_sequence_parallelism(checkpoints):
             TP,
             "actor.tensor_parallel_size=2 does not divide the 1 key-value heads .*use a size that does",
         ),
-        ("llama", {"intermediate_size": 41}, TP, "actor.tensor_parallel_size=2 does not divide the 41 columns"),
-        ("llama", {"num_hidden_layers": 3}, PP, "actor.pipeline_parallel_size=2 does not divide the 3 layers"),
+        (
+            "llama",
+            {"intermediate_size": 41},
+            TP,
+            "actor.tensor_parallel_size=2 does not divide the 41 columns",
+        ),
+        (
+            "llama",
+            {"num_hidden_layers": 3},
+            PP,
+            "actor.pipeline_parallel_size=2 does not divide the 3 layers",
+        ),
         (
             "llama",
             {"num_hidden_layers": 6},
             {**PP, **VPP},
             "pipeline_parallel_size=2, in all 4 stages, does not divide",
         ),
-        ("qwen3", {}, EP, "actor.expert_parallel_size=2: .* is a dense model, without experts; set it to 1"),
+        (
+            "qwen3",
+            {},
+            EP,
+            "actor.expert_parallel_size=2: .* is a dense model, without experts; set it to 1",
+        ),
     ],
 )
 def test_models_that_megatron_would_make_otherwise_are_refused(tmp_path, model, odd, layout, words):
     transformers.AutoConfig.for_model(model, **SIZES | odd).save_pretrained(tmp_path)
     changes = {"actor__backend": "megatron"} | {f"actor__{k}": v for k, v in layout.items()}
-    with pytest.raises(ConfigError, match="no model.safetensors, which alone" if model != "gemma" else words):
+    with pytest.raises(
+        ConfigError, match="no model.safetensors, which alone" if model != "gemma" else words
+    ):
         read_config(config(str(tmp_path), **changes), "actor")
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ConfigError, match=words):
@@ -414,11 +503,15 @@ def test_models_that_megatron_would_make_otherwise_are_refused(tmp_path, model, 
 
 
 def test_weights_of_another_shape_are_refused(tmp_path):
-    safetensors.torch.save_file({"a": torch.zeros(4, 2), "b": torch.zeros(4, 3)}, tmp_path / "m.safetensors")
+    safetensors.torch.save_file(
+        {"a": torch.zeros(4, 2), "b": torch.zeros(4, 3)}, tmp_path / "m.safetensors"
+    )
     reader = megatron_weights.CheckpointReader("critic.path", str(tmp_path))
     piece = WeightPiece("a", "float32", (4, 2), 1, 3)
     assert reader.read(piece).shape == (2, 2)
-    with pytest.raises(ConfigError, match=r"critic.path: b of .* is \(4, 3\), but its config.json says \(4, 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"critic.path: b of .* is \(4, 3\), but its config.json says \(4, 2\)"
+    ):
         reader.read(dataclasses.replace(piece, name="b"))
 
 
@@ -436,7 +529,9 @@ def test_the_token_budget_counts_what_a_rank_has_of_a_sequence():
 
 def with_values(path):
     batch, rng = make_batch(path), np.random.default_rng(1)
-    batch.values, batch.returns = ([rng.normal(0, 1, len(s.loss_mask)) for s in batch.samples] for _ in range(2))
+    batch.values, batch.returns = (
+        [rng.normal(0, 1, len(s.loss_mask)) for s in batch.samples] for _ in range(2)
+    )
     return batch
 
 
@@ -485,7 +580,9 @@ def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
         want = found_by(worker, role, path)
         dist.destroy_process_group()
         for name in layouts:
-            ranks = [torch.load(f"{tmp_path}/{name}_{role}_{r}.pt", weights_only=False) for r in range(2)]
+            ranks = [
+                torch.load(f"{tmp_path}/{name}_{role}_{r}.pt", weights_only=False) for r in range(2)
+            ]
             for k, answers in enumerate(want["answers"]):
                 union = ranks[0]["answers"][k] | ranks[1]["answers"][k]
                 assert sorted(union) == list(range(12))
@@ -501,7 +598,11 @@ def test_the_other_roles_equal_the_fsdp_back_end(checkpoints, tmp_path):
 def test_a_reward_model_without_a_head_is_refused(checkpoints):
     changes = {"actor__backend": "megatron", "reward_model__path": str(checkpoints / "llama")}
     with pytest.raises(ConfigError, match="reward_model.path: .*lacks the weight score.weight"):
-        start(config(str(checkpoints / "qwen2"), **changes), "reward_model", cls=WORKERS["reward_model"])
+        start(
+            config(str(checkpoints / "qwen2"), **changes),
+            "reward_model",
+            cls=WORKERS["reward_model"],
+        )
     end()
 
 
@@ -525,7 +626,11 @@ def run_checkpoint(rank, cases, folder):
             worker.save_state(f"{folder}/{name}")
             worker.saved()
         result = {"before": held_by(worker), "at": (worker.version, worker.optimizer_steps)}
-        groups = (group for inner in worker.optimizer.chained_optimizers for group in inner.optimizer.param_groups)
+        groups = (
+            group
+            for inner in worker.optimizer.chained_optimizers
+            for group in inner.optimizer.param_groups
+        )
         result["masters"] = [p.detach().clone() for group in groups for p in group["params"]]
         worker.update(batch)
         torch.save(result | {"after": held_by(worker)}, f"{folder}/{name}_{rank}.pt")
@@ -534,8 +639,13 @@ def run_checkpoint(rank, cases, folder):
 
 def held_by(worker):
     """As `sent_by`, of a role that streams nothing too."""
-    parts = megatron_weights.share_of(megatron_weights.parts(worker.models, worker.hf_config, "float32"))
-    return [(dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy()) for p, t in parts]
+    parts = megatron_weights.share_of(
+        megatron_weights.parts(worker.models, worker.hf_config, "float32")
+    )
+    return [
+        (dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy())
+        for p, t in parts
+    ]
 
 
 @pytest.mark.slow
@@ -568,7 +678,10 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
         changes["critic__lr"] = 1e-3
         cases.append((name, config(str(checkpoints / model), **changes), world, load))
     mp.spawn(run_checkpoint, args=(cases, tmp_path), nprocs=2)
-    found = {n: [torch.load(f"{tmp_path}/{n}_{r}.pt", weights_only=False) for r in range(2)] for n in layouts}
+    found = {
+        n: [torch.load(f"{tmp_path}/{n}_{r}.pt", weights_only=False) for r in range(2)]
+        for n in layouts
+    }
     for name, saved in ((name, load) for name, (_, _, load) in layouts.items() if load):
         before, after = (assembled(found[saved], key) for key in ("before", "after"))
         assert any((before[n] != after[n]).any() for n in before)
@@ -579,8 +692,11 @@ def test_a_checkpoint_loads_in_another_layout(checkpoints, tmp_path):
         near = 0.01 if name == "bf16_pp2" else 1e-6 if name in ("tp2", "bf16_tp2") else 1e-5
         assert_close(assembled(found[name], "after"), after, near)
     for was, now in zip(
-        *([x for r in found[n] for x in r["masters"]] for n in ("bf16_saved", "bf16_tp2")), strict=True
+        *([x for r in found[n] for x in r["masters"]] for n in ("bf16_saved", "bf16_tp2")),
+        strict=True,
     ):
-        assert torch.equal(was, now) and (was != was.bfloat16()).any(), "float32, and none of it rounded"
+        assert torch.equal(was, now) and (was != was.bfloat16()).any(), (
+            "float32, and none of it rounded"
+        )
     # A checkpoint from before the first step leaves that step as it would have been.
     assert_close(assembled(found["fresh"], "after"), assembled(found["saved"], "before"), 1e-6)

@@ -15,12 +15,12 @@ import pytest
 from aiohttp import web
 
 from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.models.tiny_qwen import build_tokenizer
 from one_step_off.monitoring.console import Screen
 from one_step_off.monitoring.loggers import SampleDump
-from one_step_off.rollout.replica_group import RoleError
 from one_step_off.training.reward_models import RemoteRewardModel, mix, sequences_for
 
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
@@ -28,7 +28,17 @@ real_sleep = asyncio.sleep  # retries wait shorter in these tests
 
 def sample(row: int, index: int = 0, reward: float = 1.0, text: str = "27") -> Sample:
     ids, z = np.arange(3, dtype=np.int32), np.zeros(3, np.float32)
-    return Sample((0, row), index, np.array([7, 8], np.int32), ids, z, z == 0, ids, reward=reward, response=text)
+    return Sample(
+        (0, row),
+        index,
+        np.array([7, 8], np.int32),
+        ids,
+        z,
+        z == 0,
+        ids,
+        reward=reward,
+        response=text,
+    )
 
 
 PROMPTS = {
@@ -77,13 +87,21 @@ class Server:
             await runner.cleanup()
 
 
-def ask(server: Server, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[float]:
-    monkeypatch.setattr("one_step_off.training.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01)))
+def ask(
+    server: Server, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, **changes: object
+) -> list[float]:
+    monkeypatch.setattr(
+        "one_step_off.training.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01))
+    )
 
     async def main() -> list[float]:
         async with server.running() as url:
             cfg = Config()
-            cfg.reward_model.url, cfg.reward_model.request_size, cfg.reward_model.max_concurrency = url, 4, 2
+            (
+                cfg.reward_model.url,
+                cfg.reward_model.request_size,
+                cfg.reward_model.max_concurrency,
+            ) = url, 4, 2
             for name, value in changes.items():
                 setattr(cfg.reward_model, name, value)
             model = RemoteRewardModel(cfg, PROMPTS.get)
@@ -97,7 +115,10 @@ def test_scores_come_back_in_order_and_few_requests_are_open(monkeypatch):
     samples = [sample(row, text="x" * (row + 1)) for row in range(18)]
     assert ask(server, samples, monkeypatch) == [float(row + 1) for row in range(18)]
     assert server.calls == 5 and server.most == 2
-    whole = {k: [x for body in server.bodies for x in body[k]] for k in ("prompts", "responses", "ground_truths")}
+    whole = {
+        k: [x for body in server.bodies for x in body[k]]
+        for k in ("prompts", "responses", "ground_truths")
+    }
     assert sorted(whole["prompts"]) == sorted(f"q{row}" for row in range(18))
     assert dict(zip(whole["prompts"], whole["ground_truths"], strict=True))["q5"] == "5"
 
@@ -117,7 +138,10 @@ def test_after_the_last_try_it_says_which_step_and_server(monkeypatch):
     server.answers = [503] * 3
     samples = [sample(0)]
     (score,) = ask(server, samples, monkeypatch, retries=2)
-    with pytest.raises(RoleError, match=r"step 3, reward_model.url=http://127.0.0.1:\d+/score: 3 requests failed.*503"):
+    with pytest.raises(
+        RoleError,
+        match=r"step 3, reward_model.url=http://127.0.0.1:\d+/score: 3 requests failed.*503",
+    ):
         mix(samples, [score], Config())
     assert server.calls == 3
 
@@ -130,7 +154,9 @@ def test_one_request_that_fails_for_good_costs_only_its_own_samples(monkeypatch,
     samples[0].extra = {"fault": "reward/timeouts", "error": "the function's"}
     mix(samples, ask(server, samples, monkeypatch, retries=0), cfg)
     bad = [s for s in samples if "error" in s.extra]
-    assert len(bad) in (8, 4, 5) and all(s.reward == (1.0 if s in bad[1:] else s.reward) for s in samples)
+    assert len(bad) in (8, 4, 5) and all(
+        s.reward == (1.0 if s in bad[1:] else s.reward) for s in samples
+    )
     assert samples[0].extra["error"] == "the function's", "the first cause stays"
     assert all("500" in s.extra["error"] and s.extra["fault"] == "reward/errors" for s in bad[1:])
     assert all(math.isfinite(s.reward) for s in samples)
@@ -139,7 +165,9 @@ def test_one_request_that_fails_for_good_costs_only_its_own_samples(monkeypatch,
 @pytest.mark.parametrize("on_error", ["zero", "drop"])
 def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     """Neither on the screen nor in a file: of a step, of a checkpoint, of a batch that is kept."""
-    monkeypatch.setattr("one_step_off.training.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01)))
+    monkeypatch.setattr(
+        "one_step_off.training.reward_models.asyncio.sleep", lambda s: real_sleep(min(s, 0.01))
+    )
     cfg, samples, out = Config(), [sample(0)], io.StringIO()
     cfg.reward.on_error, cfg.reward_model.retries = on_error, 0
     cfg.reward_model.url = "http://me:hunter2pass@127.0.0.1:9/v1?token=s3cr3tvalue"
@@ -151,7 +179,11 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     Screen(out).say(f"warning: the first: {samples[0].extra['error']}")
     written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
     assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))
-    assert not any(secret in text for text in (*written, out.getvalue()) for secret in ("hunter2pass", "s3cr3tvalue"))
+    assert not any(
+        secret in text
+        for text in (*written, out.getvalue())
+        for secret in ("hunter2pass", "s3cr3tvalue")
+    )
 
 
 def test_a_server_that_hangs_is_not_waited_for(monkeypatch):
@@ -173,7 +205,9 @@ def test_another_tokenizer_reads_the_chat_anew():
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(
-        models.WordLevel({w: i for i, w in enumerate(["?", "user", "assistant", "q1", "27"])}, unk_token="?")
+        models.WordLevel(
+            {w: i for i, w in enumerate(["?", "user", "assistant", "q1", "27"])}, unk_token="?"
+        )
     )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     theirs = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")
@@ -207,8 +241,13 @@ def test_a_score_too_large_to_be_mixed_is_an_error_of_its_sample(score):
     cfg, samples = Config(), [sample(0, reward=1.0), sample(1, reward=0.5)]
     cfg.reward_model.weight, cfg.reward.on_error = 1e6, "zero"
     mix(samples, [score, 1e-6], cfg)
-    assert [s.reward for s in samples] == [1.0, 1.5] and samples[0].extra["fault"] == "reward/errors"
-    assert "of prompt (0, 0), sample 0 is " in samples[0].extra["error"] and "error" not in samples[1].extra
+    assert [s.reward for s in samples] == [1.0, 1.5] and samples[0].extra[
+        "fault"
+    ] == "reward/errors"
+    assert (
+        "of prompt (0, 0), sample 0 is " in samples[0].extra["error"]
+        and "error" not in samples[1].extra
+    )
     cfg.reward.on_error = "stop"
     with pytest.raises(RoleError, match=r"prompt \(0, 0\), sample 0 is .*1e\+30"):
         mix([sample(0)], [score], cfg)

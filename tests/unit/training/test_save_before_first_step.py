@@ -51,7 +51,9 @@ def assert_alike(found: dict[str, list[list[np.ndarray]]]) -> None:
                 np.testing.assert_array_equal(a, b, err_msg=name)
 
 
-@pytest.mark.parametrize("keys", [{}, {"model__dtype": "bfloat16"}, LORA], ids=["float32", "bfloat16", "lora"])
+@pytest.mark.parametrize(
+    "keys", [{}, {"model__dtype": "bfloat16"}, LORA], ids=["float32", "bfloat16", "lora"]
+)
 def test_fsdp_on_one_rank(checkpoints, single, tmp_path, keys):  # noqa: F811
     path = checkpoints["tied"]
 
@@ -65,8 +67,15 @@ def test_the_moments_are_those_that_the_first_step_would_make(checkpoints, singl
     """Names, types, shapes and devices of AdamW's state: what is made for a checkpoint, and what a step makes."""
 
     def kinds(worker):
-        states = [worker.optimizer.state[p] for group in worker.optimizer.param_groups for p in group["params"]]
-        return [[(name, type(x), x.dtype, x.shape, x.device) for name, x in state.items()] for state in states]
+        states = [
+            worker.optimizer.state[p]
+            for group in worker.optimizer.param_groups
+            for p in group["params"]
+        ]
+        return [
+            [(name, type(x), x.dtype, x.shape, x.device) for name, x in state.items()]
+            for state in states
+        ]
 
     path = checkpoints["tied"]
     saving = single(config(path, **PLAIN), cls=PolicyWorker)
@@ -129,7 +138,9 @@ def run_rank(rank, world, workers, cfg, folder):
         torch.save(run_of(name, starter(name), path, folder), f"{folder}/{name}_{rank}.pt")
         leave(workers)
     for name, checkpoint in (("skips", None), ("skips_and_saves", folder / "skipped")):
-        torch.save(after_skipped_steps(starter(name), path, checkpoint), f"{folder}/{name}_{rank}.pt")
+        torch.save(
+            after_skipped_steps(starter(name), path, checkpoint), f"{folder}/{name}_{rank}.pt"
+        )
         leave(workers)
 
 
@@ -137,9 +148,13 @@ def check_ranks(workers, cfg, world, folder):
     mp.spawn(run_rank, args=(world, workers, cfg, folder), nprocs=world)
     for rank in range(world):
         found = {
-            n: torch.load(f"{folder}/{n}_{rank}.pt", weights_only=False) for n in (*RUNS, "skips", "skips_and_saves")
+            n: torch.load(f"{folder}/{n}_{rank}.pt", weights_only=False)
+            for n in (*RUNS, "skips", "skips_and_saves")
         }
-        assert all(np.array_equal(a, b) for a, b in zip(found.pop("skips"), found.pop("skips_and_saves"), strict=True))
+        assert all(
+            np.array_equal(a, b)
+            for a, b in zip(found.pop("skips"), found.pop("skips_and_saves"), strict=True)
+        )
         assert_alike(found)
 
 
@@ -149,11 +164,18 @@ def test_fsdp_on_two_ranks(checkpoints, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param({}, id="dp2", marks=pytest.mark.slow), pytest.param({"actor__tensor_parallel_size": 2}, id="tp2")],
+    [
+        pytest.param({}, id="dp2", marks=pytest.mark.slow),
+        pytest.param({"actor__tensor_parallel_size": 2}, id="tp2"),
+    ],
 )
 def test_megatron(tmp_path, layout):
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
+    pytest.importorskip(
+        "megatron.core", reason="megatron-core is not installed (the extra megatron)"
+    )
     from tests.unit.training.test_megatron_workers import make_checkpoints
 
     path = str(make_checkpoints(tmp_path / "models") / "qwen2")
-    check_ranks(of_megatron, config(path, **PLAIN, **layout, actor__backend="megatron"), 2, tmp_path)
+    check_ranks(
+        of_megatron, config(path, **PLAIN, **layout, actor__backend="megatron"), 2, tmp_path
+    )

@@ -21,9 +21,9 @@ from one_step_off.algorithms.policy_losses import vanilla
 from one_step_off.checkpoint.checkpoints import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rollout.replica_group import merged
 from one_step_off.runtime.replay import _replayed
 from one_step_off.training.fsdp_workers import WORKERS, CriticWorker
+from one_step_off.training.trainer_group import merged
 from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch  # noqa: F401
 
 MARK = 77.0  # the advantage of the sample whose loss is to be no number
@@ -118,14 +118,21 @@ def of_megatron():
 
 def check(out, ranks):
     found, alone = (
-        [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(ranks)] for n in ("skips", "fresh")
+        [torch.load(f"{out}/{n}_{r}.pt", weights_only=False) for r in range(ranks)]
+        for n in ("skips", "fresh")
     )
     for own, control in zip(found, alone, strict=True):
-        assert (own["loss"], own["norm"], own["large"]) == ((1, 1), (1, 2), (1, 3)), "one skipped step each, in a row"
+        assert (own["loss"], own["norm"], own["large"]) == ((1, 1), (1, 2), (1, 3)), (
+            "one skipped step each, in a row"
+        )
         assert own["empty"] == (None, None) and own["untouched"]
         assert own["good"] == own["few"] == (0, 0) and own["version"] == 6
-        assert same(own["once"], control), "the steps that were not made must leave no trace in the optimiser"
-        assert not same(own["once"], own["twice"]), "a batch with fewer samples than ranks is learnt from"
+        assert same(own["once"], control), (
+            "the steps that were not made must leave no trace in the optimiser"
+        )
+        assert not same(own["once"], own["twice"]), (
+            "a batch with fewer samples than ranks is learnt from"
+        )
         assert own["told"] == found[0]["told"], "all ranks tell the same"
 
 
@@ -140,11 +147,16 @@ def test_fsdp_skips_on_all_ranks_or_none(checkpoints, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param({}, id="dp2", marks=pytest.mark.slow), pytest.param({"actor__pipeline_parallel_size": 2}, id="pp2")],
+    [
+        pytest.param({}, id="dp2", marks=pytest.mark.slow),
+        pytest.param({"actor__pipeline_parallel_size": 2}, id="pp2"),
+    ],
 )
 def test_megatron_skips_on_all_ranks_or_none(tmp_path, layout):
     """Two copies, of which one has the sample; two stages, of which the last has the loss."""
-    pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
+    pytest.importorskip(
+        "megatron.core", reason="megatron-core is not installed (the extra megatron)"
+    )
     from tests.unit.training.test_megatron_workers import make_checkpoints
 
     path = str(make_checkpoints(tmp_path / "models") / "qwen2")
@@ -164,7 +176,10 @@ def test_a_critic_skips_too(checkpoints):  # noqa: F811
         batch.returns = [np.full(len(v), np.nan, np.float32) for v in batch.values]
         for count in itertools.islice(itertools.count(2, 2), 2):
             metrics = worker.update(batch)
-            assert (metrics["critic/skipped_updates"], metrics["critic/skipped_in_a_row"]) == (2, count)
+            assert (metrics["critic/skipped_updates"], metrics["critic/skipped_in_a_row"]) == (
+                2,
+                count,
+            )
         batch.returns = [np.ones(len(v), np.float32) for v in batch.values]
         metrics = worker.update(batch)
         assert (metrics["critic/skipped_updates"], metrics["critic/skipped_in_a_row"]) == (0, 0)
@@ -199,7 +214,11 @@ def test_a_replay_tells_what_it_finds(checkpoints, tmp_path):  # noqa: F811
         dist.destroy_process_group()
     said = out.getvalue()
     count = len(batch.samples[0].response_ids)
-    assert f"advantages: {count} of " in said and "ratio: 0 of" in said and "trainer's log-prob: 0 of" in said
+    assert (
+        f"advantages: {count} of " in said
+        and "ratio: 0 of" in said
+        and "trainer's log-prob: 0 of" in said
+    )
     assert "nan at prompt (0, 0), sample 0" in said
     told = re.search(r"^actor: (.*)$", said, re.M)[1].split(", ")
     assert {"actor/loss nan", "actor/grad_norm nan", "actor/skipped_updates 1"} <= {*told}, said

@@ -39,7 +39,9 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
     payload, count = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
     assert count == int((new != base).sum())
     if payload is not None:
-        assert payload.dtype == torch.uint8 and len(payload) % 16 == 0 and len(payload) < 2 * len(new)
+        assert (
+            payload.dtype == torch.uint8 and len(payload) % 16 == 0 and len(payload) < 2 * len(new)
+        )
         words = base.clone()
         delta.apply(payload, words.view(torch.uint8))
         assert torch.equal(words, new)
@@ -61,19 +63,25 @@ def test_any_change_comes_back(size, kinds, share, run, small, seed):
             patch.setitem(delta._BLOCK, "cpu", 96)
         new = base = weights(8 * size, seed)
         generator = torch.Generator().manual_seed(seed)
-        for kind in kinds:  # single words, or runs of them, as when only some rows of an embedding change
+        for (
+            kind
+        ) in kinds:  # single words, or runs of them, as when only some rows of an embedding change
             starts = (torch.rand(len(base), generator=generator) < share / run).nonzero().flatten()
             where = (starts[:, None] + torch.arange(run)).flatten().unique()
             new = changed(new, where[where < len(base)], kind, seed)
         assert_round_trip(new, base)
 
 
-@pytest.mark.parametrize("where", [[], [0], [-1], [0, -1], [0, 70_000, 17_000_000, -1], [65_535], [65_536, 131_071]])
+@pytest.mark.parametrize(
+    "where", [[], [0], [-1], [0, -1], [0, 70_000, 17_000_000, -1], [65_535], [65_536, 131_071]]
+)
 def test_gaps_of_any_length(where, monkeypatch):
     monkeypatch.setitem(delta._BLOCK, "cpu", 1 << 25)
     base = torch.zeros(17_000_008 if 17_000_000 in where else 131_080, dtype=torch.int16)
     for kind in ("ulp", "sign", "byte"):
-        payload = assert_round_trip(changed(base, torch.tensor(where, dtype=torch.int64), kind, 0), base)
+        payload = assert_round_trip(
+            changed(base, torch.tensor(where, dtype=torch.int64), kind, 0), base
+        )
         assert len(payload) <= 32 + 16 * len(where)
 
 
@@ -81,7 +89,11 @@ def test_gaps_of_any_length(where, monkeypatch):
 @pytest.mark.parametrize("share", [0.003, 0.01, 0.03, 0.1, 0.2])
 def test_a_payload_is_small(kind, share):
     base = weights(3 << 20, 0)
-    where = (torch.rand(len(base), generator=torch.Generator().manual_seed(1)) < share).nonzero().flatten()
+    where = (
+        (torch.rand(len(base), generator=torch.Generator().manual_seed(1)) < share)
+        .nonzero()
+        .flatten()
+    )
     payload = assert_round_trip(changed(base, where, kind, 2), base)
     if kind == "ulp" or share >= 0.01:
         assert len(payload) <= 1.6 * 2 * len(where)
@@ -90,7 +102,8 @@ def test_a_payload_is_small(kind, share):
 def test_changed_rows_cost_little_more_than_their_values():
     base = weights(1 << 20, 0)
     where = (
-        torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:40, None] * 256 + torch.arange(256)
+        torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:40, None] * 256
+        + torch.arange(256)
     ).flatten()
     assert len(assert_round_trip(changed(base, where, "random", 2), base)) <= 3.1 * len(where)
     assert len(assert_round_trip(base, base)) == 32
@@ -122,7 +135,9 @@ def test_a_damaged_payload_is_refused_or_stays_inside(data):
     payload, base = example()
     at = data.draw(st.integers(0, 63) | st.integers(0, len(payload) - 1))
     payload[at] = data.draw(st.integers(0, 255))
-    guarded = torch.cat([torch.full((64,), 7, dtype=torch.uint8), base, torch.full((64,), 7, dtype=torch.uint8)])
+    guarded = torch.cat(
+        [torch.full((64,), 7, dtype=torch.uint8), base, torch.full((64,), 7, dtype=torch.uint8)]
+    )
     words = guarded[64:-64]
     try:
         delta.apply(payload, words)
@@ -143,7 +158,10 @@ def test_what_does_not_fit_raises():
         for value in (-1, 0, 1, 2**31 - 1):
             wrong = payload.clone()
             header = wrong[:32].view(torch.int32)
-            if header[field] == value or (field, value) == (1, 2**31 - 1):  # a block may be larger than the bucket
+            if header[field] == value or (field, value) == (
+                1,
+                2**31 - 1,
+            ):  # a block may be larger than the bucket
                 continue
             header[field] = value
             with pytest.raises(ValueError, match="delta: "):
@@ -156,7 +174,9 @@ def test_nothing_is_written_when_a_later_block_is_wrong(monkeypatch):
     base = torch.zeros(2048, dtype=torch.int16)
     new = changed(base, torch.tensor([3, 2047]), "ulp", 0)
     payload, _ = delta.encode(new.view(torch.uint8), base.view(torch.uint8))
-    gap = payload[56:58].view(torch.int16)  # of the second block's word: the only number of two bytes
+    gap = payload[56:58].view(
+        torch.int16
+    )  # of the second block's word: the only number of two bytes
     assert gap.item() == 1023
     gap += 1
     with pytest.raises(ValueError, match="not within a block"):

@@ -13,15 +13,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.distributed_util import Receiver, Sender, use_interface_towards
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, checksum, weighted_sums
+from one_step_off.cluster.errors import SyncError
+from one_step_off.cluster.network import use_interface_towards
+from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum, weighted_sums
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from one_step_off.weight_sync.shared_memory import SharedOutlet
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
 
 
-def pieces_of(shapes: dict[str, tuple], senders: int, dtype: str = "float32") -> list[list[WeightPiece]]:
+def pieces_of(
+    shapes: dict[str, tuple], senders: int, dtype: str = "float32"
+) -> list[list[WeightPiece]]:
     """Rows of each tensor cut into contiguous shares, as FSDP does: the last ones may be empty."""
     out: list[list[WeightPiece]] = [[] for _ in range(senders)]
     for name, shape in shapes.items():
@@ -51,17 +56,27 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
         for s in range(senders):
             slots = [slot for slot in bucket.slots if slot.sender == s]
             ends = [0] + [slot.offset + slot.nbytes for slot in slots]
-            assert all(slot.offset >= end and slot.offset % 16 == 0 for slot, end in zip(slots, ends, strict=False))
+            assert all(
+                slot.offset >= end and slot.offset % 16 == 0
+                for slot, end in zip(slots, ends, strict=False)
+            )
             assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
         one_row_each = all(slot.piece.stop - slot.piece.start == 1 for slot in bucket.slots)
-        assert sum(bucket.nbytes) <= bucket_bytes or (one_row_each and len({s.piece.name for s in bucket.slots}) == 1)
+        assert sum(bucket.nbytes) <= bucket_bytes or (
+            one_row_each and len({s.piece.name for s in bucket.slots}) == 1
+        )
     assert {slot.piece.name for b in plan.buckets for slot in b.slots} == set(shapes)
     # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
     for s, sent in enumerate(pieces):
         mine = [slot for b in plan.buckets for slot in b.slots if slot.sender == s]
         assert [slot.of for slot in mine if slot.piece.start == slot.of.start] == sent
         for piece in sent:  # all of its rows, once, in order
-            rows = [n for slot in mine if slot.of == piece for n in range(slot.piece.start, slot.piece.stop)]
+            rows = [
+                n
+                for slot in mine
+                if slot.of == piece
+                for n in range(slot.piece.start, slot.piece.stop)
+            ]
             assert rows == list(range(piece.start, piece.stop))
     assert plan.digest == BucketPlan.build(pieces_of(shapes, senders), bucket_bytes).digest
 
@@ -77,13 +92,22 @@ def test_layers_come_together_from_senders_that_own_different_parts_of_them():
         for rank in range(2):
             names = ["embed"] * (stage == rank == 0)
             for layer in (stage, stage + 1):
-                names += [f"layers.{layer}.{'qk'[rank]}", *(f"layers.{layer}.experts.{2 * rank + i}" for i in (0, 1))]
-            pieces.append([whole(name) for name in (*names, *["norm"] * (stage == 2 and rank == 1))])
+                names += [
+                    f"layers.{layer}.{'qk'[rank]}",
+                    *(f"layers.{layer}.experts.{2 * rank + i}" for i in (0, 1)),
+                ]
+            pieces.append(
+                [whole(name) for name in (*names, *["norm"] * (stage == 2 and rank == 1))]
+            )
     plan = BucketPlan.build(pieces, 16)
     order = [slot.piece.name for bucket in plan.buckets for slot in bucket.slots]
-    assert order[0] == "embed" and [int(name.split(".")[1]) for name in order[1:-1]] == sorted([0, 1, 2, 3] * 6)
+    assert order[0] == "embed" and [int(name.split(".")[1]) for name in order[1:-1]] == sorted(
+        [0, 1, 2, 3] * 6
+    )
     for s, sent in enumerate(pieces):
-        assert [slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.sender == s] == sent
+        assert [
+            slot.piece for bucket in plan.buckets for slot in bucket.slots if slot.sender == s
+        ] == sent
 
 
 @pytest.mark.parametrize(
@@ -92,7 +116,10 @@ def test_layers_come_together_from_senders_that_own_different_parts_of_them():
         (lambda p: p[0].pop(0), "missing or sent twice"),
         (lambda p: p[1].append(p[1][0]), "missing or sent twice"),
         (lambda p: p[1].pop(0), "of the 8 rows of a some are missing or sent twice: 0 to 4 came"),
-        (lambda p: p[1].__setitem__(0, WeightPiece("a", "bfloat16", (8, 2), 4, 8)), "disagree about dtype or shape"),
+        (
+            lambda p: p[1].__setitem__(0, WeightPiece("a", "bfloat16", (8, 2), 4, 8)),
+            "disagree about dtype or shape",
+        ),
         (lambda p: p[0].append(WeightPiece("b", "float33", (1,), 0, 1)), "no attribute 'float33'"),
         (lambda p: p[1].reverse(), "different orders"),
     ],
@@ -125,19 +152,33 @@ def test_checksum_sees_one_changed_bit_and_a_swap(checksum, words, data):
 class Net:
     """Senders and receivers, each on a thread of its own."""
 
-    def __init__(self, shapes, senders, receivers, bucket_bytes=64, timeout_s=10.0, dtype="float32", near=None) -> None:
+    def __init__(
+        self,
+        shapes,
+        senders,
+        receivers,
+        bucket_bytes=64,
+        timeout_s=10.0,
+        dtype="float32",
+        near=None,
+    ) -> None:
         near = near or [[] for _ in range(senders)]
         self.pieces = pieces_of(shapes, senders, dtype)
         self.plan = BucketPlan.build(self.pieces, bucket_bytes)
         self.senders = [Sender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)]
-        self.receivers = [Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)]
+        self.receivers = [
+            Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)
+        ]
         self.connect(1, near)
 
     def connect(self, epoch, near=None) -> None:
         near, receivers = near or [[] for _ in self.senders], len(self.receivers)
         addresses = [s.address for s in self.senders]
         results = self.together(
-            [lambda s=s, n=n: s.connect(epoch, receivers, n) for s, n in zip(self.senders, near, strict=True)]
+            [
+                lambda s=s, n=n: s.connect(epoch, receivers, n)
+                for s, n in zip(self.senders, near, strict=True)
+            ]
             + [lambda r=r: r.connect(epoch, addresses, receivers, near) for r in self.receivers]
         )
         assert results == [None] * len(results)
@@ -152,7 +193,9 @@ class Net:
             except Exception as e:
                 results[i] = e
 
-        threads = [threading.Thread(target=work, args=(i, j), daemon=True) for i, j in enumerate(jobs)]
+        threads = [
+            threading.Thread(target=work, args=(i, j), daemon=True) for i, j in enumerate(jobs)
+        ]
         for t in threads:
             t.start()
         for t in threads:
@@ -172,9 +215,13 @@ class Net:
 
             return keep
 
-        jobs = [lambda s=s: self.senders[s].send(rows(s), version) for s in range(len(self.senders))]
+        jobs = [
+            lambda s=s: self.senders[s].send(rows(s), version) for s in range(len(self.senders))
+        ]
         jobs += [
-            lambda i=i: self.receivers[i].receive(load(i), version if receive_as is None else receive_as)
+            lambda i=i: self.receivers[i].receive(
+                load(i), version if receive_as is None else receive_as
+            )
             for i in range(len(self.receivers))
         ]
         if change:
@@ -211,7 +258,9 @@ def test_bits_arrive_over_gloo(senders, receivers, dtype):
 )
 def test_bits_arrive_in_shared_memory(receivers, near):
     net = Net(SHAPES, len(near), receivers, near=near)
-    assert [s.links[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [n for n in near if n]
+    assert [s.links[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [
+        n for n in near if n
+    ]
     for version in range(3):
         model = {n: torch.randn(s) for n, s in SHAPES.items()}
         results, got = net.sync(model, version)
@@ -287,7 +336,9 @@ for expected in (1, 2):
 
 def test_one_sender_may_own_several_parts_of_a_tensor():
     whole = torch.randn(6, 2)
-    plan = BucketPlan.build([[WeightPiece("a", "float32", (6, 2), i, i + 2) for i in (0, 2, 4)]], 1000)
+    plan = BucketPlan.build(
+        [[WeightPiece("a", "float32", (6, 2), i, i + 2) for i in (0, 2, 4)]], 1000
+    )
     slots = plan.buckets[0].slots
     part = torch.zeros(plan.buckets[0].nbytes[0], dtype=torch.uint8)
     for slot in slots:
@@ -365,7 +416,10 @@ def normal(shapes, dtype="float32"):
 
 
 def same(got: list[dict], model: dict) -> bool:
-    return all(one.keys() == model.keys() and all(torch.equal(one[n], model[n]) for n in model) for one in got)
+    return all(
+        one.keys() == model.keys() and all(torch.equal(one[n], model[n]) for n in model)
+        for one in got
+    )
 
 
 @pytest.mark.parametrize("near", [None, [[0], [0]]])
@@ -377,13 +431,18 @@ def test_a_tensor_larger_than_a_bucket_arrives_in_strips_and_memory_stays_bounde
     for sender in net.senders:  # two buffers; what is packed is the live rows, without a copy
         assert sum(buffer.nbytes for buffer in sender.buffers) <= 2 * 20_000
     receiver = net.receivers[0]
-    assert sum(buffer.nbytes for buffer in receiver.buffers) <= 2 * 20_000 and len(receiver.room) == largest > piece
+    assert (
+        sum(buffer.nbytes for buffer in receiver.buffers) <= 2 * 20_000
+        and len(receiver.room) == largest > piece
+    )
     places = [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers]
     for version in range(3):
         model = normal(shapes)
         results, got = net.sync(model, version)
         assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
-    assert places == [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers], "the buffers are reused"
+    assert places == [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers], (
+        "the buffers are reused"
+    )
 
 
 def test_pieces_cut_along_columns_are_joined():
@@ -443,7 +502,9 @@ def test_groups_are_made_anew_without_a_lost_receiver_and_with_a_late_one():
     results, _ = net.sync(normal(SHAPES), 1)
     assert all(isinstance(r, SyncError) for r in results), "every end is told"
     assert time.monotonic() - begin < 10, "and soon"
-    net.receivers = [Receiver(net.plan, i, CPU, "127.0.0.1", 20.0) if i else net.receivers[0] for i in range(2)]
+    net.receivers = [
+        Receiver(net.plan, i, CPU, "127.0.0.1", 20.0) if i else net.receivers[0] for i in range(2)
+    ]
     net.connect(2)
     results, got = net.sync(model := normal(SHAPES), 1)
     assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
@@ -460,7 +521,9 @@ def test_each_bucket_is_timed_on_the_wire():
     received = results[2]
     assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
     for one in results:
-        assert [i for i, _ in one["each"]] == list(range(len(net.plan.buckets))) and min(one["each"])[1] > 0
+        assert [i for i, _ in one["each"]] == list(range(len(net.plan.buckets))) and min(
+            one["each"]
+        )[1] > 0
     assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
 
@@ -485,7 +548,11 @@ def memory_kb(name: str) -> int:
 
 def test_the_memory_of_a_sender_grows_by_two_buckets_and_a_piece():
     """Of the process itself: 256 MiB in tensors of 1 to 64 MiB, buckets of 16 MiB, sent in half as many bytes."""
-    shapes = {"embed": (64, 262144), **{f"layers.{i}.w": (48, 65536) for i in range(15)}, "norm": (4, 65536)}
+    shapes = {
+        "embed": (64, 262144),
+        **{f"layers.{i}.w": (48, 65536) for i in range(15)},
+        "norm": (4, 65536),
+    }
     pieces, size = pieces_of(shapes, 1, "bfloat16"), 256 << 20
     context = torch.multiprocessing.get_context("spawn")
     outbox = context.Queue()

@@ -7,9 +7,9 @@ import functools
 import pytest
 import torch
 
-from one_step_off.distributed_util import Receiver
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.in_place import InPlace, NotInPlace
+from one_step_off.weight_sync.receiver import Receiver
 from tests.unit.weight_sync.test_distributed_util import CPU, Net, normal, same
 
 # Rows that two senders own, so that tensors are joined; `embed` travels in strips; `norm`, `bias` and `one` leave padding.
@@ -30,9 +30,13 @@ class Model(torch.nn.Module):
 
     def __init__(self, reorder=lambda qk: qk) -> None:
         super().__init__()
-        shapes = {name: shape for name, shape in SHAPES.items() if name not in "qk"} | {"qk": (32, 31)}
+        shapes = {name: shape for name, shape in SHAPES.items() if name not in "qk"} | {
+            "qk": (32, 31)
+        }
         for name, shape in shapes.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False))
+            self.register_parameter(
+                name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False)
+            )
         self.reorder, self.loads = reorder, 0
 
     def load_weights(self, weights):
@@ -42,7 +46,10 @@ class Model(torch.nn.Module):
             (getattr(self, name) if rows is None else self.qk.data[rows]).copy_(tensor)
 
     def hf(self) -> dict[str, torch.Tensor]:
-        return {n: {"q": self.qk[:24], "k": self.qk[24:]}.get(n) if n in "qk" else getattr(self, n) for n in SHAPES}
+        return {
+            n: {"q": self.qk[:24], "k": self.qk[24:]}.get(n) if n in "qk" else getattr(self, n)
+            for n in SHAPES
+        }
 
 
 def sync(net: Net, models: list[Model], tensors: dict[str, torch.Tensor], version: int) -> list:
@@ -73,7 +80,9 @@ def perturb(tensors: dict[str, torch.Tensor], share: float = 0.02) -> None:
 
 def net_of(receivers: int, near=None, full_every: int = 20) -> Net:
     net = Net(SHAPES, 2, receivers, bucket_bytes=16_000, dtype="bfloat16", near=near)
-    assert not all(bucket.ends for bucket in net.plan.buckets) and any(b.joined for b in net.plan.buckets if b.ends)
+    assert not all(bucket.ends for bucket in net.plan.buckets) and any(
+        b.joined for b in net.plan.buckets if b.ends
+    )
     for sender in net.senders:
         sender.full_every = full_every
     return net
@@ -109,7 +118,9 @@ def test_a_model_that_reorders_its_parameters_keeps_a_right_mirror():
     for version in range(1, 4):
         perturb(tensors)
         results = sync(net, models, tensors, version)
-        assert not [r for r in results if isinstance(r, Exception)] and same([models[0].hf()], tensors)
+        assert not [r for r in results if isinstance(r, Exception)] and same(
+            [models[0].hf()], tensors
+        )
     assert net.receivers[0].mirror and not net.receivers[0].live
 
 
@@ -120,13 +131,19 @@ def test_parameters_that_changed_behind_its_back_are_caught_and_mended_by_the_ne
     go_in_place(net, models)
     models[0].qk.view(torch.int16)[3, 3] += 1
     perturb(tensors)
-    assert any("checksum of bucket" in str(r) for r in sync(net, models, tensors, 1) if isinstance(r, SyncError))
+    assert any(
+        "checksum of bucket" in str(r)
+        for r in sync(net, models, tensors, 1)
+        if isinstance(r, SyncError)
+    )
     assert not net.receivers[0].live and not same([models[0].hf()], tensors)
     net.receivers = [Receiver(net.plan, 0, CPU, "127.0.0.1", 10.0)]
     net.connect(2)
     for version in (1, 2, 3):
         results = sync(net, models, tensors, version)
-        assert not [r for r in results if isinstance(r, Exception)] and same([models[0].hf()], tensors), results
+        assert not [r for r in results if isinstance(r, Exception)] and same(
+            [models[0].hf()], tensors
+        ), results
         if version == 1:
             go_in_place(net, models)
         perturb(tensors)

@@ -13,7 +13,11 @@ from one_step_off.weight_sync.weight_piece import WeightPiece
 
 def bucket_of(tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """A flat bucket (uint8) that holds the tensors, and the views into it."""
-    ends = torch.tensor([-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()]).cumsum(0).tolist()
+    ends = (
+        torch.tensor([-(-tensor.nbytes // 16) * 16 for tensor in tensors.values()])
+        .cumsum(0)
+        .tolist()
+    )
     flat, views = torch.zeros(ends[-1], dtype=torch.uint8), {}
     for start, (name, tensor) in zip([0, *ends], tensors.items(), strict=False):
         views[name] = flat[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -26,22 +30,31 @@ class Fake(torch.nn.Module):
 
     def __init__(self, load=lambda live, name, tensor: live.copy_(tensor)) -> None:
         super().__init__()
-        self.qk, self.o = (torch.nn.Parameter(torch.zeros(rows, 4), requires_grad=False) for rows in (8, 3))
+        self.qk, self.o = (
+            torch.nn.Parameter(torch.zeros(rows, 4), requires_grad=False) for rows in (8, 3)
+        )
         self.load = load
 
     def load_weights(self, weights):
         for name, tensor in weights:
-            self.load({"q": self.qk.data[:4], "k": self.qk.data[4:], "o": self.o.data}[name], name, tensor)
+            self.load(
+                {"q": self.qk.data[:4], "k": self.qk.data[4:], "o": self.o.data}[name], name, tensor
+            )
 
 
 def hf(dtype=torch.float32) -> dict[str, torch.Tensor]:
     return {name: torch.randn(rows, 4).to(dtype) for name, rows in (("q", 4), ("k", 4), ("o", 3))}
 
 
-def record(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, LiveWeights]:
+def record(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, LiveWeights]:
     """Record where a bucket of `tensors`, which were sent, lives; its buffer is returned too."""
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
-    pieces = [WeightPiece(name, dtype, tuple(tensor.shape), 0, len(tensor)) for name, tensor in tensors.items()]
+    pieces = [
+        WeightPiece(name, dtype, tuple(tensor.shape), 0, len(tensor))
+        for name, tensor in tensors.items()
+    ]
     plan, sums = BucketPlan.build([pieces], 1 << 40), checksum(bucket_of(tensors)[0])
     assert len(plan.buckets) == 1 and not plan.room
     found = InPlace(plan, torch.zeros(0, dtype=torch.uint8), sums[None, None], model)
@@ -56,7 +69,9 @@ def test_reads_and_writes_where_the_model_loads():
     newer = hf()
     flat.copy_(bucket_of(newer)[0])
     live.write()
-    assert torch.equal(model.qk, torch.cat([newer["q"], newer["k"]])) and torch.equal(model.o, newer["o"])
+    assert torch.equal(model.qk, torch.cat([newer["q"], newer["k"]])) and torch.equal(
+        model.o, newer["o"]
+    )
     flat.zero_()
     live.read()
     assert torch.equal(flat, bucket_of(newer)[0])
@@ -64,7 +79,9 @@ def test_reads_and_writes_where_the_model_loads():
 
 def test_views_of_what_was_sent_and_padding_are_understood():
     def load(live, name, tensor):
-        for row in range(len(live)):  # as stacked experts, and a checkpoint that stores them transposed
+        for row in range(
+            len(live)
+        ):  # as stacked experts, and a checkpoint that stores them transposed
             live[row].copy_(tensor.t()[:, row])
         live[len(live) :].fill_(0)
         live[:, 4:].fill_(0)
@@ -78,11 +95,23 @@ def test_views_of_what_was_sent_and_padding_are_understood():
     ("load", "words"),
     [
         (lambda live, name, tensor: live.copy_(tensor * 2), "writes something else than a part"),
-        (lambda live, name, tensor: live.copy_(tensor.clone()), "writes something else than a part"),
+        (
+            lambda live, name, tensor: live.copy_(tensor.clone()),
+            "writes something else than a part",
+        ),
         (lambda live, name, tensor: live.add_(tensor), "writes something else than a part"),
-        (lambda live, name, tensor: torch.mul(tensor, 1, out=live), "writes something else than a part"),
-        (lambda live, name, tensor: torch._foreach_copy_([live], [tensor]), "writes something else than a part"),
-        (lambda live, name, tensor: (live.copy_(tensor), live.fill_(7)), "writes something else than a part"),
+        (
+            lambda live, name, tensor: torch.mul(tensor, 1, out=live),
+            "writes something else than a part",
+        ),
+        (
+            lambda live, name, tensor: torch._foreach_copy_([live], [tensor]),
+            "writes something else than a part",
+        ),
+        (
+            lambda live, name, tensor: (live.copy_(tensor), live.fill_(7)),
+            "writes something else than a part",
+        ),
         (lambda live, name, tensor: live.copy_(tensor[0]), "in one piece"),
         (lambda live, name, tensor: live.t().copy_(tensor.t()), "in one piece"),
         (lambda live, name, tensor: live[:2].copy_(tensor[:2]), "only a part, or some twice"),
@@ -92,8 +121,14 @@ def test_views_of_what_was_sent_and_padding_are_understood():
             lambda live, name, tensor: [half.copy_(tensor[:2]) for half in (live[:2], live[2:4])],
             "other bytes than were sent",
         ),
-        (lambda live, name, tensor: live.copy_(tensor.flip(0)), "writes something else than a part"),
-        (lambda live, name, tensor: tensor.reshape(5, 5), "does not load as it is: RuntimeError: shape"),
+        (
+            lambda live, name, tensor: live.copy_(tensor.flip(0)),
+            "writes something else than a part",
+        ),
+        (
+            lambda live, name, tensor: tensor.reshape(5, 5),
+            "does not load as it is: RuntimeError: shape",
+        ),
     ],
 )
 def test_models_that_hold_something_else_are_refused_untouched(load, words):
@@ -113,7 +148,9 @@ def test_parameters_that_were_reordered_or_narrowed_after_loading_are_refused():
         record(model, tensors)
     with pytest.raises(NotInPlace, match=r"holds torch.float32 on cpu, and torch.float64"):
         record(model, hf(torch.float64))
-    assert isinstance(record_loaded(Fake(), hf(torch.bfloat16)), LiveWeights)  # the wider one loses nothing
+    assert isinstance(
+        record_loaded(Fake(), hf(torch.bfloat16)), LiveWeights
+    )  # the wider one loses nothing
 
 
 def record_loaded(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> LiveWeights:
@@ -127,7 +164,11 @@ def vllm_model(models, tmp_path_factory):
     tensors."""
     from safetensors.torch import load_file
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import cleanup_dist_env_and_memory, destroy_model_parallel, initialize_model_parallel
+    from vllm.distributed import (
+        cleanup_dist_env_and_memory,
+        destroy_model_parallel,
+        initialize_model_parallel,
+    )
     from vllm.distributed import init_distributed_environment as init
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -145,7 +186,10 @@ def vllm_model(models, tmp_path_factory):
             initialize_model_parallel()
             with set_default_torch_dtype(torch.bfloat16):
                 model = initialize_model(config)
-        tensors = {name: tensor.bfloat16() for name, tensor in load_file(f"{path}/model.safetensors").items()}
+        tensors = {
+            name: tensor.bfloat16()
+            for name, tensor in load_file(f"{path}/model.safetensors").items()
+        }
         model.load_weights(tensors.items())
         return model, config, tensors
 
@@ -176,7 +220,10 @@ def test_a_delta_reaches_a_real_model_as_a_load_does(vllm_model, kind, tied):
 def test_it_stays_right_after_a_whole_sync(vllm_model, monkeypatch):
     """vLLM's layerwise reload puts what it loaded where the parameters were, as long as nothing packs them: as on a GPU."""
     from vllm.model_executor.layers import utils
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", lambda *args, **kwargs: None)
     model, config, tensors = vllm_model("qwen2", True)

@@ -10,14 +10,18 @@ import time
 import pytest
 import torch
 
-from one_step_off.cluster.network_link import NetworkLink, connect_limit
-from one_step_off.distributed_util import Receiver, Sender
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError
+from one_step_off.cluster.errors import SyncError
+from one_step_off.distributed_util import NetworkLink, connect_limit
+from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from tests.unit.weight_sync.test_distributed_util import CPU, SHAPES, Net, normal, pieces_of, same
 
 
 @pytest.mark.parametrize("hangs", ["sender", "receiver"])
-def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoch_works(monkeypatch, hangs):
+def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoch_works(
+    monkeypatch, hangs
+):
     """As ncclCommInitRank does, which runs inside the first broadcast and knows no time limit."""
     honest, never = NetworkLink.publish, threading.Event()
 
@@ -66,18 +70,24 @@ def test_a_receiver_that_cannot_load_ends_the_sync_for_all_at_once_with_its_reas
 
     begin = time.monotonic()
     results, _ = net.sync(
-        model, 0, change=lambda jobs: jobs.__setitem__(1, lambda: net.receivers[0].receive(refuses, 0))
+        model,
+        0,
+        change=lambda jobs: jobs.__setitem__(1, lambda: net.receivers[0].receive(refuses, 0)),
     )
     assert time.monotonic() - begin < 20, "the limit of a wait is 60 s"
     assert "phase load" in str(results[1]) and "too little memory" in str(results[1])
     for other in (results[0], results[2]):
-        assert isinstance(other, SyncError) and "given up, since receiver 0, phase load" in str(other), results
+        assert isinstance(other, SyncError) and "given up, since receiver 0, phase load" in str(
+            other
+        ), results
 
 
 def test_an_abort_from_outside_ends_the_waits_of_its_epoch_alone():
     net = Net(SHAPES, 1, 1, timeout_s=60.0, near=[[0]])
     sender, results = net.senders[0], []
-    thread = threading.Thread(target=lambda: results.extend(net.together([lambda: sender.send(iter(()), 0)])))
+    thread = threading.Thread(
+        target=lambda: results.extend(net.together([lambda: sender.send(iter(()), 0)]))
+    )
     thread.daemon = True
     sender.abort(99, "of another epoch")
     thread.start()
@@ -112,7 +122,9 @@ def test_a_sender_that_is_stopped_holds_a_receiver_no_longer_than_the_limit(near
         receiver.connect(1, [outbox.get(timeout=60)], 1, [near] if near else ())
         os.kill(process.pid, signal.SIGSTOP)
         begin, results = time.monotonic(), []
-        thread = threading.Thread(target=lambda: results.extend(Net.together([lambda: receiver.receive(print, 0)])))
+        thread = threading.Thread(
+            target=lambda: results.extend(Net.together([lambda: receiver.receive(print, 0)]))
+        )
         thread.daemon = True
         thread.start()
         thread.join(20)

@@ -12,8 +12,9 @@ import time
 import pytest
 import ray
 
-from one_step_off.rollout.replica_group import NoReplica, ProcessDied, RoleError, not_alive
-from one_step_off.weight_sync.bucket_plan import SyncError
+from one_step_off.cluster.errors import ProcessDied, RoleError, SyncError
+from one_step_off.cluster.remote_calls import not_alive
+from one_step_off.rollout.replica_group import NoReplica
 from tests.sync_actors import STEPS, Team
 
 pytestmark = pytest.mark.timeout(240)
@@ -22,7 +23,13 @@ SOON_S = 15.0  # with liveness and settling on a busy machine; the limits that w
 
 @pytest.fixture(scope="module")
 def cluster():
-    ray.init(address="local", num_cpus=8, include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1")
+    ray.init(
+        address="local",
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        _node_ip_address="127.0.0.1",
+    )
     yield
     ray.shutdown()
 
@@ -51,8 +58,12 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "near"), [(1, True), (2, False)], ids=["in shared memory", "two ranks over gloo"])
-def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waiting(cluster, tmp_path, ranks, near):
+@pytest.mark.parametrize(
+    ("ranks", "near"), [(1, True), (2, False)], ids=["in shared memory", "two ranks over gloo"]
+)
+def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waiting(
+    cluster, tmp_path, ranks, near
+):
     async def main():
         team = Team(ranks, 2, near=near)
         await team.connect()
@@ -67,7 +78,11 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
                     case = f"{who} {place} {version} overlap={overlap}: {error!r}"
                     assert not another and re.search(words, str(error)), case
                     assert f"version {version}" in str(error), case
-                    trained = (folder / "metrics.jsonl").read_text() if (folder / "metrics.jsonl").exists() else ""
+                    trained = (
+                        (folder / "metrics.jsonl").read_text()
+                        if (folder / "metrics.jsonl").exists()
+                        else ""
+                    )
                     assert len(trained.splitlines()) <= version, f"{case}: trained on after it"
         team.kill()
 
@@ -89,7 +104,9 @@ def test_a_rank_that_dies_or_hangs_in_a_sync_leads_to_another_attempt(cluster, t
     asyncio.run(main())
 
 
-def test_only_the_replica_that_died_is_restarted_while_another_still_waits_for_the_group(cluster, tmp_path):
+def test_only_the_replica_that_died_is_restarted_while_another_still_waits_for_the_group(
+    cluster, tmp_path
+):
     """The engine of that one is inside `connect_sync`, and so does not answer; its process does."""
 
     async def main():
@@ -100,7 +117,9 @@ def test_only_the_replica_that_died_is_restarted_while_another_still_waits_for_t
         begin = time.monotonic()
         await asyncio.wait_for(team.pipeline(tmp_path).fit(), 100)
         assert team.respawned == [0], team.said
-        assert time.monotonic() - begin < 29, "not the limit of the group, but an abort ended the wait"
+        assert time.monotonic() - begin < 29, (
+            "not the limit of the group, but an abort ended the wait"
+        )
         team.kill()
 
     asyncio.run(main())
@@ -121,7 +140,9 @@ def test_a_replica_that_hangs_in_a_sync_is_restarted_and_the_run_goes_on(cluster
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(cluster, tmp_path, replicas):
+def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(
+    cluster, tmp_path, replicas
+):
     """Though it passes the sync of its own with which it comes back."""
 
     async def passes_its_own(number: int) -> bool:
@@ -132,12 +153,16 @@ def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(cluste
         await team.connect()
         team.rollout.restore = passes_its_own
         team.on_respawn = lambda replica: replica.set_fault.remote("finish", None, "die", True)
-        for run in range(1 if replicas == 1 else 3):  # with another one a run ends before it is back
+        for run in range(
+            1 if replicas == 1 else 3
+        ):  # with another one a run ends before it is back
             await team.restore_beginning(False)
             await team.rollout.all[0].set_fault.remote("finish", None, "die")
             pipeline = team.pipeline(tmp_path / f"{run}")
             if replicas == 1:
-                with pytest.raises(NoReplica, match="rollout 0: it failed in 3 weight syncs in a row"):
+                with pytest.raises(
+                    NoReplica, match="rollout 0: it failed in 3 weight syncs in a row"
+                ):
                     await asyncio.wait_for(pipeline.fit(), 100)
             else:
                 await asyncio.wait_for(pipeline.fit(), 100)

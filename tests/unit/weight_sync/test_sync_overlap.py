@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 
-from one_step_off.distributed_util import Receiver, Sender
+from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import WORKERS
-from one_step_off.weight_sync.bucket_plan import BucketPlan, SyncError, sent_by
+from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
+from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.sender import Sender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.test_fsdp_workers import config, free_port, make_batch, start
 
@@ -60,7 +62,10 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
             problems.append(repr(e))
 
     for version in range(syncs):
-        now = [(p.name, p.start, digest(t)) for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)]
+        now = [
+            (p.name, p.start, digest(t))
+            for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
+        ]
         sent.append(now)
         thread = threading.Thread(target=send, args=(version,))
         thread.start()
@@ -69,15 +74,22 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
         batch.expected = (0, version)
         if not cfg.weight_sync.overlap:
             thread.join()
-        metrics = worker.update(batch)  # it has FSDP's collectives, and those of the gradients' norm
+        metrics = worker.update(
+            batch
+        )  # it has FSDP's collectives, and those of the gradients' norm
         thread.join()
         assert not problems and metrics["actor/sync_wait_s"] >= 0
     torch.save(sent, f"{out}/{rank}.pt")
 
 
-def receive_all(index: int, plan: BucketPlan, addresses: list, syncs: int, got: list, errors: queue.Queue) -> None:
+def receive_all(
+    index: int, plan: BucketPlan, addresses: list, syncs: int, got: list, errors: queue.Queue
+) -> None:
     """A receiver, late at random too; keeps what it got of every version."""
-    rng, receiver = random.Random(100 + index), Receiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S)
+    rng, receiver = (
+        random.Random(100 + index),
+        Receiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S),
+    )
     try:
         receiver.connect(1, addresses, RECEIVERS)
         for version in range(syncs):
@@ -96,7 +108,9 @@ def receive_all(index: int, plan: BucketPlan, addresses: list, syncs: int, got: 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    ("sender", "syncs"), [("sharded", 200), ("gather", 5)], ids=["200 beside updates", "5 gathered by rank 0"]
+    ("sender", "syncs"),
+    [("sharded", 200), ("gather", 5)],
+    ids=["200 beside updates", "5 gathered by rank 0"],
 )
 def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
@@ -126,7 +140,10 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
         inbox.put("connect")
     got, errors = [[] for _ in range(RECEIVERS)], queue.Queue()
     common = (plan, addresses, syncs)
-    threads = [threading.Thread(target=receive_all, args=(i, *common, got[i], errors)) for i in range(RECEIVERS)]
+    threads = [
+        threading.Thread(target=receive_all, args=(i, *common, got[i], errors))
+        for i in range(RECEIVERS)
+    ]
     for thread in threads:
         thread.daemon = True
         thread.start()
@@ -140,14 +157,20 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
     for version in range(syncs):
         expected = [row for rank in range(RANKS) for row in sent[rank][version]]
         for seen in (one[version] for one in got):
-            rows = [(p.name, p.start, digest(seen[p.name][p.start : p.stop])) for own in pieces for p in own]
+            rows = [
+                (p.name, p.start, digest(seen[p.name][p.start : p.stop]))
+                for own in pieces
+                for p in own
+            ]
             assert rows == expected, f"version {version} arrived changed"
     assert sent[0][0] != sent[0][-1]
 
 
 def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
-    worker = start(config(path, trainer__step_timeout_s=2.0), port=free_port(), cls=WORKERS["actor"])
+    worker = start(
+        config(path, trainer__step_timeout_s=2.0), port=free_port(), cls=WORKERS["actor"]
+    )
     try:
         worker.open_sender([worker.weight_plan()], 1 << 20, "127.0.0.1", 2.0)
         with pytest.raises(SyncError, match=r"trainer rank 0: version 0 was not sent in 2 s"):
