@@ -157,8 +157,8 @@ PROGRAM = [
         "plan_runs",
         "one_step_off.plan",
         (TINY, *SMALL)
-        + ("--from", "outputs/planner/round0_in_turns")
-        + ("--from", "outputs/planner/round0_in_turns_a_quarter_of_the_batch")
+        + ("--from", "outputs/planner/round0_synchronous")
+        + ("--from", "outputs/planner/round0_synchronous_a_quarter_of_the_batch")
         + ("--gpus", "4"),
         prints="best:",
         after=("planner",),
@@ -318,7 +318,7 @@ WITHOUT = [
     Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
     Without(
-        "TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings",
+        "TRL is not installed; tests/unit/benchmarks/test_trl_comparison.py has its settings",
         "benchmarks.trl_comparison",
     ),
     Without("kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"),
