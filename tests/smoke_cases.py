@@ -159,8 +159,8 @@ PROGRAM = [
         "plan_runs",
         "one_step_off.plan",
         (TINY, *SMALL)
-        + ("--from", "outputs/planner/round0_in_turns")
-        + ("--from", "outputs/planner/round0_in_turns_a_quarter_of_the_batch")
+        + ("--from", "outputs/planner/round0_synchronous")
+        + ("--from", "outputs/planner/round0_synchronous_a_quarter_of_the_batch")
         + ("--gpus", "4"),
         prints="best:",
         after=("planner",),
@@ -329,7 +329,7 @@ WITHOUT = [
     CommandWithoutCase(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     CommandWithoutCase(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
     CommandWithoutCase(
-        "TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings",
+        "TRL is not installed; tests/unit/benchmarks/test_trl_comparison.py has its settings",
         "benchmarks.trl_comparison",
     ),
     CommandWithoutCase(
