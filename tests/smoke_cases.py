@@ -298,6 +298,7 @@ class CommandWithoutCase:
 
 GPUS = "needs GPUs; tests/unit/project/test_docs.py reads its config and its keys"
 CLUSTER = "needs a cluster; tests/unit/project/test_shell.py runs it with tools that only record their calls"
+COMPARED = "tests/unit/project/test_docs.py compares what it writes"
 FIRST_OF_CI = "continuous integration begins with it"
 PRETRAINED = (
     "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
@@ -335,9 +336,8 @@ WITHOUT = [
     CommandWithoutCase(
         "kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"
     ),
-    CommandWithoutCase(
-        "tests/unit/project/test_docs.py compares what it writes", "docs/make_reference.py"
-    ),
+    CommandWithoutCase(COMPARED, "docs/make_reference.py"),
+    CommandWithoutCase(COMPARED, "docs/make_module_tables.py"),
 ]
 
 # Keys for which a case has values of its own: how much work it is, and where its files go.
