@@ -33,7 +33,7 @@ from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.ray_trainer import Roles
 from one_step_off.runtime import launch
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ async def measure_sync_memory(roles: Roles) -> tuple[int, int]:
 
 async def measure(cfg: Config, work: Work, repeats: int) -> dict[str, Any]:
     """Measure one arm. The first update and the sync after it warm up."""
-    spawned = Spawned(launch.prepare(cfg, lambda line: None))
+    spawned = RunProcesses(launch.prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     sent_bytes, peak = await measure_sync_memory(roles)

@@ -16,7 +16,11 @@ import numpy as np
 
 from benchmarks.common.command_line import Parser
 from benchmarks.common.report import markdown_table, write_results
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, Trajectories, estimate
+from one_step_off.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Trajectories,
+    estimate_advantages,
+)
 
 
 def random_trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:
@@ -59,7 +63,7 @@ def measure(repeats: int) -> dict[str, float]:
             # A copy without the intermediate results that the last repeat cached.
             fresh = dataclasses.replace(trajectories)
             begin = time.perf_counter()
-            estimate(name, fresh)
+            estimate_advantages(name, fresh)
             seconds.append(time.perf_counter() - begin)
         result[name] = 1000 * statistics.median(seconds)
     return result

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Measures this machine: colocated, disaggregated, one step off, and one step off with overlapped sync, one after another
-# (docs/benchmarks.md).
+# (docs/measured/benchmarks.md).
 #
 #   BENCHMARK=NAME   another one of benchmarks/, as weight_sync or learning (default: throughput)
 #   EXTRA=gpu        for a config that runs on GPUs, given with --config (default: cpu, also on a machine with GPUs)

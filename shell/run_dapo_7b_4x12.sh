@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # DAPO-style training of a 7B model on 16 GPUs, 4 that generate and 12 that train: config/dapo_7b.yaml.
 #
-#   RAY_ADDRESS=HOST:PORT   a running Ray cluster of two nodes with 8 GPUs each (docs/multinode.md); must be set
+#   RAY_ADDRESS=HOST:PORT   a running Ray cluster of two nodes with 8 GPUs each (docs/tutorials/many_gpus.md); must be set
 #   MODEL=DIR_OR_HUB_ID     another model
 #   DATA=FILE_OR_HUB_ID     other training data
 #   VAL=FILE_OR_HUB_ID      a held-out set, evaluated every 10 steps (default: none)
@@ -15,7 +15,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
     echo "run_dapo_7b_4x12: error: RAY_ADDRESS is not set: 16 GPUs on two nodes need a Ray cluster;" \
-        "start one as in docs/multinode.md and give its HOST:PORT" >&2
+        "start one as in docs/tutorials/many_gpus.md and give its HOST:PORT" >&2
     exit 2
 fi
 

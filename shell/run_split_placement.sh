@@ -5,7 +5,7 @@
 #
 #   MODEL=DIR_OR_HUB_ID   another model
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
-#   RAY_ADDRESS=HOST:PORT several nodes: give placement.pools as an argument too (docs/multinode.md)
+#   RAY_ADDRESS=HOST:PORT several nodes: give placement.pools as an argument too (docs/tutorials/many_gpus.md)
 #
 # Arguments go to the program, as in: shell/run_split_placement.sh trainer.total_steps=20 --dry-run
 # All paths are relative to the working directory, and so is the run folder, outputs/...

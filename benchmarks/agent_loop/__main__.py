@@ -28,7 +28,7 @@ import numpy as np
 
 from agent_loop.base import Generated
 from benchmarks.common.paths import ROOT
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
@@ -221,7 +221,7 @@ async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[flo
     """
     from one_step_off.runtime.launch import prepare
 
-    cfg = load(
+    cfg = load_config(
         [
             f"config={ROOT}/config/tool_agent.yaml",
             "data.train_batch_size=32",

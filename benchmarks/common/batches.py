@@ -33,6 +33,6 @@ def random_batch(prompts: int, samples_per_prompt: int, tokens: int, version: in
             np.full(tokens, version, np.int32),
         )
         samples.append(sample)
-    batch = Batch(0, samples, expected=(0, version))
+    batch = Batch(0, samples, expected_stamp=(0, version))
     batch.advantages = [rng.normal(size=tokens).astype(np.float32) for _ in samples]
     return batch

@@ -23,7 +23,7 @@ from benchmarks.common.report import write_results
 from benchmarks.common.runs import RunFailed, alternated, run_arm
 from benchmarks.learning import comparison, curves
 from benchmarks.learning.comparison import ARMS
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -50,7 +50,7 @@ def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[s
     test_freq = f"trainer.test_freq={args.test_freq}"
     try:
         for arm in args.arms:
-            validate(load([f"config={args.config}", *keys, *ARMS[arm], test_freq]))
+            validate(load_config([f"config={args.config}", *keys, *ARMS[arm], test_freq]))
     except ConfigError as e:
         parser.error(str(e))
     return args, keys

@@ -25,7 +25,7 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
 from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.long_tail.report import figures, plot, summarize, table
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -67,7 +67,7 @@ def validated_config(config: str, keys: list[str], arms: dict[str, list[str]]) -
     """
     cfg = Config()
     for arm_keys in arms.values():
-        cfg = load([f"config={config}", *keys, *arm_keys])
+        cfg = load_config([f"config={config}", *keys, *arm_keys])
         validate(cfg)
     return cfg
 

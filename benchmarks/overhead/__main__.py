@@ -44,7 +44,7 @@ from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.health import State
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as groups
 from one_step_off.training.trainer_group import TrainGroup
@@ -117,7 +117,7 @@ class Replica:
             else 1
         )
         self.rollout = Remote(self._rollout, cell.generate_s / waves, log)
-        self.vacancy = Vacancy(self)
+        self.wait_for_capacity = Vacancy(self)
         self.ping = Remote(lambda: (0, 0), log=log)
         self.score = Remote(lambda sequences: [np.zeros(7, np.float32) for _ in sequences], log=log)
         self.sync = Remote(functools.partial(self._sync, cell), cell.sync_s, log)
@@ -127,7 +127,7 @@ class Replica:
         self.away += len(found)
         waiting, self.waiting = self.waiting, []
         for ask in waiting:
-            self.vacancy.answer(*ask)
+            self.wait_for_capacity.answer(*ask)
         return found
 
     @staticmethod
@@ -136,13 +136,13 @@ class Replica:
         each = [[i, 0.001] for i in range(cell.buckets)]
         spans = [["", phase, now - 0.01, now] for _ in range(cell.buckets) for phase in phases]
         return [
-            {"bytes": 1e9, "each": each, "spans": spans[:200], "raw": 0.01}
+            {"bytes": 1e9, "bucket_wire": each, "spans": spans[:200], "bare_wire": 0.01}
             | dict.fromkeys(phases, 0.02)
         ]
 
 
 class Vacancy:
-    """A replica's `vacancy`: answers when it has room."""
+    """A replica's `wait_for_capacity`: answers when it has room."""
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -196,7 +196,7 @@ class Rank:
         own = {
             "bytes": 1e9 / cell.ranks,
             "changed": 1.0,
-            "each": [[i, 0.002] for i in range(cell.buckets)],
+            "bucket_wire": [[i, 0.002] for i in range(cell.buckets)],
         }
         return own | {"spans": spans[:200]} | dict.fromkeys(phases, 0.02)
 
@@ -225,10 +225,14 @@ def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
 def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync, connected."""
     sync = WeightSync(actor, rollout, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
-    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, list(rollout.all)
+    sync.senders, sync.sending_ranks, sync.connected_replicas = (
+        actor.ranks,
+        actor.ranks,
+        list(rollout.replicas),
+    )
     sync.info, sync.total_bytes = {}, 10**9
     for health in rollout.health:
-        health.to(State.HEALTHY)
+        health.transition_to(ReplicaState.HEALTHY)
     return sync
 
 
@@ -261,7 +265,7 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
     tracker = Tracker(folder, cell.steps, out=io.StringIO())
     tracker.meter = Meter(cfg, ModelShape(10**9, 24, 2048))
     if cell.loggers:
-        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.say, {})
+        tracker.loggers = open_loggers(cfg, 0, {p.id: p for p in prompts}.get, tracker.log, {})
     return Pipeline(cfg, roles, streams[1], None, tracker), log
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data import samples
-from one_step_off.data.samples import NOWHERE, Batch, Sample
+from one_step_off.data.samples import NOT_STORED, Batch, Sample
 from one_step_off.training import trainer_group as groups
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, 
 
 def unpacked(batch: Batch) -> Any:
     """What `groups.put_batch` gives to Ray."""
-    batch.stored = NOWHERE
+    batch.stored = NOT_STORED
     import ray
 
     real, ray.put = ray.put, lambda what: what

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.common.runs import alternated, run_arm
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.validation import resolved_device
 from one_step_off.monitoring.tracker import speed
 from one_step_off.planner import planner as plan
@@ -74,7 +74,7 @@ def predict(work: Work, config: str, keys: list[str]) -> dict[str, Any]:
         config: path of the config.
         keys: config keys of the arm.
     """
-    cfg = load([f"config={config}", *keys])
+    cfg = load_config([f"config={config}", *keys])
     lengths = np.minimum(work.lengths, cfg.data.max_response_length)
     arm_work = replace(work, prompts=cfg.data.train_batch_size, lengths=lengths)
     replicas, ranks = plan.devices(cfg)
@@ -141,7 +141,7 @@ def validation(args: argparse.Namespace, overrides: list[str]) -> str:
     for arm, keys in arms_of(args.batch).items():
         if arm in chosen:
             arms[arm] = [*FIXED_KEYS, *overrides, *keys]
-            validate(load([f"config={args.config}", *arms[arm]]))
+            validate(load_config([f"config={args.config}", *arms[arm]]))
     args.out.mkdir(parents=True, exist_ok=True)
     rounds = [run_round(number, args, arms) for number in range(args.rounds)]
     result = {"config": args.config, "overrides": overrides, "rounds": rounds}

@@ -9,7 +9,7 @@ A case is one combination of the flags --models, --lengths, --batches and --spli
 not given keeps what the config has. Each arm of a case is a whole run of `one_step_off.main_ppo`
 without evaluation, on all cores (or GPUs) that this process may use. The arms differ only in
 placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap. Each repeat runs every
-arm once and starts with another arm. docs/benchmarks.md tells how to read the result.
+arm once and starts with another arm. docs/measured/throughput.md tells how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the run folders.
 """
@@ -40,7 +40,7 @@ from benchmarks.throughput.cases import (
     model_in_words,
     model_path,
 )
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -102,7 +102,7 @@ def _check_arm(keys: list[str], warmup: int) -> None:
     Raises:
         ConfigError, ValueError: a key is wrong, or no step is left to measure.
     """
-    cfg = load(keys)
+    cfg = load_config(keys)
     validate(cfg)
     steps = cfg.trainer.total_steps
     # Two: the last step of a run is not measured.
@@ -127,8 +127,8 @@ def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedCase]:
         keys = []
         if case.model and case.model not in RANDOM_MODELS:
             keys.append(f"model.path={case.model}")
-        keys += case.keys(load(base))
-        all_arms = arms_of(load([*base, *keys]))
+        keys += case.keys(load_config(base))
+        all_arms = arms_of(load_config([*base, *keys]))
         arms = {ARMS[flag]: all_arms[ARMS[flag]] for flag in args.arms}
         for arm_keys in arms.values():
             _check_arm([*base, *keys, *arm_keys], args.warmup)
@@ -179,7 +179,7 @@ def measure_case(
     """
     case = planned.case
     keys = [*base_keys(args, overrides), *planned.keys]
-    cfg = load([f"config={args.config}", *keys])
+    cfg = load_config([f"config={args.config}", *keys])
     name = case.name
     if not case.model:
         name = f"{cfg.model.path.rpartition('/')[2]} {case.name}"

@@ -35,8 +35,8 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
 from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.trl_comparison.report import OURS, figures, headline, plot, summarize, table
-from benchmarks.trl_comparison.trl_arm import settings_of
-from one_step_off.config.loading import load
+from benchmarks.trl_comparison.trl_arm import grpo_config_fields
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -146,9 +146,9 @@ def trl_settings(args: argparse.Namespace, keys: list[str]) -> dict[str, Any]:
         ConfigError, ValueError: a key is wrong, or TRL has no such setting, or the run is too
         short.
     """
-    cfg = load([f"config={args.config}", *keys])
+    cfg = load_config([f"config={args.config}", *keys])
     validate(cfg)
-    settings = settings_of(cfg)
+    settings = grpo_config_fields(cfg)
     steps = cfg.trainer.total_steps
     if steps - args.warmup < 2:
         raise ValueError(f"--warmup {args.warmup} leaves none of {steps} steps; raise --steps")

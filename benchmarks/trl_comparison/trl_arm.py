@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.command_line import Parser
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 
 
@@ -89,7 +89,7 @@ def _training_settings(cfg: Config) -> dict[str, Any]:
     }
 
 
-def settings_of(cfg: Config, vllm: bool = False) -> dict[str, Any]:
+def grpo_config_fields(cfg: Config, vllm: bool = False) -> dict[str, Any]:
     """The fields of TRL's GRPOConfig that mean the same as the config.
 
     Args:
@@ -132,9 +132,9 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's reward function in the form that TRL calls: all samples at once."""
-    from one_step_off.rewards.scoring import BUILT_IN
+    from one_step_off.rewards.scoring import REWARD_FUNCTIONS
 
-    function = BUILT_IN.find(cfg.reward.function).function
+    function = REWARD_FUNCTIONS.find(cfg.reward.function).function
 
     def rewards(completions: list[str], ground_truth: list[str], **_: Any) -> list[float]:
         return [
@@ -217,14 +217,14 @@ def main() -> None:
         "--threads", type=int, default=0, help="threads of torch; 0: torch's default"
     )
     args, keys = parser.parse()
-    cfg = load(keys)
+    cfg = load_config(keys)
     folder = Path(cfg.trainer.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     import torch
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = settings_of(cfg, args.vllm)
+    settings = grpo_config_fields(cfg, args.vllm)
     rows = train(cfg, settings, folder)
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "metrics.jsonl").write_text("".join(lines))

@@ -42,7 +42,7 @@ def spawn(cfg: Config) -> Any:
     prepared = launch.prepare(cfg, print)
     prepared.cfg.rollout.engine_kwargs = EXTENSION  # only now: a user may not set it
     roles.RolloutReplica = BenchReplica
-    return prepared, roles.Spawned(prepared)
+    return prepared, roles.RunProcesses(prepared)
 
 
 async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) -> dict[str, int]:

@@ -21,7 +21,7 @@ from benchmarks.weight_sync import trainer as sync_trainer
 from benchmarks.weight_sync import vllm_trainer
 from benchmarks.weight_sync.replica import slowest
 from one_step_off.cluster.errors import SyncError
-from one_step_off.cluster.remote_calls import every
+from one_step_off.cluster.remote_calls import call_all
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup
@@ -64,7 +64,7 @@ class Team:
         self.canary = canary
         self.host = host
         self.ranks = self.actor.ranks
-        self.replicas = self.rollout.all
+        self.replicas = self.rollout.replicas
         self.cfg = self.actor.cfg
         self.sizes: list[int] = []
         self.total_bytes = 0
@@ -88,15 +88,15 @@ class Team:
     async def trainers(self, what: Any, *args: Any) -> list[Any]:
         """A method of every trainer rank, or a function called on it."""
         name, more = (what, ()) if isinstance(what, str) else ("__ray_call__", (what,))
-        return await every(LIMIT_S, "trainer rank", self.ranks, name, *more, *args)
+        return await call_all(LIMIT_S, "trainer rank", self.ranks, name, *more, *args)
 
     async def first(self, what: Any, *args: Any) -> list[Any]:
         """A function called on rank 0."""
-        return await every(LIMIT_S, "trainer rank", self.ranks[:1], "__ray_call__", what, *args)
+        return await call_all(LIMIT_S, "trainer rank", self.ranks[:1], "__ray_call__", what, *args)
 
     async def engines(self, method: str, *args: Any) -> list[Any]:
         """A method of every replica."""
-        return await every(LIMIT_S, "rollout", self.replicas, method, *args)
+        return await call_all(LIMIT_S, "rollout", self.replicas, method, *args)
 
     async def use(self, arm: str, keys: dict[str, Any] | None = None, vllms: bool = False) -> None:
         """From now on every process has what the arm left in it."""
@@ -114,7 +114,7 @@ class Team:
         product's limit.
         """
         try:
-            trainer = await self.sync.expect()
+            trainer = await self.sync.score_canary()
             figures = await self.sync._check_canary((0, version), trainer, self.rollout.active)
             return figures["canary/logprob_diff_max"]
         except SyncError:
@@ -268,7 +268,7 @@ class Product(Arm):
     async def prepare(self) -> None:
         # The memory in which the trainer scores the canary is not the sync's.
         self.expected = asyncio.get_running_loop().create_future()
-        self.expected.set_result(await self.team.sync.expect())
+        self.expected.set_result(await self.team.sync.score_canary())
 
     async def setup(self) -> None:
         team = self.team

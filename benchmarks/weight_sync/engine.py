@@ -22,7 +22,7 @@ from vllm.model_executor.model_loader.reload import (
 from benchmarks.weight_sync.tied_head import repack_tied_head
 from benchmarks.weight_sync.trainer import ROOT, give_back, leave
 from benchmarks.weight_sync.vllm_transfer import TimedEngine
-from one_step_off.distributed_util import NetworkLink
+from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 
 
@@ -72,7 +72,7 @@ class BenchExtension(SyncWorkerExtension):
         rank = 1 + first + get_tensor_model_parallel_rank()
         self.bench_store = dist.TCPStore(host, port, timeout=timedelta(seconds=timeout_s))
         device = torch.device(self.device)
-        self.bench_group = NetworkLink(
+        self.bench_group = DedicatedGroup(
             self.bench_store, rank, receivers + 1, device, host, timeout_s, timeout_s
         ).group
         self.bench_sizes, self.bench_buffer = (

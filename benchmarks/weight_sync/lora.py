@@ -31,7 +31,7 @@ from one_step_off.rollout import vllm_replica as vllm_rollout
 from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
 from one_step_off.runtime import launch
 from one_step_off.runtime import processes as roles
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.fsdp_workers import ActorWorker
 from one_step_off.weight_sync.vllm_receiver import SyncWorkerExtension
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -122,12 +122,12 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
     prompts, n, length = WORK[model]
     ids = np.random.default_rng(1).integers(0, 300, (prompts, 64)).astype(np.int32)
     teams: dict[str, Roles] = {}
-    runs: list[Spawned] = []
+    runs: list[RunProcesses] = []
     found: dict[str, dict[str, list[float]]] = {
         name: {figure: [] for figure in FIGURES} for name in WAYS
     }
     for name, (roles.WORKERS["actor"], roles.RolloutReplica) in WAYS.items():
-        runs.append(Spawned(launch.prepare(cfg, lambda line: None)))
+        runs.append(RunProcesses(launch.prepare(cfg, lambda line: None)))
         teams[name] = runs[-1].roles
         await asyncio.gather(teams[name].actor.setup(), teams[name].rollout.setup())
         await teams[name].sync.connect()

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from one_step_off.distributed_util import NetworkLink
+from one_step_off.distributed_util import DedicatedGroup
 
 ROOT = dist.BroadcastOptions()
 ROOT.rootRank = 0
@@ -134,7 +134,7 @@ def listen(worker: Any, host: str) -> int:
 
 def join(worker: Any, host: str, receivers: int, sizes: list[int], timeout_s: float) -> None:
     """Form the group {rank 0} u engines, and touch the buffer of the raw broadcast (rank 0)."""
-    link = NetworkLink(
+    link = DedicatedGroup(
         worker.bench_store, 0, receivers + 1, worker.device, host, timeout_s, timeout_s
     )
     worker.bench_group = link.group

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.nccl_engine import (
 
 from benchmarks.weight_sync import trainer as sync_trainer
 from benchmarks.weight_sync.tied_head import repack_tied_head
-from one_step_off.distributed_util import NetworkLink
+from one_step_off.distributed_util import DedicatedGroup
 
 TIMEOUT_S = 300.0
 
@@ -40,7 +40,7 @@ class GlooCommunicator:
         self.store = dist.TCPStore(
             host, port, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
-        self.group = NetworkLink(
+        self.group = DedicatedGroup(
             self.store, rank, size, torch.device("cpu"), host, TIMEOUT_S, TIMEOUT_S
         ).group
         self.seconds = 0.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.weight_sync.replica import BenchReplica
 from one_step_off import main_ppo
-from one_step_off.cluster.remote_calls import every
+from one_step_off.cluster.remote_calls import call_all
 from one_step_off.data.samples import Stamp
 from one_step_off.runtime import processes as roles
 from one_step_off.weight_sync.coordinator import WeightSync
@@ -23,9 +23,9 @@ class ZeroSync(WeightSync):
 
     first: dict[str, Any] = {}
 
-    def expect(self) -> Any:
+    def score_canary(self) -> Any:
         """The trainer scores nothing either."""
-        return None if self.first else super().expect()
+        return None if self.first else super().score_canary()
 
     async def __call__(self, stamp: Stamp, expected: Any = None) -> dict[str, Any]:
         """As WeightSync's, with the first sync's figures but for the times."""
@@ -33,7 +33,7 @@ class ZeroSync(WeightSync):
             self.first = await super().__call__(stamp, expected)
             return self.first
         begin = time.perf_counter()
-        await every(self.cfg.timeout_s, "stamp", self.rollout.all, "restamp", stamp)
+        await call_all(self.cfg.timeout_s, "stamp", self.rollout.replicas, "restamp", stamp)
         seconds = time.perf_counter() - begin
         return self.first | {
             "time/sync_s": seconds,

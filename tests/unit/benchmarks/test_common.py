@@ -15,7 +15,7 @@ from benchmarks.common import lengths, runs
 from benchmarks.common.command_line import Parser
 from benchmarks.common.processes import memory, run_in_checkout
 from benchmarks.common.report import markdown_table, spread, with_range
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import Prompt
 
@@ -114,7 +114,7 @@ def test_long_tailed_lengths_are_what_they_say() -> None:
 
 def test_the_long_tail_asks_for_its_lengths() -> None:
     keys, in_words = lengths.keys_of("longtail:64")
-    cfg = load([TINY, *keys])
+    cfg = load_config([TINY, *keys])
     loop = Loops(cfg, None).get()
     requested: list[int] = []
 
@@ -135,4 +135,4 @@ def test_the_long_tail_asks_for_its_lengths() -> None:
     assert made == requested == expected
     assert "median 8" in in_words
     with pytest.raises(ConfigError, match="ignore_eos"):
-        Loops(load([TINY, *keys, "rollout.sampling_kwargs={}"]), None).get()
+        Loops(load_config([TINY, *keys, "rollout.sampling_kwargs={}"]), None).get()

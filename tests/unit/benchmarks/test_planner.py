@@ -20,9 +20,9 @@ def test_published_tables() -> None:
     assert "| FSDP2, one step off on 4 + 12 | 520 | 458 (-12%) | 45 | 13 |" in text
     slower = "does not fit: slower than synchronous"
     assert f"| 30B-A3B, 16 GB200 | 221 | 301 | 0.73 | {slower} |" in text
-    page = (ROOT / "docs/scaling.md").read_text()
+    page = (ROOT / "docs/measured/planner.md").read_text()
     for line in text.splitlines():
-        assert line in page, f"docs/scaling.md lacks {line}"
+        assert line in page, f"docs/measured/planner.md lacks {line}"
 
 
 def test_formulas() -> None:

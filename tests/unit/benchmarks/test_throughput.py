@@ -10,7 +10,7 @@ import pytest
 from benchmarks.common import lengths
 from benchmarks.throughput import __main__ as throughput
 from benchmarks.throughput import cases, plots, report
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.runtime.validation import validate
 
 TINY = "config=config/gsm8k_tiny_cpu.yaml"
@@ -133,7 +133,7 @@ def test_tables_and_plots(arms, tmp_path: Path) -> None:
 
 
 def test_the_colocated_arm_has_the_devices_of_all_pools() -> None:
-    cfg = load([TINY, "placement.pools={rollout: [2], actor: [3]}"])
+    cfg = load_config([TINY, "placement.pools={rollout: [2], actor: [3]}"])
     keys = cases.arms_of(cfg)[cases.COLOCATED]
     assert keys[:2] == [
         "placement.pools={all: [5]}",
@@ -145,8 +145,8 @@ def test_the_colocated_arm_has_the_devices_of_all_pools() -> None:
 
 
 def test_arms_differ_in_staleness_and_overlap_alone() -> None:
-    arm_keys = cases.arms_of(load([TINY]))
-    configs = {arm: load([TINY, *keys]) for arm, keys in arm_keys.items()}
+    arm_keys = cases.arms_of(load_config([TINY]))
+    configs = {arm: load_config([TINY, *keys]) for arm, keys in arm_keys.items()}
     one_step_off = configs[cases.ONE_STEP_OFF]
     overlapped = configs[cases.OVERLAPPED]
     assert one_step_off.pipeline.staleness == overlapped.pipeline.staleness == 1
@@ -176,7 +176,7 @@ def test_flags_make_cases() -> None:
         "longtail:64 8x4 2:1",
         "longtail:64 32 2:1",
     ]
-    cfg = load([TINY, *planned[2].keys])
+    cfg = load_config([TINY, *planned[2].keys])
     assert cfg.data.train_batch_size == 8
     assert cfg.actor.ppo_mini_batch_size == 8
     assert cfg.rollout.n == 4
@@ -197,7 +197,7 @@ def test_flags_choose_arms_and_models() -> None:
     (planned,) = plan("--arms", "overlapped", "--models", "tiny:qwen3", "--lengths", "fixed:20")
     assert [*planned.arms] == [cases.OVERLAPPED]
     assert planned.keys[0] == "model.path=tiny:qwen3"
-    assert load([TINY, *planned.keys]).rollout.sampling_kwargs == {"ignore_eos": True}
+    assert load_config([TINY, *planned.keys]).rollout.sampling_kwargs == {"ignore_eos": True}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_flags_choose_arms_and_models() -> None:
 )
 def test_mini_batches_grow_with_the_batch(batch: str, mini_batch: int) -> None:
     """The config makes four updates a step; where the prompts do not divide by them, fewer."""
-    keys = cases.batch_keys(batch, load([TINY, "actor.ppo_mini_batch_size=4"]))
+    keys = cases.batch_keys(batch, load_config([TINY, "actor.ppo_mini_batch_size=4"]))
     assert keys[1] == f"actor.ppo_mini_batch_size={mini_batch}"
     assert int(batch) % mini_batch == 0
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import load, resolved_yaml
+from one_step_off.config.loading import load_config, resolved_yaml
 from one_step_off.planner import planner as plan
 
 GPUS = [
@@ -101,7 +101,7 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
     """A run in turns of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
     folder.mkdir(parents=True)
-    cfg = load(
+    cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
     )
     cfg.pipeline.staleness = 0 if "pipeline.staleness=1" not in keys else 1
@@ -159,7 +159,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
     asked = []
 
     def run(command, **_):
-        asked.append(load(command[3:]))
+        asked.append(load_config(command[3:]))
         write_run(Path(asked[-1].trainer.output_dir), asked[-1].data.train_batch_size)
         return SimpleNamespace(returncode=0)
 
