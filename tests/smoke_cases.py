@@ -79,7 +79,7 @@ PROGRAM = [
     Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
     Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
-    # With what quickstart.md and report.md add. The next three look at it.
+    # With what first_run.md and looking_at_a_run.md add. The next three look at it.
     run(
         "plain",
         *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
