@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import PolicyWorker

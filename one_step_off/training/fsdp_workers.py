@@ -44,6 +44,7 @@ from one_step_off.config.schema import (
     tokenizer_of,
 )
 from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
+from one_step_off.models import hf_model
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats
@@ -651,7 +652,7 @@ class PolicyWorker(TrainedWorker):
     def _write(self, whole: dict[str, Tensor], adapter: dict[str, Tensor], path: str) -> None:
         temporary, cfg = f"{path}.unfinished", self.cfg
         shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed
-        plain = fsdp_model.empty(
+        plain = hf_model.empty_model(
             cfg, "actor", "sdpa", getattr(torch, cfg.model.dtype)
         )  # of the model's own class
         with contextlib.suppress(OSError):  # the model came without

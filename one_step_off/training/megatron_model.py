@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from megatron.core import jit, tensor_parallel
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
@@ -16,80 +15,15 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
-from transformers.utils.hub import has_file
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import Answer
-from one_step_off.config.schema import (
-    BackendConfig,
-    Config,
-    ConfigError,
-    TrainedConfig,
-    path_of,
-    settings_of,
-)
-from one_step_off.training.fsdp_model import SCALAR_ROLES, in_chunks
+from one_step_off.config.schema import BackendConfig, Config, TrainedConfig, settings_of
+from one_step_off.models.hf_model import SCALAR_ROLES
 from one_step_off.training.megatron_weights import head_dim
+from one_step_off.training.token_outputs import in_chunks
 
 jit.disable_jit_fuser()  # what it would compile is off below; compiling costs more than it gains on short runs
-
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-
-
-def read_config(cfg: Config, role: str) -> Any:
-    """The model's config.json, once it is sure that Megatron makes the same model of it. Raises ConfigError: a family,
-    or a variant of one, that this back end does not know, or sizes that do not divide."""
-    path, own = path_of(cfg, role), settings_of(cfg, role)
-    hf = transformers.AutoConfig.from_pretrained(
-        path, trust_remote_code=cfg.model.trust_remote_code
-    )
-    where = f"{role}.backend=megatron with {path!r}"
-    if hf.model_type not in FAMILIES:
-        raise ConfigError(
-            f"{where}: model type {hf.model_type} is none of {', '.join(FAMILIES)}; use backend=fsdp"
-        )
-    if not any(has_file(path, f"model.safetensors{part}") for part in ("", ".index.json")):
-        raise ConfigError(
-            f"{where}: it has no model.safetensors, which alone this back end reads; use backend=fsdp"
-        )
-    rope = dict(hf.rope_parameters)
-    llama3 = {
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    known = {"default": {}, "llama3": llama3}.get(rope["rope_type"])
-    odd = {
-        name: getattr(hf, name, False)
-        for name in ("use_sliding_window", "attention_bias", "mlp_bias")
-    }
-    odd["rope_parameters"] = known is None or any(rope[k] != v for k, v in known.items())
-    odd["hidden_act"] = hf.hidden_act != "silu"
-    for name in (name for name, is_odd in odd.items() if is_odd):
-        raise ConfigError(
-            f"{where}: its {name}={getattr(hf, name)} is not known to this back end; use backend=fsdp"
-        )
-    tp, ep = own.tensor_parallel_size, own.expert_parallel_size
-    stages = own.pipeline_parallel_size * (own.virtual_pipeline_parallel_size or 1)
-    experts = getattr(hf, "num_experts", 0) or 0 if hf.model_type == "qwen3_moe" else 0
-    for key, value, size, what in (
-        ("tensor_parallel_size", tp, hf.num_key_value_heads, "key-value heads"),
-        ("tensor_parallel_size", tp, hf.intermediate_size, "columns of the MLP"),
-        ("pipeline_parallel_size", stages, hf.num_hidden_layers, "layers"),
-        ("expert_parallel_size", ep, experts, "experts"),
-    ):
-        given = f"{role}.{key}={getattr(own, key)}"
-        if what == "experts" and value > 1 and not experts:
-            raise ConfigError(f"{given}: {path!r} is a dense model, without experts; set it to 1")
-        if size % value:
-            of = f", in all {value} stages," if value != getattr(own, key) else ""
-            raise ConfigError(
-                f"{given}{of} does not divide the {size} {what} of {path!r}; use a size that does"
-            )
-    if experts and tp > 1 and not own.sequence_parallel:
-        needs = f"tensor parallelism of {path!r}, with experts, needs it true"
-        raise ConfigError(f"{role}.sequence_parallel=false: {needs}")
-    return hf
 
 
 def sizes(own: BackendConfig) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from torch import Tensor
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import Answer
 from one_step_off.config.schema import TrainedConfig
+from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.fsdp_workers import WORKERS as OF_FSDP
 from one_step_off.training.fsdp_workers import ModelWorker
@@ -39,7 +40,7 @@ class MegatronWorker(ModelWorker):
 
     def _build(self) -> None:
         own, cfg = self.own, self.cfg
-        self.hf_config = megatron_model.read_config(cfg, self.role)
+        self.hf_config = megatron_support.read_config(cfg, self.role)
         with cuda_is_cpu(self.device):
             how = {
                 "distributed_timeout_minutes": cfg.trainer.step_timeout_s / 60,

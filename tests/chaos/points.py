@@ -72,7 +72,8 @@ RECEIVER = "one_step_off.weight_sync.receiver"
 TRAINER_SENDER = "one_step_off.weight_sync.trainer_sender"
 VLLM_RECEIVER = "one_step_off.weight_sync.vllm_receiver"
 PIPELINE = "one_step_off.ray_trainer"
-CHECKPOINT = "one_step_off.checkpoint.checkpoints"
+CHECKPOINT = "one_step_off.checkpoint.checkpointer"
+SAMPLE_FILES = "one_step_off.checkpoint.sample_files"
 REPLICA_GROUP = "one_step_off.rollout.replica_group"
 TRAINER_GROUP = "one_step_off.training.trainer_group"
 COORDINATOR = "one_step_off.weight_sync.coordinator"
@@ -91,9 +92,9 @@ POINTS = [
         corrupt=_other_log_probs,
     ),
     Point("checkpoint: begins", "driver", f"{CHECKPOINT}:Checkpointer.save"),
-    Point("checkpoint: samples", "driver", f"{CHECKPOINT}:write_samples"),
+    Point("checkpoint: samples", "driver", f"{SAMPLE_FILES}:write_samples"),
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
-    Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_sync"),
+    Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_flush_to_disk"),
     Point("checkpoint: has its name", "driver", f"{CHECKPOINT}:Checkpointer._commit", "after"),
     Point(
         "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
