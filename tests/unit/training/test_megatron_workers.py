@@ -23,13 +23,13 @@ from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
 from one_step_off.config.schema import ConfigError
+from one_step_off.models.megatron_support import read_config
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
-from one_step_off.training.megatron_model import read_config
 from one_step_off.training.megatron_workers import WORKERS
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.weight_piece import WeightPiece
-from tests.unit.training.test_fsdp_workers import (
+from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     by_hand,
     config,
