@@ -78,7 +78,7 @@ def read_batch(folder: Path) -> Batch:
     with as_config_error(f"--replay {folder}: no batch", fix):
         samples = read_samples(folder)
         arrays = dict(np.load(folder / "batch.npz", allow_pickle=False))
-        step, incarnation, version, older = arrays.pop("stamp").tolist()
+        step, *expected, older = arrays.pop("stamp").tolist()
         ends = np.cumsum([len(s.response_ids) for s in samples])
         columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
-        return Batch(step, samples, (incarnation, version), older, **columns)
+        return Batch(step, samples, tuple(expected), older, **columns)

@@ -399,7 +399,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start anew"
+GOOD_ONE = "name a good one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
