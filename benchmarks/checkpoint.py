@@ -40,7 +40,7 @@ def started(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
     cfg.trainer.output_dir = str(out / "run")
     worker = PolicyWorker(cfg, "actor", 0, 1, "cpu", total_steps=10)
     worker.setup("127.0.0.1", worker.free_address("127.0.0.1")[1])
-    worker._state()  # makes the moments
+    worker._create_moments()
     return cfg, worker
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: what one holds, how it is written and verified, and which one a run resumes from.
 
-Read `checkpointer.py` first: it shows the files of a checkpoint. `find` in `finding.py` chooses where a run resumes.
+Read `checkpointer.py` first: it shows the files of a checkpoint. `find` in `finding.py` chooses
+where a run resumes.
 """
 
 from one_step_off.checkpoint.checkpointer import Checkpointer

@@ -1,18 +1,23 @@
-"""Writing checkpoints. A checkpoint of step N holds everything from which a run resumes without a difference.
+"""Writing checkpoints. A checkpoint of step N holds everything from which a run resumes without a
+difference.
 
-That is the trainer at v(N), the finished samples of step N (one step off they were made with v(N-1), which no longer
-exists anywhere), and the data position after them. All are there once these samples have come and before v(N) is sent.
+That is the trainer at v(N), the finished samples of step N (one step off they were made with
+v(N-1), which no longer exists anywhere), and the data position after them. All are there once these
+samples have come and before v(N) is sent.
 
     checkpoints/step_000006/
-        state.json        step, incarnation, data position, evaluations without a row in the metrics; the fixed keys
+        state.json        step, incarnation, data position, evaluations without a row in the
+                          metrics, and the fixed keys
         samples.npz       per-token arrays of all samples, one after the other, and their lengths
         samples.jsonl     the other fields of each sample
-        actor/ ...        of each role that learns: weights and optimizer, by torch's distributed checkpoint or Megatron's
+        actor/ ...        of each role that learns: weights and optimizer, by torch's distributed
+                          checkpoint or Megatron's
         actor_rank_0.npz  counters and RNG state of each of its ranks
-        manifest.json     format, size and checksum (XXH3-128) of every other file, name and shape of every parameter
+        manifest.json     format, size and checksum (XXH3-128) of every other file, name and shape
+                          of every parameter
 
-A checkpoint is written under another name and renamed when it is complete, so it exists whole or not at all. The trainers
-copy their state to host memory and go on training while it is written.
+A checkpoint is written under another name and renamed when it is complete, so it exists whole or
+not at all. The trainers copy their state to host memory and go on training while it is written.
 """
 
 import asyncio
@@ -37,11 +42,12 @@ def _flush_to_disk(path: Path) -> None:
 
 
 class Checkpointer:
-    """Writes the checkpoints of one run. The last `trainer.keep_checkpoints` stay, and the best by `trainer.keep_best`."""
+    """Writes the checkpoints of one run. The last `trainer.keep_checkpoints` stay, and the best by
+    `trainer.keep_best`."""
 
     def __init__(self, cfg: Config, save_trainer: Callable[[str], Awaitable[Awaitable]]) -> None:
-        """`save_trainer`: async (path) -> awaitable. When it returns, the trainers have copied their state; when its
-        result has been awaited, that state is written."""
+        """`save_trainer`: async (path) -> awaitable. When it returns, the trainers have copied
+        their state; when its result has been awaited, that state is written."""
         self.cfg = cfg
         self.save_trainer = save_trainer
         self.folder = folder_of(cfg)
@@ -58,8 +64,8 @@ class Checkpointer:
 
     @property
     def in_use(self) -> bool:
-        """Whether this run writes checkpoints, or has some. Then its end is a checkpoint too: without it the finished
-        run would be resumed from an earlier step."""
+        """Whether this run writes checkpoints, or has some. Then its end is a checkpoint too:
+        without it the finished run would be resumed from an earlier step."""
         return self.cfg.trainer.save_freq > 0 or bool(finished(self.folder))
 
     async def save(
@@ -72,8 +78,8 @@ class Checkpointer:
             state: what `state.json` holds beside the step and the fixed keys.
 
         Returns:
-            An awaitable of the checkpoint's folder and its bytes. Once awaited, the checkpoint is complete and on the
-            disk.
+            An awaitable of the checkpoint's folder and its bytes. Once awaited, the checkpoint is
+            complete and on the disk.
         """
         unfinished = self._new_folder(step)
         step_facts = {
@@ -98,7 +104,8 @@ class Checkpointer:
         return finish()
 
     def _new_folder(self, step: int) -> Path:
-        """An empty folder for an unfinished checkpoint; those that earlier runs left are removed."""
+        """An empty folder for an unfinished checkpoint; those that earlier runs left are
+        removed."""
         for abandoned in self.folder.glob(".step_*"):
             shutil.rmtree(abandoned, ignore_errors=True)
         folder = self.folder / f".step_{step:06d}.unfinished"

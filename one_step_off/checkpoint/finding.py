@@ -11,19 +11,32 @@ from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
 from one_step_off.config.schema import Config, ConfigError, settings_of
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
-FIXED_KEYS = """pipeline.staleness pipeline.partial_rollout rollout.n trainer.seed data.train_batch_size agent.loop
-    model.dtype model.lora_rank model.lora_alpha model.lora_target_modules""".split()
-"""A resumed run must make the same batches of the same age. Keys that may change (lr, total_steps, save_freq) are not
-here."""
+FIXED_KEYS = (
+    "pipeline.staleness",
+    "pipeline.partial_rollout",
+    "rollout.n",
+    "trainer.seed",
+    "data.train_batch_size",
+    "agent.loop",
+    "model.dtype",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.lora_target_modules",
+)
+"""A resumed run must make the same batches of the same age. Keys that may change (lr, total_steps,
+save_freq) are not here."""
 
-RESTART = "start from step 0 with trainer.resume=never trainer.overwrite=true or another trainer.output_dir"
+RESTART = (
+    "start from step 0 with trainer.resume=never trainer.overwrite=true "
+    "or another trainer.output_dir"
+)
 
 
 def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint.
 
-    They include the back ends, which cannot read each other's checkpoints, and with partial rollouts how many steps a
-    sample may be late.
+    They include the back ends, which cannot read each other's checkpoints, and with partial
+    rollouts how many steps a sample may be late.
     """
     values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
     if cfg.pipeline.partial_rollout:
@@ -45,7 +58,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def finished(folder: Path) -> list[Path]:
-    """All checkpoints, oldest first. One that is still being written, or was cut off, has another name."""
+    """All checkpoints, oldest first. One that is still being written, or was cut off, has another
+    name."""
     checkpoints = [
         path
         for path in folder.glob("step_*")
@@ -55,8 +69,8 @@ def finished(folder: Path) -> list[Path]:
 
 
 def put_aside(cfg: Config, resumed_from: Path | None) -> None:
-    """Move checkpoints that are not of this run's past to checkpoints/earlier, so that nothing takes them for this run's.
-    Whatever was in checkpoints/earlier is removed.
+    """Move checkpoints that are not of this run's past to checkpoints/earlier, so that nothing
+    takes them for this run's. Whatever was in checkpoints/earlier is removed.
 
     Args:
         resumed_from: the checkpoint from which the run resumes; None: it starts from step 0.
@@ -75,13 +89,16 @@ def put_aside(cfg: Config, resumed_from: Path | None) -> None:
 
 
 def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Path | None:
-    """The checkpoint that `trainer.resume` names, or None to start from step 0; every file of it has been verified.
+    """The checkpoint that `trainer.resume` names, or None to start from step 0; every file of it
+    has been verified.
 
     Args:
-        announce: receives one line for each newer checkpoint that resume=auto passes over because it is broken.
+        announce: receives one line for each newer checkpoint that resume=auto passes over because
+            it is broken.
 
     Raises:
-        ConfigError: the checkpoint is broken, or with "auto" all are, or it was made with other settings.
+        ConfigError: the checkpoint is broken, or with "auto" all are, or it was made with other
+            settings.
     """
     candidates = _candidates(cfg)
     if not candidates:
@@ -94,7 +111,8 @@ def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Pa
             return path
         if path == candidates[-1]:
             raise ConfigError(
-                f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; name a good one, or {RESTART}"
+                f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; "
+                f"name a good one, or {RESTART}"
             )
         announce(f"warning: checkpoint {path}: {fault}; the one before it is taken")
     return None
@@ -116,7 +134,8 @@ def _check_fixed_keys(cfg: Config, path: Path) -> None:
         made_with_value = made_with.get(key, "none")
         if made_with_value != value:
             raise ConfigError(
-                f"{key}={value}: checkpoint {path} was made with {made_with_value}; resume with it, or {RESTART}"
+                f"{key}={value}: checkpoint {path} was made with {made_with_value}; "
+                f"resume with it, or {RESTART}"
             )
 
 

@@ -1,7 +1,9 @@
-"""The manifest of a checkpoint: size and checksum of every file, name and shape of every trained parameter.
+"""The manifest of a checkpoint: size and checksum of every file, name and shape of every trained
+parameter.
 
-It is written last, when all other files are on the disk, and compared with them before a run resumes. Pickles are checked
-too: only the few classes that belong into a checkpoint may be in them (`models/safe_unpickling.py`).
+It is written last, when all other files are on the disk, and compared with them before a run
+resumes. Pickles are checked too: only the few classes that belong into a checkpoint may be in them
+(`models/safe_unpickling.py`).
 """
 
 import hashlib
@@ -27,7 +29,8 @@ Shapes = dict[str, list[int]]
 
 
 def empty_models(cfg: Config) -> dict[str, Any]:
-    """The models of the roles that learn, without weights, by role; {} where the models' code fails."""
+    """The models of the roles that learn, without weights, by role; {} where the models' code
+    fails."""
     from one_step_off.models import hf_model  # torch and transformers: slow to import
 
     roles = [role for role in TRAINED_ROLES if role in cfg.placement.roles]
@@ -47,8 +50,8 @@ def parameter_shapes(cfg: Config) -> Shapes:
 
 
 def file_facts(folder: Path) -> dict[str, dict[str, Any]]:
-    """Size in bytes and checksum (XXH3-128) of every file but the manifest: {"bytes": ..., "checksum": ...}, each by
-    the file's path in `folder`."""
+    """Size in bytes and checksum (XXH3-128) of every file but the manifest: {"bytes": ...,
+    "checksum": ...}, each by the file's path in `folder`."""
     files = {
         path.relative_to(folder).as_posix(): path
         for path in folder.rglob("*")
@@ -77,19 +80,21 @@ def find_fault(folder: Path, shapes: Shapes) -> str | None:
     """What is wrong with a checkpoint, whatever the settings of the run; None: nothing.
 
     Args:
-        shapes: the parameters of the run's models, see `parameter_shapes`; {} where they are not known.
+        shapes: the parameters of the run's models, see `parameter_shapes`; {} where they are not
+            known.
 
     Returns:
-        One line that names a file that differs from the manifest, a parameter of another shape, or a pickle with a
-        class that does not belong there.
+        One line that names a file that differs from the manifest, a parameter of another shape, or
+        a pickle with a class that does not belong there.
     """
     try:
         manifest = json.loads((folder / MANIFEST_FILE).read_text())
     except Exception as e:  # broken bytes raise errors of any kind
         return _as_line(MANIFEST_FILE, e)
     try:
-        if manifest["format"] != FORMAT:
-            return f"it has format {manifest['format']}, and this version of one_step_off reads {FORMAT}"
+        written = manifest["format"]
+        if written != FORMAT:
+            return f"it has format {written}, and this version of one_step_off reads {FORMAT}"
         difference = next(_differences(folder, manifest, shapes), None)
     except Exception as e:
         return _as_line("its files", e)

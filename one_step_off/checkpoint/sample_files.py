@@ -1,4 +1,5 @@
-"""Samples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No pickles."""
+"""Samples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
+pickles."""
 
 import json
 from dataclasses import fields
@@ -22,7 +23,8 @@ JSON_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in 
 
 
 def write_samples(samples: list[Sample], folder: Path) -> None:
-    """Write `samples.npz` (all samples' arrays, one after the other, and their lengths) and `samples.jsonl`."""
+    """Write `samples.npz` (all samples' arrays, one after the other, and their lengths) and
+    `samples.jsonl`."""
     arrays = {}
     for name, dtype in ARRAY_TYPES.items():
         arrays[name] = np.concatenate([getattr(s, name) for s in samples]).astype(dtype)
@@ -54,8 +56,8 @@ def read_samples(folder: Path) -> list[Sample]:
 
 
 def write_batch(batch: Batch, folder: Path) -> None:
-    """Write what an update takes: the samples, and in `batch.npz` the columns (one number per response token) and the
-    stamp (step, incarnation, version, age limit)."""
+    """Write what an update takes: the samples, and in `batch.npz` the columns (one number per
+    response token) and the stamp (step, incarnation, version, age limit)."""
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     columns = {}

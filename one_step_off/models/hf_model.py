@@ -1,10 +1,11 @@
-"""A Hugging Face model as a role needs it: read and checked, or empty; and the logits of its hidden states.
+"""A Hugging Face model as a role needs it: read and checked, or empty; and the logits of its hidden
+states.
 
-The policy and its reference are causal language models. Critic and reward model are the same backbones with a scalar
-head, which transformers calls sequence classification with one label.
+The policy and its reference are causal language models. Critic and reward model are the same
+backbones with a scalar head, which transformers calls sequence classification with one label.
 
-Two mistakes are easy to make and silent, so they are checked when a model is read: a head that is not computed from the
-backbone's output, and a checkpoint whose layout differs from the model's.
+Two mistakes are easy to make and silent, so they are checked when a model is read: a head that is
+not computed from the backbone's output, and a checkpoint whose layout differs from the model's.
 """
 
 from dataclasses import dataclass
@@ -55,11 +56,12 @@ def read_checkpoint(
     Args:
         attention: transformers' name of the attention implementation; None: its default.
         dtype: of the parameters.
-        device: "cpu", where everything is checked; or "meta", where only the headers of the weight files are read,
-            and checks that need the weights' values are left out.
+        device: "cpu", where everything is checked; or "meta", where only the headers of the weight
+            files are read, and checks that need the weights' values are left out.
 
     Raises:
-        ConfigError: the model cannot be loaded, lacks weights, or is of an architecture that cannot be trained here.
+        ConfigError: the model cannot be loaded, lacks weights, or is of an architecture that cannot
+            be trained here.
     """
     path = path_of(cfg, role)
     key = "model.path" if path == cfg.model.path else f"{role}.path"
@@ -115,7 +117,8 @@ def _check_scalar_head(model: PreTrainedModel, key: str, path: str) -> None:
 def empty_model(
     cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None
 ) -> PreTrainedModel:
-    """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
+    """The model with parameters on the meta device and real buffers (rotary frequencies are not in
+    checkpoints)."""
     model_class = model_class_of(role)
     trust = cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(
@@ -142,8 +145,9 @@ class _BackboneOutput(BaseModelOutput):
 def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
     """Logits [n, vocabulary] of the backbone's output `hidden` [n, H].
 
-    They are computed by the model's own forward with its backbone replaced: after the head Cohere and Granite scale,
-    Falcon-H1 multiplies and Gemma caps softly, and no architecture need be known here.
+    They are computed by the model's own forward with its backbone replaced: after the head Cohere
+    and Granite scale, Falcon-H1 multiplies and Gemma caps softly, and no architecture need be known
+    here.
     """
     output = _BackboneOutput(last_hidden_state=hidden[None])
     model.base_model.forward = lambda *args, **kwargs: output
@@ -156,7 +160,8 @@ def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check_head(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose head `logits_of` cannot compute, such as one that asks a part of its backbone (OPT).
+    """Refuse a model whose head `logits_of` cannot compute, such as one that asks a part of its
+    backbone (OPT).
 
     Raises:
         ConfigError: two different hidden states have the same logits, or computing them fails.
@@ -171,14 +176,15 @@ def check_head(model: PreTrainedModel, path: str) -> None:
         falling_logits = logits_of(model, falling)
     if torch.equal(rising_logits, falling_logits):
         raise ConfigError(
-            f"{where} makes its logits in a way this trainer does not know: not from the output of its backbone; "
-            "give another model"
+            f"{where} makes its logits in a way this trainer does not know: "
+            "not from the output of its backbone; give another model"
         )
 
 
 def check_layout(model: PreTrainedModel, path: str) -> None:
-    """Refuse a model whose checkpoint has another layout than its parameters (fused experts, say). It could be trained,
-    but its weights could not be streamed row by row under their checkpoint names.
+    """Refuse a model whose checkpoint has another layout than its parameters (fused experts, say).
+    It could be trained, but its weights could not be streamed row by row under their checkpoint
+    names.
 
     Raises:
         ConfigError: names the first tensor that differs.

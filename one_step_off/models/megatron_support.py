@@ -1,4 +1,5 @@
-"""Which Hugging Face models the Megatron back end builds, and in which sizes. It needs no megatron-core."""
+"""Which Hugging Face models the Megatron back end builds, and in which sizes. It needs no
+megatron-core."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +40,8 @@ def read_config(cfg: Config, role: str) -> Any:
     """The model's config.json, after the checks that Megatron makes the same model of it.
 
     Raises:
-        ConfigError: a family, or a variant of one, that the Megatron back end does not know, or sizes that do not
-            divide.
+        ConfigError: a family, or a variant of one, that the Megatron back end does not know, or
+            sizes that do not divide.
     """
     path = path_of(cfg, role)
     role_config = settings_of(cfg, role)
@@ -62,7 +63,8 @@ def _check_family(hf_config: Any, path: str, where: str) -> None:
     one_file = has_file(path, "model.safetensors")
     if not one_file and not has_file(path, "model.safetensors.index.json"):
         raise ConfigError(
-            f"{where}: it has no model.safetensors, the only format that this back end reads; use backend=fsdp"
+            f"{where}: it has no model.safetensors, the only format that this back end reads; "
+            "use backend=fsdp"
         )
 
 
@@ -124,13 +126,16 @@ def _check_sizes(hf_config: Any, role_config: BackendConfig, role: str, path: st
             if divisor.value != configured:
                 given += f", in all {divisor.value} stages,"
             raise ConfigError(
-                f"{given} does not divide the {divisor.size} {divisor.unit} of {path!r}; use a size that does"
+                f"{given} does not divide the {divisor.size} {divisor.unit} of {path!r}; "
+                "use a size that does"
             )
     if expert_parallel > 1 and not experts:
         raise ConfigError(
-            f"{role}.expert_parallel_size={expert_parallel}: {path!r} is a dense model, without experts; set it to 1"
+            f"{role}.expert_parallel_size={expert_parallel}: {path!r} is a dense model, "
+            "without experts; set it to 1"
         )
     if experts and tensor_parallel > 1 and not role_config.sequence_parallel:
         raise ConfigError(
-            f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, needs it true"
+            f"{role}.sequence_parallel=false: tensor parallelism of {path!r}, with experts, "
+            "needs it true"
         )

@@ -147,9 +147,9 @@ class Spawned:
         if role != "reward_model":
             return TrainGroup(*of_group)
         reading = {
-            "find": data.find,
-            "ours": self.prepared.tokenizer,
-            "theirs": tokenizer_of(self.cfg, role),
+            "find_prompt": data.find,
+            "policy_tokenizer": self.prepared.tokenizer,
+            "reward_tokenizer": tokenizer_of(self.cfg, role),
         }
         return LocalRewardModel(*of_group, **reading)
 

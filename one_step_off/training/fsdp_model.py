@@ -1,6 +1,8 @@
-"""A Hugging Face model under FSDP2: built, sharded, loaded, and asked for log-probs, or for a number per token.
+"""A Hugging Face model under FSDP2: built, sharded, loaded, and asked for log-probs, or for a
+number per token.
 
-A tie of embedding and head that comes apart while loading would train silently wrong, so it is checked at start.
+A tie of embedding and head that comes apart while loading would train silently wrong, so it is
+checked at start.
 """
 
 import functools
@@ -35,7 +37,8 @@ def attention_for(cfg: Config, device: torch.device) -> str:
     """The attention implementation that model.attn_implementation means on this device."""
     if cfg.model.attn_implementation != "auto":
         return cfg.model.attn_implementation
-    # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend on the network.
+    # Only an installed flash_attn counts: fetching a kernel from the hub would make a start depend
+    # on the network.
     has_flash = transformers.utils.is_flash_attn_2_available()
     if has_flash and device.type == "cuda" and cfg.model.dtype == "bfloat16":
         return "flash_attention_2"
@@ -54,11 +57,13 @@ def _device_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load it (collective).
 
-    Rank 0 reads the checkpoint and broadcasts, so a host holds one full copy for a moment, not one per rank. A critic
-    whose checkpoint has no scalar head begins with the random one of `trainer.seed`.
+    Rank 0 reads the checkpoint and broadcasts, so a host holds one full copy for a moment, not one
+    per rank. A critic whose checkpoint has no scalar head begins with the random one of
+    `trainer.seed`.
 
     Raises:
-        ConfigError: on rank 0, when the model cannot be trained here. The other ranks wait for it until they are ended.
+        ConfigError: on rank 0, when the model cannot be trained here. The other ranks wait for it
+            until they are ended.
     """
     role_config = settings_of(cfg, role)
     is_trained = isinstance(role_config, TrainedConfig)
@@ -106,10 +111,11 @@ def _shard(
     device: torch.device,
     shard_device: torch.device,
 ) -> None:
-    """One FSDP group and one activation checkpoint per decoder layer; embedding, norm and head (perhaps tied) together
-    in the root's group."""
+    """One FSDP group and one activation checkpoint per decoder layer; embedding, norm and head
+    (perhaps tied) together in the root's group."""
     compute_dtype = torch.bfloat16 if dtype == "bfloat16" else None
-    # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory anyway.
+    # CPUOffloadPolicy fails without an accelerator; on CPUs the parameters are in host memory
+    # anyway.
     offload_policy = OffloadPolicy() if shard_device == device else CPUOffloadPolicy()
     options = {
         "mesh": _device_mesh(device, role_config.fsdp_size),
@@ -118,7 +124,8 @@ def _shard(
     }
     recomputes = getattr(role_config, "activation_checkpointing", False)  # of roles that learn
     for layer in _decoder_layers(model):
-        # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and FSDP's hooks outside.
+        # Wrapping the method, not the module, keeps parameter names as the checkpoint has them, and
+        # FSDP's hooks outside.
         if role_config.torch_compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recomputes:
@@ -135,7 +142,8 @@ def _load(
     shard_device: torch.device,
     device: torch.device,
 ) -> None:
-    """Give the sharded parameters memory on `shard_device` and rank 0's values; buffers end on `device`."""
+    """Give the sharded parameters memory on `shard_device` and rank 0's values; buffers end on
+    `device`."""
 
     def materialized(tensor: Tensor) -> Tensor:
         if tensor.is_meta:
@@ -161,10 +169,11 @@ def _is_tied(model: PreTrainedModel) -> bool:
 def _token_outputs(
     self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
 ) -> Answer:
-    """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n].
+    """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
+    [n].
 
-    See `batching.MicroBatch` for `at`, `tokens` and `ids`. This replaces the model's own forward, because FSDP2 gathers
-    the root's parameters (embedding, norm, head) around that method alone.
+    See `batching.MicroBatch` for `at`, `tokens` and `ids`. This replaces the model's own forward,
+    because FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone.
     """
     inputs = {name: tensor for name, tensor in ids.items() if tensor is not None}
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
@@ -179,11 +188,13 @@ def _token_outputs(
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:
-    """This rank's part of the weight stream: the rows that it holds of every tensor, under checkpoint names.
+    """This rank's part of the weight stream: the rows that it holds of every tensor, under
+    checkpoint names.
 
-    Between two optimizer steps the sharded parameters do not change, so they can be read while a forward or backward
-    pass runs on gathered copies. Tied tensors appear once. Under HSDP each tensor is sent by one replica, chosen so that
-    replicas send about as much. Adapters are no tensors of their own, see `lora.py`.
+    Between two optimizer steps the sharded parameters do not change, so they can be read while a
+    forward or backward pass runs on gathered copies. Tied tensors appear once. Under HSDP each
+    tensor is sent by one replica, chosen so that replicas send about as much. Adapters are no
+    tensors of their own, see `lora.py`.
     """
     weights = _parameter_rows(model, wire_dtype)
     if dist.get_rank() == 0:

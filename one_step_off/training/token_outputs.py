@@ -1,4 +1,5 @@
-"""From hidden states to one number per wanted token, in chunks, so that not all logits exist at once."""
+"""From hidden states to one number per wanted token, in chunks, so that not all logits exist at
+once."""
 
 import functools
 from collections.abc import Callable
@@ -15,14 +16,15 @@ def in_chunks(
 ) -> Answer:
     """`project` of the wanted positions, `chunk` of them at a time.
 
-    All logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary. In training each chunk is recomputed in the
-    backward pass, so that its logits need not be kept.
+    All logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary. In training each chunk
+    is recomputed in the backward pass, so that its logits need not be kept.
 
     Args:
         project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see `core_algos.Answer`.
         hidden: [rows, width, H].
-        at: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands in: its gradient is zero but
-            reaches every parameter, so this rank takes part in every reduction.
+        at: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands in: its
+            gradient is zero but reaches every parameter, so this rank takes part in every
+            reduction.
         tokens: int64 [n]; the wanted tokens.
 
     Returns:

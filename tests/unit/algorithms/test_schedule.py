@@ -126,7 +126,7 @@ def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single,
     unbroken = worker.update(batch)["actor/lr"]
     assert unbroken == pytest.approx(1e-3 * (1 - 3 / 9))
     longer = start_single(cfg)
-    longer._total_steps = 40
+    longer.total_steps = 40
     longer.load_state(str(tmp_path / "saved"))
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken)
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken * (1 - 1 / 36))
@@ -134,7 +134,7 @@ def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single,
 
 def started(start_single, cfg):
     worker = start_single(cfg)
-    worker._total_steps = cfg.trainer.total_steps
+    worker.total_steps = cfg.trainer.total_steps
     return worker
 
 

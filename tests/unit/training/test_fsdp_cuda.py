@@ -85,8 +85,8 @@ def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_upda
     path = model_folders["tied"]
 
     class Other(Recorder):
-        def _micro_loss(self, *args, **kwargs):
-            return super()._micro_loss(*args, **kwargs) * (1.01 if broken == "loss" else 1.0)
+        def _micro_batch_loss(self, *args, **kwargs):
+            return super()._micro_batch_loss(*args, **kwargs) * (1.01 if broken == "loss" else 1.0)
 
         def _optimizer_step(self, stats):
             metrics = super()._optimizer_step(stats)

@@ -50,7 +50,7 @@ def test_log_prob_equals_the_models_own_forward(model_folders, start_single, nam
     ):
         worker.packed = settings.pop("packed", False)
         worker.cfg = config(path, **{f"actor__{k}": v for k, v in settings.items()})
-        worker.own = worker.cfg.actor
+        worker.role_config = worker.cfg.actor
         got = worker.log_prob(batch)
         assert sorted(got) == list(range(len(want)))
         for i, w in enumerate(want):
@@ -255,8 +255,8 @@ def test_weights_can_be_read_while_a_forward_pass_runs(model_folders, start_sing
     seen = []
 
     class Reader(PolicyWorker):
-        def _micro_loss(self, *args, **kwargs):
-            loss = super()._micro_loss(*args, **kwargs)
+        def _micro_batch_loss(self, *args, **kwargs):
+            loss = super()._micro_batch_loss(*args, **kwargs)
             seen.append([t.clone() for t in self.weight_tensors()])
             return loss
 

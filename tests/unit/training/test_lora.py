@@ -306,5 +306,5 @@ def test_what_cannot_have_an_adapter_is_refused(model_folders, start_single):
 
 def test_settings_are_pefts():
     own = config("x", model__lora_rank=4, model__lora_target_modules="q_proj, v_proj").model
-    found = lora.settings(own)
+    found = lora.peft_config(own)
     assert (found.r, found.lora_alpha, found.target_modules) == (4, 32, {"q_proj", "v_proj"})

@@ -92,14 +92,14 @@ def test_the_moments_are_those_that_the_first_step_would_make(model_folders, sta
 def after_skipped_steps(start, path: str, folder: Path | None) -> list[np.ndarray]:
     """The weights after a step that is skipped, a checkpoint in `folder` if one is given, and a step that is made."""
     worker, batch = start(), make_batch(path)
-    worker.own.max_grad_norm_skip = 1e-9
+    worker.role_config.max_grad_norm_skip = 1e-9
     worker.update(batch)
     if folder:
         folder.mkdir(exist_ok=True)
         worker.save_state(str(folder))
         worker.saved()
     assert worker.skipped_in_a_row == 1, "saving must not end the row"
-    worker.own.max_grad_norm_skip = None
+    worker.role_config.max_grad_norm_skip = None
     worker.update(batch)
     return weights_of(worker)
 

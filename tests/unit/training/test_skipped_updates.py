@@ -70,9 +70,9 @@ def in_turn(worker, path) -> dict:
     huge = copy.deepcopy(good)
     huge.advantages[0][:] = np.inf
     step("norm", huge)
-    worker.own.max_grad_norm_skip = 1e-9
+    worker.role_config.max_grad_norm_skip = 1e-9
     step("large", good)
-    worker.own.max_grad_norm_skip = None
+    worker.role_config.max_grad_norm_skip = None
     empty = copy.deepcopy(good)
     empty.drop({s.prompt_id for s in good.samples})
     step("empty", empty, learn=False)
