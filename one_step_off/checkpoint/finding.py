@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
-from one_step_off.config.schema import Config, ConfigError, settings_of
+from one_step_off.config.schema import Config, ConfigError, role_settings
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FIXED_KEYS = (
@@ -43,7 +43,7 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
         values["pipeline.max_carry"] = cfg.pipeline.max_carry
     for role in TRAINED_ROLES:
         if role in cfg.placement.roles:
-            values[f"{role}.backend"] = settings_of(cfg, role).backend
+            values[f"{role}.backend"] = role_settings(cfg, role).backend
     return values
 
 

@@ -1,4 +1,4 @@
-"""Samples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
+"""PackedSamples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
 pickles."""
 
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from one_step_off.config.schema import as_config_error
-from one_step_off.data.samples import COLUMNS, Batch, Sample
+from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 
 ARRAY_TYPES = {
     "prompt_ids": "i4",
@@ -61,11 +61,11 @@ def write_batch(batch: Batch, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     write_samples(batch.samples, folder)
     columns = {}
-    for name in COLUMNS:
+    for name in TRAINER_FIELDS:
         values = getattr(batch, name)
         if values is not None:
             columns[name] = np.concatenate(values)
-    stamp = (batch.step, *batch.expected, batch.older)
+    stamp = (batch.step, *batch.expected_stamp, batch.max_version_lag)
     np.savez(folder / "batch.npz", stamp=stamp, **columns)
 
 

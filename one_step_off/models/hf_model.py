@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, path_of
+from one_step_off.config.schema import Config, ConfigError, as_config_error, role_model_path
 
 SCALAR_ROLES = ("critic", "reward_model")
 SCALAR_HEAD = "score"
@@ -63,7 +63,7 @@ def read_checkpoint(
         ConfigError: the model cannot be loaded, lacks weights, or is of an architecture that cannot
             be trained here.
     """
-    path = path_of(cfg, role)
+    path = role_model_path(cfg, role)
     key = "model.path" if path == cfg.model.path else f"{role}.path"
     model_class = model_class_of(role)
     options: dict[str, Any] = {
@@ -122,7 +122,7 @@ def empty_model(
     model_class = model_class_of(role)
     trust = cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(
-        path_of(cfg, role), trust_remote_code=trust, **model_class.arguments
+        role_model_path(cfg, role), trust_remote_code=trust, **model_class.arguments
     )
     with accelerate.init_empty_weights(include_buffers=False):
         model = model_class.auto_class.from_config(

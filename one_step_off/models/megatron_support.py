@@ -7,7 +7,13 @@ from typing import Any
 import transformers
 from transformers.utils.hub import has_file
 
-from one_step_off.config.schema import BackendConfig, Config, ConfigError, path_of, settings_of
+from one_step_off.config.schema import (
+    BackendConfig,
+    Config,
+    ConfigError,
+    role_model_path,
+    role_settings,
+)
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 UNSUPPORTED_SWITCHES = ("use_sliding_window", "attention_bias", "mlp_bias")
@@ -43,8 +49,8 @@ def read_config(cfg: Config, role: str) -> Any:
         ConfigError: a family, or a variant of one, that the Megatron back end does not know, or
             sizes that do not divide.
     """
-    path = path_of(cfg, role)
-    role_config = settings_of(cfg, role)
+    path = role_model_path(cfg, role)
+    role_config = role_settings(cfg, role)
     hf_config = transformers.AutoConfig.from_pretrained(
         path, trust_remote_code=cfg.model.trust_remote_code
     )

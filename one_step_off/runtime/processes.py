@@ -13,10 +13,10 @@ from agent_loop.tools import LISTED
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.config.schema import settings_of, tokenizer_of
-from one_step_off.config.user_code import LOGS
+from one_step_off.config.schema import load_section_tokenizer, role_settings
+from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
@@ -47,7 +47,7 @@ ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
-class Spawned:
+class RunProcesses:
     """The roles of a run, and all actors behind them.
 
     Attributes:
@@ -65,9 +65,13 @@ class Spawned:
         self.env = COMMON_ENV | (
             {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
         )
-        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
+        self.env |= (
+            {"TMPDIR": os.environ[RUN_FOLDER_VARIABLE]}
+            if self.host and RUN_FOLDER_VARIABLE in os.environ
+            else {}
+        )
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
-        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOGS))
+        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOG_FOLDER))
         workers = range(cfg.reward.workers * generates)
         scorers = [
             spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log")
@@ -89,13 +93,15 @@ class Spawned:
             )
 
         def respawn(i: int) -> Any:
-            ray.kill(rollout.all[i])
+            ray.kill(rollout.replicas[i])
             self.actors.append(replica(i))
             return self.actors[-1]
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.groups = {
-            role: self._group(role) for role in (WORKERS if generates else TRAINED_ROLES) if role in where
+            role: self._group(role)
+            for role in (WORKERS if generates else TRAINED_ROLES)
+            if role in where
         }
         turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
@@ -129,7 +135,7 @@ class Spawned:
 
     def _group(self, role: str) -> TrainGroup:
         workers, pool = WORKERS, self.cfg.placement.roles[role]
-        if settings_of(self.cfg, role).backend == "megatron":  # an extra, and slow to import
+        if role_settings(self.cfg, role).backend == "megatron":  # an extra, and slow to import
             from one_step_off.training.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
@@ -149,7 +155,7 @@ class Spawned:
         reading = {
             "find_prompt": data.find,
             "policy_tokenizer": self.prepared.tokenizer,
-            "reward_tokenizer": tokenizer_of(self.cfg, role),
+            "reward_tokenizer": load_section_tokenizer(self.cfg, role),
         }
         return LocalRewardModel(*of_group, **reading)
 
@@ -165,7 +171,7 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def lost(self, error: Exception) -> bool:
+    async def is_process_failure(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
@@ -177,7 +183,9 @@ class Spawned:
             for role, group in self.groups.items()
             for i, rank in enumerate(group.ranks)
         }
-        processes |= {f"rollout {i}": self.roles.rollout.all[i] for i in self.roles.rollout.active}
+        processes |= {
+            f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active
+        }
         return bool(await not_alive(processes))
 
     async def end(self) -> None:
@@ -195,7 +203,9 @@ class Spawned:
 
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
-        roles = [self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups]
+        roles = [
+            self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
         return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:

@@ -25,8 +25,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from one_step_off.algorithms.core_algos import Answer, log_probs_and_entropy
-from one_step_off.config.schema import Config, ConfigError, TrainedConfig, settings_of
+from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
+from one_step_off.config.schema import Config, ConfigError, TrainedConfig, role_settings
 from one_step_off.models.hf_model import SCALAR_HEAD, empty_model, logits_of, read_checkpoint
 from one_step_off.training import lora
 from one_step_off.training.token_outputs import in_chunks
@@ -65,7 +65,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
         ConfigError: on rank 0, when the model cannot be trained here. The other ranks wait for it
             until they are ended.
     """
-    role_config = settings_of(cfg, role)
+    role_config = role_settings(cfg, role)
     is_trained = isinstance(role_config, TrainedConfig)
     has_adapters = role == "actor" and cfg.model.lora_rank > 0
     dtype = getattr(torch, cfg.model.dtype)
@@ -167,24 +167,30 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _token_outputs(
-    self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
-) -> Answer:
+    self: Any,
+    logit_index: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: str,
+    chunk: int,
+    **ids: Any,
+) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32
     [n].
 
-    See `batching.MicroBatch` for `at`, `tokens` and `ids`. This replaces the model's own forward,
+    See `batching.MicroBatch` for `logit_index`, `tokens` and `ids`. This replaces the model's own forward,
     because FSDP2 gathers the root's parameters (embedding, norm, head) around that method alone.
     """
     inputs = {name: tensor for name, tensor in ids.items() if tensor is not None}
     hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
     scalar_head = getattr(self, SCALAR_HEAD, None)
 
-    def project(hidden: Tensor, tokens: Tensor) -> Answer:
+    def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         if scalar_head:
             return scalar_head(hidden).float().squeeze(-1), None
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, hidden, at, tokens, chunk)
+    return in_chunks(project, hidden, logit_index, tokens, chunk)
 
 
 def sharded_weights(model: PreTrainedModel, wire_dtype: str) -> list[tuple[WeightPiece, Tensor]]:

@@ -22,7 +22,7 @@ from one_step_off.training.model_worker import ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
 from one_step_off.training.update_stats import PhaseTimer
-from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -56,12 +56,12 @@ class FsdpBackend(ModelWorker):
 
     def _forward(
         self, layout: batching.MicroBatch, temperature: float, figure: str
-    ) -> core_algos.Answer:
+    ) -> core_algos.TokenOutputs:
         position_ids = layout.position_ids
         return self.model(
             input_ids=self._tensor(layout.input_ids),
             position_ids=None if position_ids is None else self._tensor(position_ids),
-            at=self._tensor(layout.at),
+            logit_index=self._tensor(layout.logit_index),
             tokens=self._tensor(layout.tokens),
             temperature=temperature,
             entropy=figure,
@@ -183,7 +183,7 @@ class PolicyWorker(FsdpBackend, PolicyRole):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
-class ActorWorker(SendingEnd, PolicyWorker):
+class ActorWorker(WeightSenderMixin, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 

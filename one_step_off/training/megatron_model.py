@@ -18,8 +18,8 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import Answer
-from one_step_off.config.schema import BackendConfig, Config, TrainedConfig, settings_of
+from one_step_off.algorithms.core_algos import TokenOutputs
+from one_step_off.config.schema import BackendConfig, Config, TrainedConfig, role_settings
 from one_step_off.models.hf_model import SCALAR_ROLES
 from one_step_off.training.megatron_weights import head_dim
 from one_step_off.training.token_outputs import in_chunks
@@ -49,7 +49,7 @@ def _finalize_gradients(chunks: list[nn.Module], *_: Any, **__: Any) -> None:
 def _transformer_config(
     cfg: Config, role: str, hf_config: Any, device: torch.device
 ) -> TransformerConfig:
-    role_config = settings_of(cfg, role)
+    role_config = role_settings(cfg, role)
     is_cuda = device.type == "cuda"
     dtype = getattr(torch, cfg.model.dtype)
     settings: dict[str, Any] = {
@@ -154,7 +154,9 @@ class _Attention(nn.Module):
 def _causal_mask(width: int, rank: int, ranks: int) -> Tensor:
     """bool [own positions, width]: which keys, in the order in which the ranks hold them, a rank's
     queries see."""
-    positions = [torch.from_numpy(batching.columns(width, r, ranks)) for r in range(ranks)]
+    positions = [
+        torch.from_numpy(batching.context_parallel_columns(width, r, ranks)) for r in range(ranks)
+    ]
     return torch.cat(positions) <= positions[rank][:, None]
 
 
@@ -216,19 +218,19 @@ def _use_plain_torch(spec: Any, config: TransformerConfig) -> None:
 
 
 def at_positions(
-    at: Tensor,
+    logit_index: Tensor,
     tokens: Tensor,
     vocabulary: int,
     temperature: float,
     entropy: str,
     chunk: int,
     **hook: Any,
-) -> Answer:
+) -> TokenOutputs:
     """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens,
     float32 [n]; with a scalar head, its output at those positions.
 
     Args:
-        at, tokens: as in `batching.MicroBatch`.
+        logit_index, tokens: as in `batching.MicroBatch`.
         vocabulary: entries without padding.
         temperature, entropy: as in `core_algos.log_probs_and_entropy`.
         chunk: how many tokens' logits exist at once.
@@ -245,21 +247,21 @@ def at_positions(
     hidden = hidden.transpose(0, 1)  # Megatron has [width, rows, hidden]
     if isinstance(head, nn.Linear):
 
-        def scalar(hidden: Tensor, tokens: Tensor) -> Answer:
+        def scalar(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
             return head(hidden).float().squeeze(-1), None
 
-        return in_chunks(scalar, hidden, at, tokens, chunk)
+        return in_chunks(scalar, hidden, logit_index, tokens, chunk)
 
     weight = head.weight if hook["output_weight"] is None else hook["output_weight"]
     first_entry = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
     entries = max(0, min(weight.shape[0], vocabulary - first_entry))  # without the padding
 
-    def log_probs(hidden: Tensor, tokens: Tensor) -> Answer:
+    def log_probs(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         copied = tensor_parallel.copy_to_tensor_model_parallel_region(hidden)
         logits = F.linear(copied, weight)[:, :entries].float()
         return split_log_probs(logits, tokens, first_entry, temperature, entropy)
 
-    return in_chunks(log_probs, hidden, at, tokens, chunk)
+    return in_chunks(log_probs, hidden, logit_index, tokens, chunk)
 
 
 def joined(values: Tensor, indices: Tensor, count: int) -> Tensor:
@@ -273,7 +275,7 @@ def joined(values: Tensor, indices: Tensor, count: int) -> Tensor:
 
 def split_log_probs(
     logits: Tensor, tokens: Tensor, first_entry: int, temperature: float, entropy: str
-) -> Answer:
+) -> TokenOutputs:
     """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the
     tensor-parallel ranks.
 

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import Answer
+from one_step_off.algorithms.core_algos import TokenOutputs
 from one_step_off.config.schema import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
@@ -32,7 +32,7 @@ from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
 from one_step_off.training.policy_role import PolicyRole
 from one_step_off.training.reward_model_role import RewardModelRole
 from one_step_off.training.update_stats import PhaseTimer
-from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
@@ -136,7 +136,7 @@ class MegatronBackend(ModelWorker):
         width = 1
         data_iterator: Any = iter(work)
         if len(self.chunks) > 1:
-            rows, width = batching.same_shape([item.layout for item in work])
+            rows, width = batching.pad_to_same_shape([item.layout for item in work])
             data_iterator = [iter(work) for _ in self.chunks]
         with cuda_is_cpu(self.device), timer("forward_backward"):
             if with_backward:
@@ -166,18 +166,20 @@ class MegatronBackend(ModelWorker):
             return compute(item), _as_loss
         return self._forward(item.layout, 1.0, "none"), None
 
-    def _forward(self, layout: batching.MicroBatch, temperature: float, figure: str) -> Answer:
-        part, part_of_wanted = batching.part(
+    def _forward(
+        self, layout: batching.MicroBatch, temperature: float, figure: str
+    ) -> TokenOutputs:
+        part, part_of_wanted = batching.context_parallel_slice(
             layout, mpu.get_context_parallel_rank(), self.role_config.context_parallel_size
         )
-        at = self._tensor(part.at)
+        logit_index = self._tensor(part.logit_index)
         tokens = self._tensor(part.tokens)
         indices = self._tensor(part_of_wanted)
-        wanted = len(layout.at)
+        wanted = len(layout.logit_index)
 
         def output(**hook: Any) -> list[Tensor | None]:
             answer = megatron_model.at_positions(
-                at,
+                logit_index,
                 tokens,
                 self.hf_config.vocab_size,
                 temperature,
@@ -289,7 +291,7 @@ class MegatronPolicyWorker(MegatronBackend, PolicyRole):
     """The role "ref", and the policy of an actor that streams no weights."""
 
 
-class MegatronActorWorker(SendingEnd, MegatronPolicyWorker):
+class MegatronActorWorker(WeightSenderMixin, MegatronPolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 

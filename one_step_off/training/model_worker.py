@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.algorithms.advantages import Arrays
-from one_step_off.cluster.network import own_host, use_interface_towards
+from one_step_off.algorithms.advantages import TokenArrays
+from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
-from one_step_off.config.schema import Config, TrainedConfig, settings_of
-from one_step_off.data.samples import Batch, Sample, Shares
+from one_step_off.config.schema import Config, TrainedConfig, role_settings
+from one_step_off.data.samples import Batch, PackedShares, Sample
 from one_step_off.training import lora
 from one_step_off.training.update_stats import PhaseTimer
 
@@ -96,7 +96,7 @@ class ModelWorker(UsageProbe, ABC):
         self.role = role
         self.rank = rank
         self.world_size = world_size
-        self.role_config = settings_of(cfg, role)
+        self.role_config = role_settings(cfg, role)
         self.total_steps = total_steps or cfg.trainer.total_steps
         self.batch_share = BatchShare(rank, world_size)
         self._device_type = device
@@ -122,7 +122,7 @@ class ModelWorker(UsageProbe, ABC):
     @abstractmethod
     def _forward(
         self, layout: batching.MicroBatch, temperature: float, figure: str
-    ) -> core_algos.Answer:
+    ) -> core_algos.TokenOutputs:
         """The model's output at the wanted tokens [n], and a figure of each, see
         `core_algos.log_probs_and_entropy`."""
 
@@ -131,7 +131,7 @@ class ModelWorker(UsageProbe, ABC):
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks can meet, a free port included (ask rank 0). `host` empty: this node's
         own address."""
-        with socket.create_server((own_host(host), 0)) as server:
+        with socket.create_server((reachable_host(host), 0)) as server:
             return server.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
@@ -142,7 +142,7 @@ class ModelWorker(UsageProbe, ABC):
             ConfigError: the model cannot be trained here; the message names the key.
         """
         self._choose_device()
-        use_interface_towards(master_addr)
+        select_gloo_interface(master_addr)
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo",
             init_method=f"tcp://{master_addr}:{master_port}",
@@ -171,23 +171,25 @@ class ModelWorker(UsageProbe, ABC):
         plan = self._micro_batch_plan([len(s) for s in sequences], self.batch_share.count)
         micro_batches = plan[self.batch_share.index]
         temperature = self.cfg.rollout.temperature
-        return Shares(self._token_outputs(sequences, wanted, micro_batches, temperature, figure))
+        return PackedShares(
+            self._token_outputs(sequences, wanted, micro_batches, temperature, figure)
+        )
 
-    def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.Plan:
+    def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:
         """plan[share][micro-batch] = indices of sequences; `lengths` in tokens."""
         # The context-parallel ranks share each sequence.
         token_budget = self.role_config.micro_batch_tokens * self.role_config.context_parallel_size
         multiple = self.batch_share.width_multiple
         padded = [-(-length // multiple) * multiple for length in lengths]
-        return batching.plan(
+        return batching.plan_micro_batches(
             padded, shares, token_budget, self.packed, self.batch_share.micro_batch_multiple
         )
 
     @torch.no_grad()
     def _token_outputs(
         self,
-        sequences: Arrays,
-        wanted: Arrays,
+        sequences: TokenArrays,
+        wanted: TokenArrays,
         micro_batches: list[list[int]],
         temperature: float,
         figure: str = "none",
@@ -228,7 +230,7 @@ class ModelWorker(UsageProbe, ABC):
             result.update(zip(indices, arrays, strict=False))
         return result
 
-    def _lay_out(self, sequences: Arrays, wanted: Arrays) -> batching.MicroBatch:
+    def _lay_out(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.batch_share.width_multiple)
 
     def _tensor(self, array: np.ndarray) -> Tensor:
@@ -238,7 +240,7 @@ class ModelWorker(UsageProbe, ABC):
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:
-        """Answer, however busy the worker is: its process is there and runs."""
+        """TokenOutputs, however busy the worker is: its process is there and runs."""
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: allocated on the GPU, or resident in this process."""

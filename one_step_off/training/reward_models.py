@@ -18,15 +18,18 @@ import numpy as np
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Arrays, Batch, Find, Sample
-from one_step_off.rewards.scoring import LARGEST, RewardError
+from one_step_off.data.samples import Batch, PackedArrays, PromptLookup, Sample
+from one_step_off.rewards.scoring import MAX_REWARD, RewardError
 from one_step_off.training.trainer_group import TrainGroup, merged
 
 LONGEST_BACKOFF_S = 10.0
 
 
 def sequences_for(
-    samples: Sequence[Sample], find_prompt: Find, policy_tokenizer: Any, reward_tokenizer: Any
+    samples: Sequence[Sample],
+    find_prompt: PromptLookup,
+    policy_tokenizer: Any,
+    reward_tokenizer: Any,
 ) -> list[np.ndarray]:
     """Prompt and response as the reward model reads them: int32 token ids [L], one array per
     sample.
@@ -57,7 +60,7 @@ class LocalRewardModel(TrainGroup):
     def __init__(
         self,
         *group_args: Any,
-        find_prompt: Find,
+        find_prompt: PromptLookup,
         policy_tokenizer: Any,
         reward_tokenizer: Any,
     ) -> None:
@@ -76,7 +79,7 @@ class LocalRewardModel(TrainGroup):
             self.policy_tokenizer,
             self.reward_tokenizer,
         )
-        shares = await self._on_devices(batch.step, "score_sequences", Arrays(sequences))
+        shares = await self._on_devices(batch.step, "score_sequences", PackedArrays(sequences))
         return merged(shares)
 
 
@@ -84,7 +87,7 @@ class RemoteRewardModel:
     """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores":
     [numbers]}."""
 
-    def __init__(self, cfg: Config, find_prompt: Find) -> None:
+    def __init__(self, cfg: Config, find_prompt: PromptLookup) -> None:
         self.config = cfg.reward_model
         self.find_prompt = find_prompt
         self.on_span: OnSpan = lambda *_: None
@@ -158,7 +161,7 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
         RoleError: there is such a score, and `reward.on_error=stop`.
     """
     for sample, score in zip(samples, scores, strict=True):
-        if not abs(score) <= LARGEST:  # so written for NaN
+        if not abs(score) <= MAX_REWARD:  # so written for NaN
             _note_bad_score(sample, score, stops=cfg.reward.on_error == "stop")
             score = 0.0
         parts = sample.extra.get("reward_parts", {"function": sample.reward})
@@ -172,7 +175,7 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
 
 def _note_bad_score(sample: Sample, score: float, stops: bool) -> None:
     where = f"the score of prompt {sample.prompt_id}, sample {sample.index}"
-    error = f"reward_model: {where} is {score}, no number up to {LARGEST:g}"
+    error = f"reward_model: {where} is {score}, no number up to {MAX_REWARD:g}"
     if stops:
         raise RoleError(sample.extra.get("error", error))
     # The first cause stays.

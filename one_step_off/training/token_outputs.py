@@ -8,21 +8,25 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from one_step_off.algorithms.core_algos import Answer
+from one_step_off.algorithms.core_algos import TokenOutputs
 
 
 def in_chunks(
-    project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
-) -> Answer:
+    project: Callable[..., TokenOutputs],
+    hidden: Tensor,
+    logit_index: Tensor,
+    tokens: Tensor,
+    chunk: int,
+) -> TokenOutputs:
     """`project` of the wanted positions, `chunk` of them at a time.
 
     All logits in fp32 would take 10 GB for 16k tokens of a 152k vocabulary. In training each chunk
     is recomputed in the backward pass, so that its logits need not be kept.
 
     Args:
-        project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see `core_algos.Answer`.
+        project: (hidden [m, H], tokens [m]) -> its answer of m numbers, see `core_algos.TokenOutputs`.
         hidden: [rows, width, H].
-        at: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands in: its
+        logit_index: int64 [n]; flat positions in [rows * width]. Where n is 0 one position stands in: its
             gradient is zero but reaches every parameter, so this rank takes part in every
             reduction.
         tokens: int64 [n]; the wanted tokens.
@@ -32,9 +36,9 @@ def in_chunks(
     """
     wanted = len(tokens)
     if not wanted:
-        at = at.new_zeros(1)
+        logit_index = logit_index.new_zeros(1)
         tokens = tokens.new_zeros(1)
-    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, at)
+    hidden = hidden.reshape(-1, hidden.shape[-1]).index_select(0, logit_index)
     if torch.is_grad_enabled() and len(tokens) > chunk:
         project = functools.partial(
             checkpoint, project, use_reentrant=False, preserve_rng_state=False

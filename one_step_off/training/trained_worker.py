@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.data.samples import Batch, assert_versions
+from one_step_off.data.samples import Batch, assert_staleness
 from one_step_off.training.model_worker import WorkItem, token_ids_of
 from one_step_off.training.update_stats import Figures, PhaseTimer, UpdateStats
 from one_step_off.training.worker_checkpoint import CheckpointedWorker
@@ -116,7 +116,7 @@ class TrainedWorker(CheckpointedWorker):
             return self._checked_update(batch, learn)
 
     def _checked_update(self, batch: Batch, learn: bool) -> dict[str, float]:
-        assert_versions(batch)
+        assert_staleness(batch)
         if not learn:
             self.before_step()
             self.version += 1
@@ -134,7 +134,7 @@ class TrainedWorker(CheckpointedWorker):
 
     def _ppo_update(self, batch: Batch) -> dict[str, float]:
         prompts = [s.prompt_id for s in batch.samples]
-        epoch = batching.mini_batches(prompts, self.role_config.ppo_mini_batch_size)
+        epoch = batching.split_into_mini_batches(prompts, self.role_config.ppo_mini_batch_size)
         mini_batches = epoch * self.role_config.ppo_epochs
         stats = UpdateStats(self.device)
         timer = PhaseTimer(self.device)

@@ -9,9 +9,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from one_step_off.cluster.remote_calls import OnSpan, every, now
+from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import COLUMNS, NOWHERE, Arrays, Batch, Samples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
 
 T = TypeVar("T")
 
@@ -61,8 +61,8 @@ class TrainGroup:
         """Form the role's process group and load the model on every rank."""
         time_limit_s = self.cfg.trainer.start_timeout_s
         rank_0 = self.ranks[:1]
-        (address,) = await every(time_limit_s, self.role, rank_0, "free_address", self.host)
-        await every(time_limit_s, self.role, self.ranks, "setup", *address)
+        (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
+        await call_all(time_limit_s, self.role, self.ranks, "setup", *address)
 
     async def _on_devices(self, step: int, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks while this role alone uses the devices; returns every rank's
@@ -72,7 +72,7 @@ class TrainGroup:
                 await self.colocated.sleep()
             begin = now()
             what = f"step {step}, {self.role}"
-            answers = await every(self.time_limit_s, what, self.ranks, method, *args)
+            answers = await call_all(self.time_limit_s, what, self.ranks, method, *args)
             self.on_span(self.role, method, step, begin, now())
         return answers
 
@@ -111,7 +111,7 @@ class TrainGroup:
         awaited.
         """
         what = f"canary, {self.role}"
-        answers = every(self.time_limit_s, what, self.ranks, "score", sequences)
+        answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
 
         async def first_report() -> list[np.ndarray]:
             return next(scores for scores in await answers if scores)
@@ -122,17 +122,17 @@ class TrainGroup:
         """Let all ranks copy their part of a checkpoint. Returns an awaitable: once awaited, they
         have written it."""
         what = f"checkpoint, {self.role}"
-        await every(self.time_limit_s, what, self.ranks, "save_state", folder)
-        return every(self.time_limit_s, what, self.ranks, "saved")
+        await call_all(self.time_limit_s, what, self.ranks, "save_state", folder)
+        return call_all(self.time_limit_s, what, self.ranks, "saved")
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state; after `setup`."""
         what = f"checkpoint, {self.role}"
-        await every(self.time_limit_s, what, self.ranks, "load_state", folder)
+        await call_all(self.time_limit_s, what, self.ranks, "load_state", folder)
 
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
-        await every(self.time_limit_s, self.role, self.ranks, "save_hf", path)
+        await call_all(self.time_limit_s, self.role, self.ranks, "save_hf", path)
 
 
 def merged(shares: list[dict[int, T]]) -> list[T]:
@@ -150,17 +150,19 @@ def put_batch(batch: Batch) -> Any:
     """
     import ray
 
-    contents = [batch.samples, *(getattr(batch, name) for name in COLUMNS)]
+    contents = [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)]
     stored_contents, reference = batch.stored
     if all(map(operator.is_, contents, stored_contents)):
         return reference
-    samples = Samples(batch.samples)
+    samples = PackedSamples(batch.samples)
     samples.leave = ("response", "extra")
     columns = {}
-    for name in COLUMNS:
+    for name in TRAINER_FIELDS:
         values = getattr(batch, name)
-        columns[name] = Arrays(values) if values else values
-    sent = replace(batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns)
+        columns[name] = PackedArrays(values) if values else values
+    sent = replace(
+        batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
+    )
     reference = ray.put(sent)
     batch.stored = (contents, reference)
     return reference

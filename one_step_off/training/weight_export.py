@@ -13,11 +13,11 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from one_step_off.config.schema import first_line, tokenizer_of
+from one_step_off.config.schema import first_line, load_section_tokenizer
 from one_step_off.models import hf_model
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker
-from one_step_off.weight_sync.bucket_plan import Pieces, owners
+from one_step_off.weight_sync.bucket_plan import Pieces, pieces_by_tensor
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -47,7 +47,7 @@ class WeightExport(TrainedWorker):
         optimizer step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
+            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block_shape)
 
     @torch.no_grad()
     def gathered(self, pieces: Pieces, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
@@ -71,7 +71,7 @@ class WeightExport(TrainedWorker):
         self, pieces: Pieces, device: torch.device | str
     ) -> Iterator[tuple[str, Tensor]]:
         own_tensors = self.weight_tensors()
-        for parts in owners(pieces):  # in an order that keeps each rank's own
+        for parts in pieces_by_tensor(pieces):  # in an order that keeps each rank's own
             first_piece = parts[0][1]
             dtype = getattr(torch, first_piece.dtype)
             whole = torch.empty(first_piece.shape, dtype=dtype, device=device)
@@ -79,9 +79,9 @@ class WeightExport(TrainedWorker):
                 if rank == 0:
                     block = next(own_tensors)
                 else:
-                    block = torch.empty(piece.block, dtype=dtype, device=device)
+                    block = torch.empty(piece.block_shape, dtype=dtype, device=device)
                     dist.recv(block, rank)
-                piece.place(whole).copy_(block)
+                piece.slice_of(whole).copy_(block)
             yield first_piece.name, whole
 
     def save_hf(self, path: str) -> None:
@@ -116,6 +116,6 @@ class WeightExport(TrainedWorker):
         model.save_pretrained(unfinished, state_dict=weights, save_original_format=False)
         if adapter:
             lora.write(adapter, cfg.model, os.path.join(unfinished, "adapter"))
-        tokenizer_of(cfg, "model").save_pretrained(unfinished)
+        load_section_tokenizer(cfg, "model").save_pretrained(unfinished)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(unfinished, path)

@@ -52,10 +52,10 @@ class CheckpointedWorker(ModelWorker):
     def decay(self) -> schedule.Decay:
         """The decay of the learning rate; `load_state` changes it where the checkpoint's run had
         another plan."""
-        return schedule.of_new_run(self._decay_plan(), self.role_config.warmup_steps)
+        return schedule.new_decay(self._decay_plan(), self.role_config.warmup_steps)
 
-    def _decay_plan(self) -> schedule.Plan:
-        return schedule.plan_of(self.cfg, self.role, self.total_steps or 0)
+    def _decay_plan(self) -> schedule.DecayPlan:
+        return schedule.decay_plan(self.cfg, self.role, self.total_steps or 0)
 
     def save_state(self, folder: str) -> None:
         """Copy weights, optimizer, counters and this rank's RNG state, to be written into `folder`
@@ -70,7 +70,7 @@ class CheckpointedWorker(ModelWorker):
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
-        arrays |= schedule.packed(self.decay, self._decay_plan())
+        arrays |= schedule.to_arrays(self.decay, self._decay_plan())
         if self._device_type == "cuda":
             arrays["cuda_rng"] = torch.cuda.get_rng_state()
         np.savez(self._rank_file(folder, self.rank), **arrays)
@@ -114,9 +114,9 @@ class CheckpointedWorker(ModelWorker):
         self.adapters.gather()
         self.version = int(arrays["version"])
         self.optimizer_steps = int(arrays["optimizer_steps"])
-        saved_schedule = schedule.unpacked(arrays)
+        saved_schedule = schedule.from_arrays(arrays)
         warmup_steps = self.role_config.warmup_steps
-        self.decay = schedule.resumed(self._decay_plan(), warmup_steps, saved_schedule)
+        self.decay = schedule.resumed_decay(self._decay_plan(), warmup_steps, saved_schedule)
         if was_saved_by_this_rank:
             self._set_rng_state(arrays)
 

@@ -39,7 +39,7 @@ class ModelInterface(Protocol):
         ConfigError."""
 
     def alive(self) -> None:
-        """Answer at once, also during another call."""
+        """TokenOutputs at once, also during another call."""
 
     def peak_memory_bytes(self) -> int:
         """Most memory used so far, in bytes: of the GPU, or resident in this process."""
@@ -94,7 +94,7 @@ class ActorInterface(ReferenceInterface, TrainedInterface, Protocol):
         """The pieces that this rank sends, in a fixed order. No collective."""
 
     def weight_tensors(self) -> Iterator[Any]:
-        """The data of `weight_plan()`, in its order: a tensor of shape `piece.block` each. No
+        """The data of `weight_plan()`, in its order: a tensor of shape `piece.block_shape` each. No
         collective."""
 
     def save_hf(self, path: str) -> None:
