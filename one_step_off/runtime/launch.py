@@ -26,10 +26,10 @@ import psutil
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
+from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.cluster import process_cleanup as leftovers
 from one_step_off.cluster.resource_usage import watch_usage
 from one_step_off.config.loading import processes_per_node, resolved_yaml
@@ -205,7 +205,7 @@ def check_weights(cfg: Config) -> None:
     files, other tensors than the model's, or more than all its memory."""
     import torch
 
-    from one_step_off.training import fsdp_model
+    from one_step_off.models import hf_model
 
     dtype, needs = getattr(torch, cfg.model.dtype), {}
     seats = sum(processes_per_node(cfg, cfg.placement.roles["rollout"]))
@@ -215,13 +215,13 @@ def check_weights(cfg: Config) -> None:
                 warnings.simplefilter(
                     "ignore"
                 )  # that Transformer Engine is missing, from six places; GPUs ask for it
-                from one_step_off.training import megatron_model  # an extra, and slow to import
+                from one_step_off.models import megatron_support
 
-            megatron_model.read_config(cfg, role)
+            megatron_support.read_config(cfg, role)
         elif (
             os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
         ):  # its code may need numbers
-            count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
+            count = hf_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
             trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
             needs[role] = count * (
                 16 if trained else dtype.itemsize

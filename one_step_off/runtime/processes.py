@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
-from one_step_off.checkpoint.checkpoints import TRAINED
+from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
@@ -99,7 +99,9 @@ class RunProcesses:
 
         replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
         self.groups = {
-            role: self._group(role) for role in (WORKERS if generates else TRAINED) if role in where
+            role: self._group(role)
+            for role in (WORKERS if generates else TRAINED_ROLES)
+            if role in where
         }
         turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
         rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
@@ -151,9 +153,9 @@ class RunProcesses:
         if role != "reward_model":
             return TrainGroup(*of_group)
         reading = {
-            "find": data.find,
-            "ours": self.prepared.tokenizer,
-            "theirs": load_section_tokenizer(self.cfg, role),
+            "find_prompt": data.find,
+            "policy_tokenizer": self.prepared.tokenizer,
+            "reward_tokenizer": load_section_tokenizer(self.cfg, role),
         }
         return LocalRewardModel(*of_group, **reading)
 
@@ -201,11 +203,13 @@ class RunProcesses:
 
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
-        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        roles = [
+            self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
         return asyncio.gather(*await asyncio.gather(*roles))
 
     async def load_state(self, folder: str) -> None:
         """Bring every role that learns to a checkpoint's state; after `setup`."""
         await asyncio.gather(
-            *(self.groups[role].load_state(folder) for role in TRAINED if role in self.groups)
+            *(self.groups[role].load_state(folder) for role in TRAINED_ROLES if role in self.groups)
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 from one_step_off.monitoring.console import RunConsole

@@ -8,7 +8,7 @@ import os
 import tempfile
 from pathlib import Path
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config, ConfigError
 
 
