@@ -154,7 +154,7 @@ class Pipeline:
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
         self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.say = self.tracker.log
+        self.roles.rollout.on_message = self.tracker.log
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -352,7 +352,9 @@ class Pipeline:
         self, step: int, prompts: list[Prompt], *land: Callable
     ) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
+        samples, seconds = await rollout.generate(
+            prompts, f"step {step}", rollout.train_sampling, *land
+        )
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
@@ -367,7 +369,7 @@ class Pipeline:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
             more, took = await rollout.generate(
-                self.stream.next_batch(len(dull)), what, rollout.train
+                self.stream.next_batch(len(dull)), what, rollout.train_sampling
             )
             more[0].extra["replaces"] = [list(prompt) for prompt in dull]
             samples, seconds = (
@@ -571,7 +573,7 @@ class Pipeline:
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(
-            self.val, f"evaluation of v{version}", rollout.val
+            self.val, f"evaluation of v{version}", rollout.val_sampling
         )
         self._rollouts_end("evaluate", version, seconds)
         assert_staleness(Batch(-1, samples, expected_stamp=(self.incarnation, version)))

@@ -82,7 +82,9 @@ def start_ray(cfg: Config) -> str:
 def _local_options(cfg: Config) -> dict[str, Any]:
     """The arguments of `ray.init` for a cluster of this machine alone."""
     # One logical CPU per process of ours: several processes may share a core, which Ray's own count would refuse.
-    num_processes = sum(sum(processes_per_node) for processes_per_node in cfg.placement.pools.values())
+    num_processes = sum(
+        sum(processes_per_node) for processes_per_node in cfg.placement.pools.values()
+    )
     return {
         # Without "local" Ray would join a cluster that another `ray start` left on this machine.
         "address": "local",

@@ -269,7 +269,7 @@ class AlgorithmConfig:
     """The objective. mu: the policy that made the tokens; theta: the one being trained."""
 
     adv_estimator: str = key(
-        "grpo", "advantages: a name of docs/algorithms.md, or your own as module:function"
+        "grpo", "advantages: a name of docs/concepts/algorithms.md, or your own as module:function"
     )
     adv_kwargs: dict[str, Any] = key({}, "the estimator's own settings, as {pass_k: 4}")
     norm_adv_by_std: bool = key(
@@ -281,7 +281,7 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = key(1.0, "GAE's lambda", low=0.0, high=1.0)
     policy_loss: str = key(
-        "vanilla", "a name of docs/algorithms.md, or your own as module:function"
+        "vanilla", "a name of docs/concepts/algorithms.md, or your own as module:function"
     )
     policy_loss_kwargs: dict[str, Any] = key({}, "the loss's own settings, as {tau_pos: 1.0}")
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
@@ -294,7 +294,7 @@ class AlgorithmConfig:
     )
     loss_agg: str = key(
         "token-mean",
-        "sum of the policy's token losses; docs/algorithms.md",
+        "sum of the policy's token losses; docs/concepts/algorithms.md",
         choices=LOSS_AGGREGATIONS,
     )
     max_gen_batches: int = key(
@@ -364,7 +364,7 @@ class AgentConfig:
 
     loop: str = key(
         "single_turn",
-        "a loop of docs/agent_loop.md, or your own as module:Class; a row may name another",
+        "a loop of docs/tutorials/your_own_agent.md, or your own as module:Class; a row may name another",
     )
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
     tools: str = key(

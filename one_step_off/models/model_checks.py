@@ -6,9 +6,20 @@
 from importlib import metadata
 from typing import Any
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, first_line, load_section_tokenizer
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    as_config_error,
+    first_line,
+    load_section_tokenizer,
+)
 
-MODEL_SECTIONS = ("model", "critic", "ref", "reward_model")  # the sections of a config with a `path`
+MODEL_SECTIONS = (
+    "model",
+    "critic",
+    "ref",
+    "reward_model",
+)  # the sections of a config with a `path`
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
 
 
@@ -63,7 +74,9 @@ def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
     num_ranks = cfg.rollout.tensor_parallel_size
     if num_heads is not None and num_heads % num_ranks:
         key = f"rollout.tensor_parallel_size={num_ranks}"
-        raise ConfigError(f"{key}: does not divide the {num_heads} attention heads of {name}; use one that does")
+        raise ConfigError(
+            f"{key}: does not divide the {num_heads} attention heads of {name}; use one that does"
+        )
 
 
 def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
@@ -73,7 +86,9 @@ def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
         return
     if tokenizer.get_vocab() != policy_tokenizer.get_vocab():
         name = _key_and_path(cfg, role)
-        raise ConfigError(f"{name}: its tokens mean something else than model.path's; give one of its family")
+        raise ConfigError(
+            f"{name}: its tokens mean something else than model.path's; give one of its family"
+        )
 
 
 def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
@@ -85,11 +100,15 @@ def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
     name = _key_and_path(cfg, section)
     weight_files = [f"{file}{suffix}" for file in WEIGHT_FILES for suffix in ("", ".index.json")]
     try:
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=cfg.model.trust_remote_code)
+        model_config = AutoConfig.from_pretrained(
+            path, trust_remote_code=cfg.model.trust_remote_code
+        )
         has_weights = any(has_file(path, file) for file in weight_files)
     except Exception as error:
         reason = first_line(error)
-        raise ConfigError(f"{name}: its config cannot be loaded ({reason}); {_how_to_fix(error)}") from error
+        raise ConfigError(
+            f"{name}: its config cannot be loaded ({reason}); {_how_to_fix(error)}"
+        ) from error
     _refuse_quantized_weights(name, model_config)
     if not has_weights:
         kinds = " or ".join(WEIGHT_FILES)
@@ -100,7 +119,9 @@ def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
     context_length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if context_length is not None and longest_sequence > context_length:
         keys = "data.max_prompt_length + data.max_response_length"
-        raise ConfigError(f"{keys} = {longest_sequence}: {name} takes {context_length} tokens; lower one of them")
+        raise ConfigError(
+            f"{keys} = {longest_sequence}: {name} takes {context_length} tokens; lower one of them"
+        )
     return model_config
 
 
@@ -149,10 +170,14 @@ def _require_causal_model(name: str, model_config: Any) -> None:
     was_saved_as_other = bool(architecture) and architecture.lower() not in causal_architectures
     if not is_causal or was_saved_as_other:
         what = f"{architecture or 'its model'} (model type {model_config.model_type!r})"
-        raise ConfigError(f"{name}: {what} is no causal language model of transformers; give one that generates text")
+        raise ConfigError(
+            f"{name}: {what} is no causal language model of transformers; give one that generates text"
+        )
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.
-    runs_in_any_engine = model_class.is_backend_compatible() or model_class._can_set_attn_implementation()
+    runs_in_any_engine = (
+        model_class.is_backend_compatible() or model_class._can_set_attn_implementation()
+    )
     if not runs_in_any_engine:
         _require_vllm_model(name, architecture or model_class.__name__)
 
@@ -162,4 +187,6 @@ def _require_vllm_model(name: str, architecture: str) -> None:
 
     plugins.load_general_plugins()  # plugins may add models
     if architecture not in ModelRegistry.get_supported_archs():
-        raise ConfigError(f"{name}: vLLM, which generates, has no code for {architecture}; give another")
+        raise ConfigError(
+            f"{name}: vLLM, which generates, has no code for {architecture}; give another"
+        )

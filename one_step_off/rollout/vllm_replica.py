@@ -383,7 +383,7 @@ class RolloutReplica(UsageProbe):
             for task in tasks:
                 task.cancel()
 
-    async def vacancy(self, sent: int, most: int) -> int:
+    async def wait_for_capacity(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
         are fewer than `most`. The caller counts what it sent, because its calls may arrive in another order."""
         while sent - self.room.away >= most:

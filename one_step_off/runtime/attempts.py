@@ -228,7 +228,7 @@ def _watched_groups(processes: Any) -> dict[str, list[Any]]:
     for role, group in processes.groups.items():
         name = "trainer" if role == "actor" else role
         groups[name] = group.ranks
-    groups["rollout"] = processes.roles.rollout.all
+    groups["rollout"] = processes.roles.rollout.replicas
     return groups
 
 

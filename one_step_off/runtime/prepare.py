@@ -120,7 +120,9 @@ def prepare(
     )
 
 
-def _build_tiny_models(cfg: Config, named_models: dict[str, str], show_progress: ShowProgress) -> None:
+def _build_tiny_models(
+    cfg: Config, named_models: dict[str, str], show_progress: ShowProgress
+) -> None:
     """Build the models of the form tiny:NAME once per machine, and put their folders into the config."""
     for section, path in named_models.items():
         if not path.startswith("tiny:"):
@@ -142,11 +144,15 @@ def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
         settings = getattr(cfg, role)
         defaults = type(settings)()
         changed = [
-            f"{role}.{name}" for name, value in vars(settings).items() if value != getattr(defaults, name)
+            f"{role}.{name}"
+            for name, value in vars(settings).items()
+            if value != getattr(defaults, name)
         ]
         if changed:
             keys = ", ".join(changed)
-            print_line(f"warning: {keys}: this run has no role {role} that reads them; see placement.roles")
+            print_line(
+                f"warning: {keys}: this run has no role {role} that reads them; see placement.roles"
+            )
 
 
 def _check_models_and_engine(cfg: Config) -> Any:
@@ -197,5 +203,7 @@ def _canary_sequences(cfg: Config, data: prompt_stream.RunData) -> list[np.ndarr
     chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)
     canary = [prompt.ids[-CANARY_TOKENS:] for prompt in chosen]
     if not canary:
-        raise ConfigError("data.train_files: no prompt has two tokens, which the canary of the weight sync needs")
+        raise ConfigError(
+            "data.train_files: no prompt has two tokens, which the canary of the weight sync needs"
+        )
     return canary

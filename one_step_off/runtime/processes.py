@@ -162,7 +162,7 @@ class RunProcesses:
 
     def _restart_replica(self, index: int) -> Any:
         """End what is left of a failed replica; returns a new one in its slot."""
-        ray.kill(self.roles.rollout.all[index])
+        ray.kill(self.roles.rollout.replicas[index])
         replica = self._create_replica(index)
         self.actors.append(replica)
         return replica
@@ -261,7 +261,7 @@ class RunProcesses:
                 processes[f"{role} {index}"] = rank
         rollout = self.roles.rollout
         for index in rollout.active:
-            processes[f"rollout {index}"] = rollout.all[index]
+            processes[f"rollout {index}"] = rollout.replicas[index]
         return bool(await not_alive(processes))
 
     async def end(self) -> None:

@@ -222,7 +222,13 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _answer(
-    self: Any, logit_index: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
+    self: Any,
+    logit_index: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: str,
+    chunk: int,
+    **ids: Any,
 ) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
     `batching.MicroBatch` for them and for `ids`. It stands in for the model's own forward, because FSDP2 gathers the

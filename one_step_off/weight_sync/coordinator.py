@@ -56,7 +56,7 @@ class Trainers(Protocol):
 class Replicas(Protocol):
     """The part of `RolloutGroup` that a sync uses."""
 
-    all: list[Any]
+    replicas: list[Any]
     cfg: Config
     syncing: bool
     restore: Callable[[int], Awaitable[bool]] | None
@@ -66,7 +66,7 @@ class Replicas(Protocol):
         """The replicas that take part in syncs."""
         ...
 
-    async def somebody(self) -> None:
+    async def wait_for_any_replica(self) -> None:
         """Wait until there is a replica for a sync. Raises NoReplica."""
         ...
 
@@ -78,11 +78,11 @@ class Replicas(Protocol):
         """This process holds verified weights, unless it was replaced or has died since."""
         ...
 
-    def lose(self, i: int, why: str) -> None:
+    def mark_failed(self, i: int, why: str) -> None:
         """Restart a replica in the background."""
         ...
 
-    def leave_out(self, i: int, why: str) -> None:
+    def exclude(self, i: int, why: str) -> None:
         """Give a replica up for good."""
         ...
 
@@ -181,7 +181,7 @@ class WeightSync:
             for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
         ]
         for number, i in place.items():
-            replica = self.rollout.all[number]
+            replica = self.rollout.replicas[number]
             calls.append(
                 Call(
                     f"rollout {number}",
@@ -193,7 +193,7 @@ class WeightSync:
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
         limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
         await self._together(what, calls, limit, limit)
-        self.connected_replicas = [self.rollout.all[number] for number in numbers]
+        self.connected_replicas = [self.rollout.replicas[number] for number in numbers]
 
     async def _together(
         self, what: str, calls: list[Call], limit_s: float, rest_s: float
@@ -269,7 +269,7 @@ class WeightSync:
         # Bounded: of each round that brings nothing at least one replica died, and each may do so MAX_ATTEMPTS times.
         while not metrics:
             await (
-                self.rollout.somebody()
+                self.rollout.wait_for_any_replica()
             )  # who comes back now may have these weights by then, from `restore`
             metrics = await self._bring([])
         self.rollout.syncing = False
@@ -300,9 +300,9 @@ class WeightSync:
             if not numbers:
                 return {}
             # Now: when the sync has failed, another process may have taken the place of one that died.
-            replicas = {i: self.rollout.all[i] for i in numbers}
+            replicas = {i: self.rollout.replicas[i] for i in numbers}
             try:
-                if self.connected_replicas != [self.rollout.all[i] for i in numbers]:
+                if self.connected_replicas != [self.rollout.replicas[i] for i in numbers]:
                     await self._regroup(numbers)
                 start = time.perf_counter()
                 metrics = self._metrics(numbers, start, *await self._transfer(stamp, numbers))
@@ -352,11 +352,11 @@ class WeightSync:
         for i, why in dead.items():
             self.failures[i] = self.failures.get(i, 0) + (not alone)
             if self.failures[i] >= MAX_ATTEMPTS:
-                self.rollout.leave_out(
+                self.rollout.exclude(
                     i, f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {why}"
                 )
             else:
-                self.rollout.lose(i, f"in the {what}: {why}")
+                self.rollout.mark_failed(i, f"in the {what}: {why}")
 
     async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:
         """What senders and replicas report. Raises BrokenSync."""
@@ -365,7 +365,7 @@ class WeightSync:
             Call(f"trainer rank {i}", rank, rank.send_weights.remote(stamp[1]))
             for i, rank in enumerate(self.sending_ranks)
         ]
-        chosen = {i: self.rollout.all[i] for i in replicas}
+        chosen = {i: self.rollout.replicas[i] for i in replicas}
         calls += [
             Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()
         ]
@@ -432,7 +432,7 @@ class WeightSync:
         self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]
     ) -> dict[str, float]:
         what = f"canary after the sync of version {stamp[1]}"
-        chosen = {i: self.rollout.all[i] for i in numbers}
+        chosen = {i: self.rollout.replicas[i] for i in numbers}
         calls = [
             Call(f"rollout {i}", actor, actor.score.remote(self.canary), i)
             for i, actor in chosen.items()

@@ -176,7 +176,7 @@ class Layout:
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.returning.values()):
+        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
         roles.sync.last_sent = None
@@ -221,7 +221,7 @@ class Layout:
             await team.end()
             self.team = None
             ended = time.time()
-        restarted = [at for at, line in said if "it is started anew" in line]
+        restarted = [at for at, line in said if "; restarting it" in line]
         reacted = restarted[0] if case.expected == "replica" and restarted else ended
         case.reaction_s = reacted - json.loads(hit.read_text())["time"] - case.detected_s
         restarts = team.roles.rollout.restarts - before

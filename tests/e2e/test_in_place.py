@@ -92,7 +92,9 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
         await roles.rollout.stop()
 
     async def bits(roles: Any) -> Any:
-        return None if packed else await roles.rollout.all[0]._call_workers.remote("fingerprint")
+        return (
+            None if packed else await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
+        )
 
     launch.start_ray(cfg)
     try:

@@ -402,7 +402,7 @@ def test_a_dropped_group_leaves_the_others_as_they_were(tmp_path, estimator, sta
         pipeline = build(tmp_path / name, World(random.Random(0)), 2, staleness)
         pipeline.cfg.algorithm.adv_estimator, pipeline.cfg.reward.on_error = estimator, "drop"
         pipeline.cfg.algorithm.whiten_adv = False
-        pipeline.roles.rollout.train = Sampling(2, 1.0, 0, greedy=estimator == "remax")
+        pipeline.roles.rollout.train_sampling = Sampling(2, 1.0, 0, greedy=estimator == "remax")
         if judged:
             pipeline.roles.reward_model = Judge()
         pipeline.cfg.algorithm.old_log_probs = "recompute"
