@@ -27,7 +27,7 @@ from benchmarks.common.command_line import ROOT, run_arm
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.config.validation import resolved_device
-from one_step_off.monitoring.tracker import speed
+from one_step_off.monitoring.summary import speed_summary
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate
 from one_step_off.runtime.validation import validate
@@ -100,7 +100,7 @@ def validated(args: argparse.Namespace, overrides: list[str]) -> str:
             begin = time.perf_counter()
             folders[name] = out / f"round{number}_{name.replace(' ', '_').replace(',', '')}"
             rows = run_arm(args.config, [], folders[name], arms[name])[plan.WARM_UP :]
-            measured[name] = {k: v for k, v in speed(rows).items() if k in FIGURES.values()}
+            measured[name] = {k: v for k, v in speed_summary(rows).items() if k in FIGURES.values()}
             step = measured[name][FIGURES["step"]]
             print(
                 f"round {number + 1}, {name}: {step:.3f} s/step (run of {time.perf_counter() - begin:.0f} s)",

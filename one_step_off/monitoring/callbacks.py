@@ -1,10 +1,10 @@
 """The user's own functions that are called after each step of a run that `one_step_off.train` started.
 
-    def stop_early(step):                       # the step's row of metrics.jsonl, a dict
-        if step["reward/mean"] > 0.9:
-            raise StopTraining("the reward is above 0.9")
+def stop_early(step):                       # the step's row of metrics.jsonl, a dict
+    if step["reward/mean"] > 0.9:
+        raise StopTraining("the reward is above 0.9")
 
-    train(cfg, callbacks=[print, stop_early])
+train(cfg, callbacks=[print, stop_early])
 """
 
 from collections.abc import Callable, Sequence

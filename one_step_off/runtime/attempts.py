@@ -4,7 +4,6 @@
 count trainer steps, so after a restart the same version may name other weights.
 """
 
-import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -282,7 +281,5 @@ def open_files(
         first_step = resume_point.step
         evaluations = resume_point.state["evaluations"]
         unwritten = resume_point.state["unwritten"]
-    tracker.loggers = open_loggers(
-        cfg, first_step, prepared.data.find, tracker.log, remote_loggers
-    )
+    tracker.loggers = open_loggers(cfg, first_step, prepared.data.find, tracker.log, remote_loggers)
     tracker.start(first_step, evaluations, unwritten)

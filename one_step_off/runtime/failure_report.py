@@ -30,7 +30,9 @@ def _write_traceback(cfg: Config, text: str) -> str:
     """Write `error.log`; returns a line that says where the traceback is."""
     path = Path(cfg.trainer.output_dir) / "error.log"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)  # missing if nothing was written before the failure
+        path.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # missing if nothing was written before the failure
         path.write_text(text)
     except OSError as error:  # perhaps what ended the run: the disk is full
         return f"no file could be written ({error.strerror}), so the traceback is printed here:\n{text}"

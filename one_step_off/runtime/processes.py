@@ -281,9 +281,7 @@ class RunProcesses:
 
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let every role that learns copy its part of a checkpoint. The part is written when the answer is awaited."""
-        copies = [
-            self.groups[role].save_state(folder) for role in TRAINED if role in self.groups
-        ]
+        copies = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
         writes = await asyncio.gather(*copies)
         return asyncio.gather(*writes)
 

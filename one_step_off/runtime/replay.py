@@ -92,7 +92,9 @@ async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracke
         tracker.log(f"{role}: " + ", ".join(own_metrics))
 
 
-def describe_quantities(samples: list[Sample], quantities: dict[str, list[np.ndarray]]) -> list[str]:
+def describe_quantities(
+    samples: list[Sample], quantities: dict[str, list[np.ndarray]]
+) -> list[str]:
     """Lines about each quantity: the trained tokens where it is not finite (three at most), smallest and largest.
 
     Args:

@@ -127,7 +127,9 @@ def require(cfg: Config) -> None:
         # The mode alone does not tell: a quota, /proc or a network file system may refuse even root.
         os.rmdir(tempfile.mkdtemp(prefix=".one_step_off_", dir=existing_parent))
     except OSError as error:
-        what = f"trainer.output_dir={cfg.trainer.output_dir}: {existing_parent} cannot be written to"
+        what = (
+            f"trainer.output_dir={cfg.trainer.output_dir}: {existing_parent} cannot be written to"
+        )
         raise ConfigError(f"{what}: {error.strerror}; name another folder") from error
 
 
