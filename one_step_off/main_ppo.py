@@ -4,8 +4,6 @@
 run skipped; see `runtime/replay.py`.
 """
 
-import errno
-import os
 import sys
 from dataclasses import dataclass
 
@@ -17,10 +15,6 @@ from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import validate
 
 FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
-# Errors of a full or read-only disk. One that comes from writing names no file.
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-# Errors of opening a file, which the user can fix by another folder.
-FILE_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True)
@@ -90,7 +84,7 @@ def print_plan(cfg: Config) -> None:
 
 def _run(cfg: Config, replay_folder: str | None) -> int:
     # The slow imports only now: a wrong config is refused before them.
-    from one_step_off.runtime.failure_report import report_failure
+    from one_step_off.runtime.failure_report import as_config_fault, report_failure
     from one_step_off.runtime.launch import run
     from one_step_off.runtime.replay import replay
 
@@ -101,22 +95,11 @@ def _run(cfg: Config, replay_folder: str | None) -> int:
     except ConfigError:
         raise
     except Exception as error:
-        output_dir = cfg.trainer.output_dir
-        if isinstance(error, OSError) and is_output_fault(error, output_dir):
-            path = error.filename or output_dir
-            raise ConfigError(f"{path}: {error.strerror}; name another folder") from error
+        config_fault = as_config_fault(cfg, error)
+        if config_fault is not None:
+            raise config_fault from error
         print(report_failure(cfg, error), file=sys.stderr)
         return 1
-
-
-def is_output_fault(error: OSError, output_dir: str) -> bool:
-    """Whether an error is about the run folder or a folder on the way to it, so that another folder would help."""
-    if not error.filename:
-        return error.errno in DISK_ERRORS
-    path = os.path.realpath(str(error.filename))
-    folder = os.path.realpath(output_dir)
-    is_inside_or_above = os.path.commonpath([path, folder]) in (path, folder)
-    return is_inside_or_above and error.errno in FILE_ERRORS
 
 
 if __name__ == "__main__":

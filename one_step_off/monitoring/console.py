@@ -204,6 +204,8 @@ def quiet_libraries() -> None:
         os.environ.setdefault(name, "1")
     # Ray announces how later releases will treat GPUs of actors that book none.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"ray(\.|$)")
+    # In a notebook without widgets tqdm, which transformers imports, asks for them; no bar of it is shown.
+    warnings.filterwarnings("ignore", message="IProgress not found")
     # Public models need no token.
     logging.getLogger("huggingface_hub.utils._http").addFilter(_is_no_token_reminder)
 

@@ -1,11 +1,37 @@
 """What the user reads after a run failed."""
 
+import errno
+import os
 import traceback
 from pathlib import Path
 
-from one_step_off.config.schema import Config, first_line
+from one_step_off.config.schema import Config, ConfigError, first_line
 from one_step_off.config.user_code import find_user_line
 from one_step_off.config.validation import mask_secrets
+
+# Errors of a full or read-only disk. One that comes from writing names no file.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Errors of opening a file, which the user can fix by another folder.
+FILE_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+
+def as_config_fault(cfg: Config, error: Exception) -> ConfigError | None:
+    """The ConfigError to raise for an error that another trainer.output_dir would help against; None for any other."""
+    output_dir = cfg.trainer.output_dir
+    if not isinstance(error, OSError) or not _is_output_fault(error, output_dir):
+        return None
+    path = error.filename or output_dir
+    return ConfigError(f"{path}: {error.strerror}; name another folder")
+
+
+def _is_output_fault(error: OSError, output_dir: str) -> bool:
+    """Whether an error is about the run folder, something in it, or a folder on the way to it."""
+    if not error.filename:
+        return error.errno in DISK_ERRORS
+    path = os.path.realpath(str(error.filename))
+    folder = os.path.realpath(output_dir)
+    is_inside_or_above = os.path.commonpath([path, folder]) in (path, folder)
+    return is_inside_or_above and error.errno in FILE_ERRORS
 
 
 def report_failure(cfg: Config, error: Exception) -> str:
