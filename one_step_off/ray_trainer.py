@@ -473,7 +473,9 @@ class Pipeline:
                 f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
             )
         self.empty = 0 if batch.samples else self.empty + 1
-        row = max(self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES))
+        row = max(
+            self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES)
+        )
         if row >= self.cfg.trainer.max_skipped_updates:
             why = (
                 "all groups were dropped"

@@ -16,6 +16,7 @@ from one_step_off.algorithms import core_algos, schedule
 from one_step_off.algorithms.schedule import Decay, DecayPlan, SavedSchedule
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime import launch
+from one_step_off.runtime.prepare import ResumePoint
 from tests.conftest import tiny_config
 from tests.unit.training.fsdp_helpers import config, make_batch
 
@@ -314,7 +315,7 @@ def test_a_run_says_it_before_any_engine_starts(
             cfg, trainer=replace(cfg.trainer, resume="never")
         )  # the stand-in is no whole checkpoint
         found = prepare(aside, *args[1:])
-        return replace(found, cfg=cfg, resume_from=path, state=state)
+        return replace(found, cfg=cfg, resume_point=ResumePoint(path, state))
 
     monkeypatch.setattr(launch, "prepare", prepared)
     monkeypatch.setattr(

@@ -231,7 +231,7 @@ def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
         path = save(cfg, step, stream=prepared.data.stream.state_dict())
     os.truncate(path / "actor" / "__0_0.distcp", 1024)
     said: list[str] = []
-    assert launch.prepare(cfg, said.append).resume_from == path.parent / "step_000001"
+    assert launch.prepare(cfg, said.append).resume_point.path == path.parent / "step_000001"
     assert any(
         "warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line
         for line in said

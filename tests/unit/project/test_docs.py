@@ -20,7 +20,7 @@ from one_step_off.config import validation as config_checks
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.main_ppo import FLAGS
-from one_step_off.monitoring.tracker import speed
+from one_step_off.monitoring.summary import speed_summary
 from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
@@ -327,7 +327,7 @@ def described_metrics() -> list[re.Pattern[str]]:
 
 def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
     row = json.loads((ROOT / "tests/a_row.json").read_text())
-    summary = {"steps", "seconds", *speed([row, row])}
+    summary = {"steps", "seconds", *speed_summary([row, row])}
     patterns = described_metrics()
     missing = [
         name
