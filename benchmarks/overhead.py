@@ -196,7 +196,7 @@ def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync, connected."""
     sync = WeightSync(actor, rollout, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
     sync.senders, sync.sending_ranks, sync.connected_replicas = actor.ranks, actor.ranks, list(rollout.all)
-    sync.info, sync.total_bytes = {}, 10**9
+    sync.connect_info, sync.total_bytes = {}, 10**9
     for health in rollout.health:
         health.to(State.HEALTHY)
     return sync

@@ -140,7 +140,9 @@ class LightReplica(Faults):
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
             self.receiver = WeightReceiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
         self.receiver.index = index
-        self.receiver.connect(info["epoch"], info["addresses"], info["receivers"], info["near"])
+        self.receiver.connect(
+            info["epoch"], info["addresses"], info["receivers"], info["same_device"]
+        )
 
     async def sync(self, stamp: tuple[int, int]) -> list[dict[str, Any]]:
         self.stamp = None

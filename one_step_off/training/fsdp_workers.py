@@ -44,6 +44,7 @@ from one_step_off.config.schema import (
     tokenizer_of,
 )
 from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
+from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats
@@ -97,6 +98,7 @@ class ModelWorker(UsageProbe):
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
         select_gloo_interface(master_addr)
+        bind_rendezvous_to_its_host()
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
         if isinstance(self.own, TrainedConfig):

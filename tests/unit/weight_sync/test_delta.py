@@ -60,7 +60,7 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
 def test_any_change_comes_back(size, kinds, share, run, small, seed):
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setitem(delta._BLOCK, "cpu", 96)
+            patch.setitem(delta._BLOCK_WORDS, "cpu", 96)
         new = base = weights(8 * size, seed)
         generator = torch.Generator().manual_seed(seed)
         for (
@@ -76,7 +76,7 @@ def test_any_change_comes_back(size, kinds, share, run, small, seed):
     "where", [[], [0], [-1], [0, -1], [0, 70_000, 17_000_000, -1], [65_535], [65_536, 131_071]]
 )
 def test_gaps_of_any_length(where, monkeypatch):
-    monkeypatch.setitem(delta._BLOCK, "cpu", 1 << 25)
+    monkeypatch.setitem(delta._BLOCK_WORDS, "cpu", 1 << 25)
     base = torch.zeros(17_000_008 if 17_000_000 in where else 131_080, dtype=torch.int16)
     for kind in ("ulp", "sign", "byte"):
         payload = assert_round_trip(
@@ -170,7 +170,7 @@ def test_what_does_not_fit_raises():
 
 
 def test_nothing_is_written_when_a_later_block_is_wrong(monkeypatch):
-    monkeypatch.setitem(delta._BLOCK, "cpu", 1024)
+    monkeypatch.setitem(delta._BLOCK_WORDS, "cpu", 1024)
     base = torch.zeros(2048, dtype=torch.int16)
     new = changed(base, torch.tensor([3, 2047]), "ulp", 0)
     payload, _ = delta.encode(new.view(torch.uint8), base.view(torch.uint8))

@@ -60,9 +60,9 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
                 slot.offset >= end and slot.offset % 16 == 0
                 for slot, end in zip(slots, ends, strict=False)
             )
-            assert ends[-1] <= bucket.nbytes[s] and bucket.nbytes[s] % 16 == 0
+            assert ends[-1] <= bucket.part_bytes[s] and bucket.part_bytes[s] % 16 == 0
         one_row_each = all(slot.piece.stop - slot.piece.start == 1 for slot in bucket.slots)
-        assert sum(bucket.nbytes) <= bucket_bytes or (
+        assert sum(bucket.part_bytes) <= bucket_bytes or (
             one_row_each and len({s.piece.name for s in bucket.slots}) == 1
         )
     assert {slot.piece.name for b in plan.buckets for slot in b.slots} == set(shapes)
@@ -260,7 +260,7 @@ def test_bits_arrive_over_gloo(senders, receivers, dtype):
 )
 def test_bits_arrive_in_shared_memory(receivers, near):
     net = Net(SHAPES, len(near), receivers, near=near)
-    assert [s.links[0].readers for s, n in zip(net.senders, near, strict=True) if n] == [
+    assert [s.transports[0].receivers for s, n in zip(net.senders, near, strict=True) if n] == [
         n for n in near if n
     ]
     for version in range(3):
@@ -273,7 +273,7 @@ def test_bits_arrive_in_shared_memory(receivers, near):
 
 def test_a_near_receiver_reads_the_senders_own_buffer_and_no_message_is_left():
     net = Net(SHAPES, 1, 1, near=[[0]])
-    theirs, mine = net.senders[0].buffers[1], net.receivers[0].links[0].buffers[1]
+    theirs, mine = net.senders[0].buffers[1], net.receivers[0].transports[0].buffers[1]
     theirs[3] = 77
     assert mine[3] == 77 and mine.data_ptr() != theirs.data_ptr()
     net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
@@ -285,14 +285,14 @@ def test_a_near_receiver_reads_the_senders_own_buffer_and_no_message_is_left():
 def test_shared_memory_written_after_it_was_announced_is_caught(monkeypatch):
     import one_step_off.weight_sync.shared_memory as room
 
-    honest = room.SharedMemorySender.publish
+    honest = room.SharedMemorySender.start_send
 
     def publish(self, tensor):
-        if tensor.dtype == torch.uint8 and self.count == 2:
+        if tensor.dtype == torch.uint8 and self.messages_sent == 2:
             tensor[3] ^= 4
         honest(self, tensor)
 
-    monkeypatch.setattr(room.SharedMemorySender, "publish", publish)
+    monkeypatch.setattr(room.SharedMemorySender, "start_send", publish)
     net = Net(SHAPES, 1, 1, near=[[0]], timeout_s=4.0)
     results, _ = net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
     assert any("checksum of bucket 2" in str(r) for r in results)
@@ -324,14 +324,14 @@ from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 inlet = SharedMemoryReceiver(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
     room = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
-    assert (inlet.take(room) == expected).all()
+    assert (inlet.finish_receive(room) == expected).all()
     inlet.release()
 """
     process = subprocess.Popen([sys.executable, "-c", reader])
     for value in (1, 2):
         outlet.buffers[0].fill_(value)
         torch.cuda.synchronize()
-        outlet.publish(outlet.buffers[0])
+        outlet.start_send(outlet.buffers[0])
         outlet.wait(60.0)
     assert process.wait(60) == 0
 
@@ -342,7 +342,7 @@ def test_one_sender_may_own_several_parts_of_a_tensor():
         [[WeightPiece("a", "float32", (6, 2), i, i + 2) for i in (0, 2, 4)]], 1000
     )
     slots = plan.buckets[0].slots
-    part = torch.zeros(plan.buckets[0].nbytes[0], dtype=torch.uint8)
+    part = torch.zeros(plan.buckets[0].part_bytes[0], dtype=torch.uint8)
     for slot in slots:
         slot.view(part).copy_(whole[slot.piece.start : slot.piece.stop])
     assert torch.equal(torch.cat([slot.view(part) for slot in slots]), whole)
@@ -357,7 +357,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
     import one_step_off.distributed_util as room
 
     net = Net(SHAPES, 2, 1)
-    receiver, honest, flipped, seen = net.receivers[0], room.DedicatedGroup.publish, [], []
+    receiver, honest, flipped, seen = net.receivers[0], room.DedicatedGroup.start_receive, [], []
 
     class Corrupted:
         def __init__(self, work, tensor):
@@ -373,11 +373,11 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
 
     def ask(link, tensor):
         honest(link, tensor)
-        if link is receiver.links[0] and tensor.dtype == torch.uint8:
+        if link is receiver.transports[0] and tensor.dtype == torch.uint8:
             seen.append(1)
             link.work = Corrupted(link.work, tensor) if len(seen) == 2 else link.work
 
-    monkeypatch.setattr(room.DedicatedGroup, "ask", ask)
+    monkeypatch.setattr(room.DedicatedGroup, "start_receive", ask)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     results, _ = net.sync(model, 0)
     errors = [r for r in results if isinstance(r, SyncError)]
@@ -429,13 +429,16 @@ def test_a_tensor_larger_than_a_bucket_arrives_in_strips_and_memory_stays_bounde
     shapes = {"small": (3, 5), "huge": (1000, 64), "column": (6, 300), "last": (7,)}
     net = Net(shapes, 2, 1, bucket_bytes=20_000, near=near)
     largest, piece = 1000 * 64 * 4, 500 * 64 * 4
-    assert sum("huge" in b.joined for b in net.plan.buckets) == 13 and net.plan.largest <= 20_000
+    assert (
+        sum("huge" in b.join_offsets for b in net.plan.buckets) == 13
+        and net.plan.largest_bucket_bytes <= 20_000
+    )
     for sender in net.senders:  # two buffers; what is packed is the live rows, without a copy
         assert sum(buffer.nbytes for buffer in sender.buffers) <= 2 * 20_000
     receiver = net.receivers[0]
     assert (
         sum(buffer.nbytes for buffer in receiver.buffers) <= 2 * 20_000
-        and len(receiver.room) == largest > piece
+        and len(receiver.join_buffer) == largest > piece
     )
     places = [b.data_ptr() for end in (*net.senders, receiver) for b in end.buffers]
     for version in range(3):
@@ -486,7 +489,7 @@ def test_a_wrong_base_of_changes_is_caught():
     net.senders[0].full_every = 20
     model = normal(shapes, "bfloat16")
     net.sync(model, 0)
-    net.receivers[0].mirror.flats[0][5] ^= 1
+    net.receivers[0].mirror.buckets[0][5] ^= 1
     model["w"].view(torch.int16)[3, 3] += 1
     results, _ = net.sync(model, 1)
     assert any("checksum of bucket 1" in str(r) for r in results)
@@ -567,7 +570,7 @@ def test_the_memory_of_a_sender_grows_by_two_buckets_and_a_piece():
         receiver.receive(lambda tensors: None, version)
     grown = outbox.get(timeout=60)
     process.join(30)
-    assert receiver.plan.largest <= 16 << 20
+    assert receiver.plan.largest_bucket_bytes <= 16 << 20
     assert grown < 2 * (16 << 20) + (24 << 20), "buffers, and what torch and gloo themselves take"
 
 

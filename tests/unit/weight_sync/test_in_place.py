@@ -67,7 +67,9 @@ def sync(net: Net, models: list[Model], tensors: dict[str, torch.Tensor], versio
 def go_in_place(net: Net, models: list[Model]) -> None:
     for receiver, model in zip(net.receivers, models, strict=True):
         model.qk.copy_(model.reorder(model.qk))
-        receiver.live = InPlaceModel(receiver.plan, receiver.room, receiver.sums, model)
+        receiver.in_place = InPlaceModel(
+            receiver.plan, receiver.join_buffer, receiver.checksums, model
+        )
         receiver.mirror = None
 
 
@@ -80,8 +82,8 @@ def perturb(tensors: dict[str, torch.Tensor], share: float = 0.02) -> None:
 
 def net_of(receivers: int, near=None, full_every: int = 20) -> Net:
     net = Net(SHAPES, 2, receivers, bucket_bytes=16_000, dtype="bfloat16", near=near)
-    assert not all(bucket.ends for bucket in net.plan.buckets) and any(
-        b.joined for b in net.plan.buckets if b.ends
+    assert not all(bucket.completes_tensors for bucket in net.plan.buckets) and any(
+        b.join_offsets for b in net.plan.buckets if b.completes_tensors
     )
     for sender in net.senders:
         sender.full_every = full_every
@@ -121,7 +123,7 @@ def test_a_model_that_reorders_its_parameters_keeps_a_right_mirror():
         assert not [r for r in results if isinstance(r, Exception)] and same(
             [models[0].hf()], tensors
         )
-    assert net.receivers[0].mirror and not net.receivers[0].live
+    assert net.receivers[0].mirror and not net.receivers[0].in_place
 
 
 def test_parameters_that_changed_behind_its_back_are_caught_and_mended_by_the_next_epoch():
@@ -136,7 +138,7 @@ def test_parameters_that_changed_behind_its_back_are_caught_and_mended_by_the_ne
         for r in sync(net, models, tensors, 1)
         if isinstance(r, SyncError)
     )
-    assert not net.receivers[0].live and not same([models[0].hf()], tensors)
+    assert not net.receivers[0].in_place and not same([models[0].hf()], tensors)
     net.receivers = [WeightReceiver(net.plan, 0, CPU, "127.0.0.1", 10.0)]
     net.connect(2)
     for version in (1, 2, 3):

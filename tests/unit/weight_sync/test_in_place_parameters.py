@@ -56,9 +56,9 @@ def record(
         for name, tensor in tensors.items()
     ]
     plan, sums = BucketPlan.build([pieces], 1 << 40), checksum(bucket_of(tensors)[0])
-    assert len(plan.buckets) == 1 and not plan.room
+    assert len(plan.buckets) == 1 and not plan.join_bytes
     found = InPlaceModel(plan, torch.zeros(0, dtype=torch.uint8), sums[None, None], model)
-    return found.flats[0], found.live[0]
+    return found.buckets[0], found.mappings[0]
 
 
 def test_reads_and_writes_where_the_model_loads():

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_limit
+from one_step_off.distributed_util import DedicatedGroup, connect_timeout
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
@@ -23,7 +23,7 @@ def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoc
     monkeypatch, hangs
 ):
     """As ncclCommInitRank does, which runs inside the first broadcast and knows no time limit."""
-    honest, never = DedicatedGroup.publish, threading.Event()
+    honest, never = DedicatedGroup.start_send, threading.Event()
 
     def publish(link, tensor):
         if link.rank == (0 if hangs == "sender" else 1) and not never.is_set():
@@ -37,15 +37,15 @@ def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoc
         real_init(link, store, rank, *args)
 
     net = Net(SHAPES, 1, 2, timeout_s=2.0)
-    monkeypatch.setattr(DedicatedGroup, "publish", publish)
-    monkeypatch.setattr(DedicatedGroup, "ask", publish)
+    monkeypatch.setattr(DedicatedGroup, "start_send", publish)
+    monkeypatch.setattr(DedicatedGroup, "start_receive", publish)
     monkeypatch.setattr(DedicatedGroup, "__init__", init)
     begin, address = time.monotonic(), [net.senders[0].address]
     jobs = [lambda: net.senders[0].connect(2, 2)]
     jobs += [lambda r=r: r.connect(2, address, 2) for r in net.receivers]
     results = net.together(jobs)
     assert all(isinstance(r, SyncError) and "phase connect" in str(r) for r in results), results
-    assert time.monotonic() - begin < connect_limit(2.0, 1, 2) + 3
+    assert time.monotonic() - begin < connect_timeout(2.0, 1, 2) + 3
     never.set()  # what hung may go on, and must not disturb
     net.connect(3)
     model = normal(SHAPES)
@@ -54,9 +54,9 @@ def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoc
 
 
 def test_the_limit_of_a_connect_grows_with_senders_and_receivers():
-    assert connect_limit(120, 1, 1) < 122
-    assert connect_limit(120, 8, 8) < connect_limit(120, 64, 8) < connect_limit(120, 64, 64)
-    assert connect_limit(10, 4, 4) - 10 == connect_limit(120, 4, 4) - 120
+    assert connect_timeout(120, 1, 1) < 122
+    assert connect_timeout(120, 8, 8) < connect_timeout(120, 64, 8) < connect_timeout(120, 64, 64)
+    assert connect_timeout(10, 4, 4) - 10 == connect_timeout(120, 4, 4) - 120
 
 
 @pytest.mark.parametrize("near", [None, [[0, 1]]])

@@ -201,7 +201,7 @@ def test_busy_processes_are_not_taken_for_dead_ones(cluster, tmp_path):
         await team.connect()
         await team.restore_beginning(True)
         (rank,), (replica,) = team.roles.actor.ranks, team.rollout.all
-        info = team.sync.info | {"epoch": 9, "receivers": 1, "near": [[]]}
+        info = team.sync.connect_info | {"epoch": 9, "receivers": 1, "same_device": [[]]}
         connecting, updating = replica.connect_sync.remote(info, 0), rank.update.remote(None)
         await asyncio.sleep(0.5)
         with pytest.raises(TimeoutError):
