@@ -21,7 +21,7 @@ import numpy as np
 
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import Config, ConfigError, as_config_error
-from one_step_off.data.samples import OTHERS, Prompt, Sample
+from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
 from one_step_off.rewards.scoring import Reward
 
 LOOPS = Registry("agent.loop", "module:Class")
@@ -148,7 +148,11 @@ class Trajectory:
         if self.length + n >= self.limits.tokens:
             self.finish_reason = self.finish_reason if self.cut else "room"
             return False
-        own = np.asarray(ids, np.int32), np.zeros(n, np.float32), np.full(n, OTHERS, np.int32)
+        own = (
+            np.asarray(ids, np.int32),
+            np.zeros(n, np.float32),
+            np.full(n, NOT_GENERATED, np.int32),
+        )
         self.segments.append(Generated(*own, self.incarnation, "", role, train=False))
         return True
 

@@ -16,9 +16,9 @@ from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, T
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off.config import registry
 from one_step_off.config.schema import Config, as_config_error
-from one_step_off.config.user_code import place_in
+from one_step_off.config.user_code import find_user_line
 from one_step_off.data.samples import Prompt
-from one_step_off.rewards.scoring import LARGEST
+from one_step_off.rewards.scoring import MAX_REWARD
 
 
 class NoAnswer(Exception):
@@ -27,7 +27,7 @@ class NoAnswer(Exception):
 
 def _failed(what: str, why: str, traceback: str) -> RuntimeError:
     """The exception of an environment's own code, with the user's line and, as a note, its traceback."""
-    place = place_in(traceback)
+    place = find_user_line(traceback)
     where = f" ({place})" if place else ""
     error = RuntimeError(f"{what}: {why}{where}")
     if traceback:
@@ -85,7 +85,7 @@ class EnvironmentLoop(AgentLoop):
     ) -> None:
         """`env`: your own class as module:Class."""
         super().__init__(cfg, tokenizer)
-        self.env, made = env, registry.load("agent.loop_kwargs.environment.env", env)
+        self.env, made = env, registry.import_object("agent.loop_kwargs.environment.env", env)
         self.confined = bool(getattr(made, "confined", False))
         self.processes = Processes(env, self.confined)
 
@@ -151,7 +151,7 @@ class EnvironmentLoop(AgentLoop):
             case str() if method == "reset":
                 return answer
             case [str(text), int() | float() as reward, done] if (
-                method == "step" and abs(reward) <= LARGEST
+                method == "step" and abs(reward) <= MAX_REWARD
             ):
                 return text, float(reward), bool(done)
         wanted = (

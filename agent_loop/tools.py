@@ -28,9 +28,9 @@ from typing import Any
 
 from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
-from one_step_off.config.registry import load
+from one_step_off.config.registry import import_object
 from one_step_off.config.schema import AgentConfig, ConfigError, as_config_error
-from one_step_off.config.user_code import log_traceback, place_in, traceback_of
+from one_step_off.config.user_code import find_user_line, format_traceback, log_traceback
 
 # By the names that ast has for them.
 _BINARY = {"Add": operator.add, "Sub": operator.sub, "Mult": operator.mul, "Pow": operator.pow}
@@ -80,7 +80,7 @@ async def python(code: str) -> str:
     Args:
         code: The program. Use print to see a result.
     """
-    # What this does not protect from stands in docs/agent_loop.md, section Tools.
+    # What this does not protect from stands in docs/tutorials/your_own_agent.md, section Tools.
     folder, said, flood = tempfile.mkdtemp(prefix="tool_"), b"", 1 << 16
     try:
         async with _PROGRAMS.one() as (reader, writer):
@@ -178,7 +178,7 @@ class Toolbox:
             if spec.startswith("mcp:"):
                 found = served(spec.removeprefix("mcp:"), cfg.tool_timeout_s)
             else:
-                function = BUILT_IN.get(spec) or load("agent.tools", spec)
+                function = BUILT_IN.get(spec) or import_object("agent.tools", spec)
                 mend = "give every argument a type and a line under Args: in the docstring"
                 with as_config_error(
                     f"agent.tools={spec!r}: no JSON schema can be made of it", mend
@@ -231,8 +231,8 @@ class Toolbox:
             if isinstance(e, asyncio.CancelledError) and asyncio.current_task().cancelling():
                 raise
             answer, good = f"error: {traceback.format_exception_only(e)[-1].strip()}", False
-            whole = traceback_of(e)
-            if place_in(whole):  # a user's tool: to its author it is a fault, or may be one
+            whole = format_traceback(e)
+            if find_user_line(whole):  # a user's tool: to its author it is a fault, or may be one
                 log_traceback(f"tool {name}, called with {arguments!r:.200}", whole)
             if isinstance(e, TimeoutError) and limit.expired():
                 answer = f"error: {name} took longer than {round(seconds, 2):g} s"

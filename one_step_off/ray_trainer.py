@@ -21,7 +21,7 @@ from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_bat
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.partial_rollouts import Pool
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
@@ -154,7 +154,7 @@ class Pipeline:
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
         self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.say = self.tracker.say
+        self.roles.rollout.on_message = self.tracker.log
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -299,7 +299,7 @@ class Pipeline:
         spans = [("checkpoint", "stall", 0.0, stall), ("checkpoint write", "write", stall, took)]
         self.tracker.trace([(lane, what, step, start + a, start + b) for lane, what, a, b in spans])
         waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
-        self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
+        self.tracker.log(f"checkpoint of step {step} in {path} ({waits})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""
@@ -352,11 +352,13 @@ class Pipeline:
         self, step: int, prompts: list[Prompt], *land: Callable
     ) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
+        samples, seconds = await rollout.generate(
+            prompts, f"step {step}", rollout.train_sampling, *land
+        )
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
-            dull = advantages.uninformative(
+            dull = advantages.zero_variance_groups(
                 [s.reward for s in sampled], [s.prompt_id for s in sampled]
             )
             wrong = {s.prompt_id for s in samples if "error" in s.extra}
@@ -367,7 +369,7 @@ class Pipeline:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
             more, took = await rollout.generate(
-                self.stream.next_batch(len(dull)), what, rollout.train
+                self.stream.next_batch(len(dull)), what, rollout.train_sampling
             )
             more[0].extra["replaces"] = [list(prompt) for prompt in dull]
             samples, seconds = (
@@ -402,12 +404,12 @@ class Pipeline:
         )
         made_by = resumed.incarnation if resumed else self.incarnation
         found = {"time/generate_s": seconds, "time/wait_rollout_s": waited}
-        batch = Batch(step, samples, expected=(made_by, max(self.oldest, step - self.ahead)))
+        batch = Batch(step, samples, expected_stamp=(made_by, max(self.oldest, step - self.ahead)))
         if self.pool:
             older = min(step - self.oldest, self.ahead + self.pool.max_carry)
-            batch = Batch(step, samples, expected=(made_by, step), older=older)
+            batch = Batch(step, samples, expected_stamp=(made_by, step), max_version_lag=older)
             found |= self.pool.figures(samples, step)
-        assert_versions(batch)
+        assert_staleness(batch)
         return batch, found
 
     async def _sync(self, version: int) -> dict[str, float]:
@@ -431,7 +433,8 @@ class Pipeline:
         begin, samples = now(), batch.samples
         await self._consult(batch)
         metrics = {
-            name: float([s.extra.get("fault") for s in samples].count(name)) for name in FAULTS
+            name: float([s.extra.get("fault") for s in samples].count(name))
+            for name in FAULT_METRICS
         }
         if self.cfg.reward.on_error == "drop":
             batch.drop({s.prompt_id for s in samples if "error" in s.extra})
@@ -447,7 +450,7 @@ class Pipeline:
         for found in await asyncio.gather(*updates):
             metrics |= found
         if batch.step == self.cfg.trainer.profile_step:
-            self.tracker.say(
+            self.tracker.log(
                 f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}"
             )
         self._note_skipped(batch, metrics)
@@ -466,7 +469,7 @@ class Pipeline:
         skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
         if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
             write_batch(batch, folder)
-            self.tracker.say(
+            self.tracker.log(
                 f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
             )
         self.empty = 0 if batch.samples else self.empty + 1
@@ -528,7 +531,7 @@ class Pipeline:
         }
         if a.filter_overlong:
             cut = [s.finish_reason == "length" for s in samples]
-            masks = advantages.without_overlong([s.loss_mask for s in samples], cut)
+            masks = advantages.mask_overlong([s.loss_mask for s in samples], cut)
             samples = batch.samples = [
                 replace(s, loss_mask=m) for s, m in zip(samples, masks, strict=True)
             ]
@@ -555,7 +558,7 @@ class Pipeline:
             _shaped(samples, self.cfg), groups, masks, token_rewards, **known
         )
         how = advantages.Options(a.gamma, a.lam, a.norm_adv_by_std), a.whiten_adv
-        batch.advantages, batch.returns = advantages.estimate(
+        batch.advantages, batch.returns = advantages.estimate_advantages(
             a.adv_estimator, trajectories, *how, **a.adv_kwargs
         )
         return metrics
@@ -570,9 +573,9 @@ class Pipeline:
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(
-            self.val, f"evaluation of v{version}", rollout.val
+            self.val, f"evaluation of v{version}", rollout.val_sampling
         )
         self._rollouts_end("evaluate", version, seconds)
-        assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
+        assert_staleness(Batch(-1, samples, expected_stamp=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)
         return samples, seconds

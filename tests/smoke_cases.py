@@ -79,7 +79,7 @@ PROGRAM = [
     Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
     Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
-    # With what quickstart.md and report.md add. The next three look at it.
+    # With what first_run.md and looking_at_a_run.md add. The next three look at it.
     run(
         "plain",
         *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
@@ -88,19 +88,19 @@ PROGRAM = [
     ),
     Smoke(
         "view",
-        "one_step_off.monitoring.view",
+        "one_step_off.view",
         ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
         after=("plain",),
     ),
     Smoke(
         "view_evaluation",
-        "one_step_off.monitoring.view",
+        "one_step_off.view",
         ("outputs/plain", "--val", "2", "--worst", "1"),
         after=("plain",),
     ),
     Smoke(
         "report",
-        "one_step_off.monitoring.report",
+        "one_step_off.report",
         ("outputs/plain",),
         prints="report.html",
         after=("plain",),

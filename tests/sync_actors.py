@@ -211,7 +211,7 @@ class Team:
         self.groups = {"actor": actor}
 
     def _respawn(self, i: int) -> Any:
-        ray.kill(self.rollout.all[i])
+        ray.kill(self.rollout.replicas[i])
         self.respawned.append(i)
         replica = spawn(LightReplica, (self.cfg, i), None, "cpu")
         self.on_respawn(replica)
@@ -226,12 +226,12 @@ class Team:
 
     async def restore_beginning(self, overlap: bool) -> None:
         """As when the processes had just started, but for the groups between them."""
-        while any(not task.done() for task in self.rollout.returning.values()):
+        while any(not task.done() for task in self.rollout.restart_tasks.values()):
             await asyncio.sleep(0.05)
         self.cfg.weight_sync.overlap = overlap
         ranks = self.roles.actor.ranks
         await asyncio.gather(*(rank.restore_beginning.remote(overlap) for rank in ranks))
-        for replica in self.rollout.all:
+        for replica in self.rollout.replicas:
             await replica.set_fault.remote("nowhere", None, "")
         self.sync.last_sent, self.rollout.syncing = None, False
         self.respawned.clear()
@@ -242,14 +242,16 @@ class Team:
         stream = PromptStream(prompts, 2, True, 0, STEPS)
         self.said: list[str] = []
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.say = self.said.append
+        tracker.log = self.said.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
-    async def lost(self, error: Exception) -> bool:
-        from one_step_off.runtime.processes import Spawned
+    async def is_process_failure(self, error: Exception) -> bool:
+        from one_step_off.runtime.processes import RunProcesses
 
-        return await Spawned.lost(SimpleNamespace(roles=self.roles, groups=self.groups), error)
+        return await RunProcesses.is_process_failure(
+            SimpleNamespace(roles=self.roles, groups=self.groups), error
+        )
 
     def kill(self) -> None:
-        for one in (*self.roles.actor.ranks, *self.rollout.all):
+        for one in (*self.roles.actor.ranks, *self.rollout.replicas):
             ray.kill(one)

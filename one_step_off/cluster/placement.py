@@ -9,7 +9,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.cluster.core_binding import pin_process
-from one_step_off.config.loading import seat_cores, seats_per_node
+from one_step_off.config.loading import process_cores, processes_per_node
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import redirect_output
 
@@ -45,10 +45,10 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         ConfigError: the cluster has too little; the message names the pool, what it needs and what is free.
     """
     resource = "GPU" if device == "cuda" else "CPU"
-    cores_of_pool = seat_cores(cfg, device)
+    cores_of_pool = process_cores(cfg, device)
     slots_of_share: dict[tuple[str, int], list[ProcessSlot]] = {}
     for pool, node in _largest_share_first(cfg):
-        slots_per_node = seats_per_node(cfg, pool)
+        slots_per_node = processes_per_node(cfg, pool)
         count = slots_per_node[node]
         first = sum(slots_per_node[:node])
         group = _reserve(cfg, pool, node, count, resource)

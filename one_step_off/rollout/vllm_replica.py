@@ -26,18 +26,18 @@ from agent_loop.tools import LISTED
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.schema import Config, ConfigError, tokenizer_of
+from one_step_off.config.schema import Config, ConfigError, load_section_tokenizer
 from one_step_off.config.user_code import (
-    LOGS,
-    SHOWN_MESSAGE,
-    beginning,
-    described,
+    LOG_FOLDER,
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    format_traceback,
     log_traceback,
-    traceback_of,
+    quote_response,
 )
-from one_step_off.data.samples import Prompt, Sample, Samples, Stamp
+from one_step_off.data.samples import PackedSamples, Prompt, Sample, Stamp
 from one_step_off.rewards.scoring import (
-    BUILT_IN,
+    REWARD_FUNCTIONS,
     Reward,
     RewardError,
     RewardItem,
@@ -146,8 +146,10 @@ class RewardQueue:
             await asyncio.sleep(0.2)
         if deaths == 2 - len(items) == 1:
             killed = "killed the process of the reward function, or sat in C code too long, twice"
-            where = f"its last words are in {LOGS}/ of the run folder"
-            return [RewardError(f"{items[0]}: {killed}; {where}; {beginning(items[0].response)}")]
+            where = f"its last words are in {LOG_FOLDER}/ of the run folder"
+            return [
+                RewardError(f"{items[0]}: {killed}; {where}; {quote_response(items[0].response)}")
+            ]
         return [
             score for item in items for score in await self._scored(scorer, [item], len(items) == 1)
         ]
@@ -292,7 +294,7 @@ class RolloutReplica(UsageProbe):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.tokenizer = tokenizer_of(self.cfg, "model")
+        self.tokenizer = load_section_tokenizer(self.cfg, "model")
         for name in self.used:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         self.engine = AsyncLLM.from_engine_args(
@@ -376,12 +378,12 @@ class RolloutReplica(UsageProbe):
             for i in range(sampling.size)
         ]
         try:
-            return Samples(await asyncio.gather(*tasks))
+            return PackedSamples(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def vacancy(self, sent: int, most: int) -> int:
+    async def wait_for_capacity(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
         are fewer than `most`. The caller counts what it sent, because its calls may arrive in another order."""
         while sent - self.room.away >= most:
@@ -441,7 +443,7 @@ class RolloutReplica(UsageProbe):
 
     def _item(self, prompt: Prompt, index: int, response: str) -> RewardItem:
         """What the scorers receive. The row's other columns may be large, so built-in functions are not sent them."""
-        own = any(name not in BUILT_IN for name in named_functions(self.cfg.reward))
+        own = any(name not in REWARD_FUNCTIONS for name in named_functions(self.cfg.reward))
         columns = prompt.extra if own else {}
         given = prompt.text, response, prompt.ground_truth, prompt.data_source
         return RewardItem(prompt.id, index, *given, extra_info=columns, where=prompt.where)
@@ -469,10 +471,12 @@ class RolloutReplica(UsageProbe):
         """A sample without tokens, in place of what a loop did not end well. `said`: the policy's turns until then. Raises
         RewardError, as `_fault`."""
         what = f"agent loop {prompt.agent_loop or self.cfg.agent.loop}, {self._item(prompt, index, '')}"
-        failed = f"{what}: raised {described(error)}: {str(error):.{SHOWN_MESSAGE}}"
+        failed = f"{what}: raised {describe_error(error)}: {str(error):.{MAX_MESSAGE_CHARS}}"
         if said:
-            failed += f"; {beginning(self.tokenizer.decode(said[0].ids, skip_special_tokens=True))}"
-        details = traceback_of(error)
+            failed += (
+                f"; {quote_response(self.tokenizer.decode(said[0].ids, skip_special_tokens=True))}"
+            )
+        details = format_traceback(error)
         log_traceback(failed, details)
         extra |= self._fault(RewardError(failed, "agent/errors", details))
         given = (

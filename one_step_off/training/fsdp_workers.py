@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos, policy_losses, schedule
-from one_step_off.algorithms.advantages import Arrays
+from one_step_off.algorithms.advantages import TokenArrays
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
 from one_step_off.config.schema import (
@@ -40,10 +40,10 @@ from one_step_off.config.schema import (
     ConfigError,
     TrainedConfig,
     first_line,
-    settings_of,
-    tokenizer_of,
+    load_section_tokenizer,
+    role_settings,
 )
-from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
+from one_step_off.data.samples import Batch, PackedShares, Sample, assert_staleness
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
@@ -67,7 +67,7 @@ class ModelWorker(UsageProbe):
     ) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
-        self.own = settings_of(cfg, role)
+        self.own = role_settings(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
         # The part of a batch that is this rank's, of how many, and whether it tells what it finds of it; of what a
         # micro-batch's width and their number must be multiples.
@@ -115,20 +115,22 @@ class ModelWorker(UsageProbe):
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
         sequences = [_sequence(s) for s in batch.samples]
-        return Shares(self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more))
+        return PackedShares(
+            self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more)
+        )
 
-    def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
+    def _plan(self, lengths: list[int], ranks: int) -> batching.MicroBatchPlan:
         budget = (
             self.own.micro_batch_tokens * self.own.context_parallel_size
         )  # so many ranks share each sequence
         lengths = [-(-length // self.multiple) * self.multiple for length in lengths]
-        return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
+        return batching.plan_micro_batches(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(
         self,
-        sequences: Arrays,
-        wanted: Arrays,
+        sequences: TokenArrays,
+        wanted: TokenArrays,
         temperature: float,
         shared: bool = True,
         more: str = "none",
@@ -156,7 +158,7 @@ class ModelWorker(UsageProbe):
                 result.update(zip(micro, answers, strict=False))  # an empty one has no index
         return result
 
-    def _lay(self, sequences: Arrays, wanted: Arrays) -> batching.MicroBatch:
+    def _lay(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.multiple)
 
     def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
@@ -175,7 +177,7 @@ class ModelWorker(UsageProbe):
 
     def _forward(
         self, laid: batching.MicroBatch, temperature: float, entropy: str
-    ) -> core_algos.Answer:
+    ) -> core_algos.TokenOutputs:
         inputs = {
             name: x if x is None else self._tensor(x)
             for name, x in vars(laid).items()
@@ -215,10 +217,10 @@ class TrainedWorker(ModelWorker):
     @functools.cached_property
     def decay(self) -> schedule.Decay:
         """Of the learning rate; `load_state` changes it where the checkpoint's run had another plan."""
-        return schedule.of_new_run(self._decay_plan(), self.own.warmup_steps)
+        return schedule.new_decay(self._decay_plan(), self.own.warmup_steps)
 
-    def _decay_plan(self) -> schedule.Plan:
-        return schedule.plan_of(self.cfg, self.role, self._total_steps or 0)
+    def _decay_plan(self) -> schedule.DecayPlan:
+        return schedule.decay_plan(self.cfg, self.role, self._total_steps or 0)
 
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
@@ -267,7 +269,7 @@ class TrainedWorker(ModelWorker):
                 on_trace_ready=lambda found: found.export_chrome_trace(path)
             ):
                 return self.update(batch, learn)
-        assert_versions(batch)
+        assert_staleness(batch)
         if not learn:
             self.before_step()
             self.version += 1
@@ -278,7 +280,10 @@ class TrainedWorker(ModelWorker):
                     f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples"
                 )
         prompts = [s.prompt_id for s in batch.samples]
-        minis = batching.mini_batches(prompts, self.own.ppo_mini_batch_size) * self.own.ppo_epochs
+        minis = (
+            batching.split_into_mini_batches(prompts, self.own.ppo_mini_batch_size)
+            * self.own.ppo_epochs
+        )
         stats, clock, rates = Stats(self.device), Clock(self.device), []
         for k, mini in enumerate(minis):
             self._accumulate(batch, mini, stats, clock, first=k == 0)
@@ -465,7 +470,7 @@ class TrainedWorker(ModelWorker):
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
-        own |= schedule.packed(self.decay, self._decay_plan())
+        own |= schedule.to_arrays(self.decay, self._decay_plan())
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
         np.savez(os.path.join(folder, f"{self.role}_rank_{self.rank}.npz"), **own)
@@ -500,8 +505,8 @@ class TrainedWorker(ModelWorker):
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
-        self.decay = schedule.resumed(
-            self._decay_plan(), self.own.warmup_steps, schedule.unpacked(own)
+        self.decay = schedule.resumed_decay(
+            self._decay_plan(), self.own.warmup_steps, schedule.from_arrays(own)
         )
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
@@ -665,7 +670,7 @@ class PolicyWorker(TrainedWorker):
         )  # which `whole` has already
         if adapter:
             lora.write(adapter, cfg.model, os.path.join(temporary, "adapter"))
-        tokenizer_of(cfg, "model").save_pretrained(temporary)
+        load_section_tokenizer(cfg, "model").save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temporary, path)
 

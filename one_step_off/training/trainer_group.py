@@ -11,7 +11,7 @@ import numpy as np
 
 from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import COLUMNS, NOWHERE, Arrays, Batch, Samples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
 
 T = TypeVar("T")
 
@@ -103,16 +103,18 @@ def put_batch(batch: Batch) -> Any:
     import ray
 
     now, (before, stored) = (
-        [batch.samples, *(getattr(batch, name) for name in COLUMNS)],
+        [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)],
         batch.stored,
     )
     if not all(map(operator.is_, now, before)):
-        columns = {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)}
-        samples = Samples(batch.samples)
+        columns = {
+            name: v and PackedArrays(v) for name, v in zip(TRAINER_FIELDS, now[1:], strict=True)
+        }
+        samples = PackedSamples(batch.samples)
         samples.leave = "response", "extra"
         stored = ray.put(
             replace(
-                batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns
+                batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
             )
         )
         batch.stored = now, stored

@@ -62,7 +62,7 @@ class Trainers(Protocol):
 class Replicas(Protocol):
     """The part of `RolloutGroup` that a sync uses."""
 
-    all: list[Any]
+    replicas: list[Any]
     """Ray actor handles, by replica number."""
     cfg: Config
     syncing: bool
@@ -75,7 +75,7 @@ class Replicas(Protocol):
         """The replicas that take part in syncs."""
         ...
 
-    async def somebody(self) -> None:
+    async def wait_for_any_replica(self) -> None:
         """Wait until there is a replica for a sync. Raises NoReplica."""
         ...
 
@@ -87,11 +87,11 @@ class Replicas(Protocol):
         """This process holds verified weights, unless it was replaced or has died since."""
         ...
 
-    def lose(self, i: int, why: str) -> None:
+    def mark_failed(self, i: int, why: str) -> None:
         """Restart a replica in the background."""
         ...
 
-    def leave_out(self, i: int, why: str) -> None:
+    def exclude(self, i: int, why: str) -> None:
         """Give a replica up for good."""
         ...
 
@@ -197,7 +197,7 @@ class WeightSync:
         # Bounded: in each round without metrics at least one replica fails, and each may do so MAX_ATTEMPTS times.
         while not metrics:
             # A replica that comes back now may have these weights already, from `restore`.
-            await self.rollout.somebody()
+            await self.rollout.wait_for_any_replica()
             metrics = await self._sync_active()
         self.rollout.syncing = False
         _, version = stamp
@@ -252,7 +252,7 @@ class WeightSync:
         """
         stamp, trainer_log_probs = self.last_sent
         # Looked up before the sync: after a failure, a restarted process may have taken the place of a dead one.
-        replicas = {number: self.rollout.all[number] for number in numbers}
+        replicas = {number: self.rollout.replicas[number] for number in numbers}
         try:
             if self.connected_replicas != list(replicas.values()):
                 await self._regroup(numbers)
@@ -289,7 +289,7 @@ class WeightSync:
         for i, sender in enumerate(self.senders):
             answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i])
             calls.append(SyncCall(f"trainer rank {i}", sender, answer))
-        replicas = [self.rollout.all[number] for number in numbers]
+        replicas = [self.rollout.replicas[number] for number in numbers]
         for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
             first_receiver = position * workers_per_replica
             answer = replica.connect_sync.remote(connect_info, first_receiver)
@@ -319,7 +319,7 @@ class WeightSync:
             answer = rank.send_weights.remote(version)
             calls.append(SyncCall(f"trainer rank {i}", rank, answer))
         for number in numbers:
-            replica = self.rollout.all[number]
+            replica = self.rollout.replicas[number]
             answer = replica.sync.remote(stamp)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         # Each wait inside has the limit timeout_s; these limits are for what hangs outside of those. All processes walk
@@ -355,7 +355,7 @@ class WeightSync:
         what = f"canary after the sync of version {version}"
         calls = []
         for number in numbers:
-            replica = self.rollout.all[number]
+            replica = self.rollout.replicas[number]
             answer = replica.score.remote(self.canary)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
         limit_s = self.cfg.timeout_s
@@ -422,9 +422,9 @@ class WeightSync:
             failures += 1
         self.failed_syncs[number] = failures
         if failures >= MAX_ATTEMPTS:
-            self.rollout.leave_out(
+            self.rollout.exclude(
                 number,
                 f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {reason}",
             )
         else:
-            self.rollout.lose(number, f"in the {what}: {reason}")
+            self.rollout.mark_failed(number, f"in the {what}: {reason}")

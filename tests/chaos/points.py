@@ -98,8 +98,8 @@ POINTS = [
     Point(
         "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
     ),
-    Point("starting", "driver", "one_step_off.runtime.processes:Spawned.setup"),
-    Point("resuming", "driver", "one_step_off.runtime.processes:Spawned.load_state"),
+    Point("starting", "driver", "one_step_off.runtime.processes:RunProcesses.setup"),
+    Point("resuming", "driver", "one_step_off.runtime.processes:RunProcesses.load_state"),
     # A replica: the Ray actor.
     Point("generating", "replica", f"{ROLLOUT}:RolloutReplica._generate"),
     Point("idle", "replica", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),

@@ -61,7 +61,7 @@ def batch_for_update() -> Batch:
                 np.zeros(12, np.int32),
             )
         )
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]
     return batch
 
@@ -116,7 +116,7 @@ def sync_and_compare(
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(
         mine,
@@ -130,7 +130,7 @@ def sync_and_compare(
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles = Spawned(prepared).roles
+        roles = RunProcesses(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -155,7 +155,7 @@ def sync_and_compare(
 
 async def compare(roles, path: str) -> None:
     """Every replica, so each prompt goes to each of them."""
-    n = len(roles.rollout.all)
+    n = len(roles.rollout.replicas)
     repeated = [
         Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)
     ]
@@ -218,16 +218,16 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     from one_step_off.cluster.errors import RoleError, SyncError
     from one_step_off.cluster.remote_calls import name_failures
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
-        replica = roles.rollout.all[0]
+        replica = roles.rollout.replicas[0]
         with pytest.raises(
             SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"
         ):
@@ -266,7 +266,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     mine, said = models(tied=True, seed=2), []
     own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
@@ -285,16 +285,16 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     )
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
-        roles.rollout.say = said.append
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
+        roles.rollout.on_message = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
         assert first["sync/bytes"] >= 3 << 20 and first["sync/in_place"] == bool(extension)
         await roles.actor.update(batch_for_update())
-        survivor = roles.rollout.all[0]
-        pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: os.getpid())
-        former = roles.rollout.families[1]
+        survivor = roles.rollout.replicas[0]
+        pid = await roles.rollout.replicas[1].__ray_call__.remote(lambda replica: os.getpid())
+        former = roles.rollout.child_processes[1]
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))
@@ -307,9 +307,9 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.update(
             batch_for_update()
         )  # the trainer goes on meanwhile: what was sent is kept
-        await roles.rollout.returning[1]
-        assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
-        assert await roles.rollout.serving() == [0, 1]
+        await roles.rollout.restart_tasks[1]
+        assert roles.rollout.active == [0, 1] and roles.rollout.replicas[0] is survivor
+        assert await roles.rollout.wait_for_healthy() == [0, 1]
         left = [
             p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
         ]

@@ -14,8 +14,8 @@ import pytest
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
-from one_step_off.rollout.health import State
+from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
 from one_step_off.training.trainer_group import TrainGroup
@@ -62,7 +62,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
 def healthy(group: RolloutGroup) -> RolloutGroup:
     """As after a sync."""
     for health in group.health:
-        health.to(State.HEALTHY)
+        health.transition_to(ReplicaState.HEALTHY)
     return group
 
 
@@ -93,7 +93,7 @@ class Slow:
             asyncio.Semaphore(slots),
             fails,
         )
-        self.rollout, self.vacancy, self.start = (
+        self.rollout, self.wait_for_capacity, self.start = (
             Method(self.make),
             Method(self.room),
             Method((slots, [])),
@@ -144,7 +144,7 @@ def routed(
 
     async def main():
         await group.setup()
-        return await healthy(group).generate(prompts, "step 0", group.train)
+        return await healthy(group).generate(prompts, "step 0", group.train_sampling)
 
     return asyncio.run(main())
 
@@ -205,12 +205,12 @@ def test_each_prompt_goes_to_the_replica_with_the_fewest_under_way():
         return [Prompt((0, row), np.arange(2), "", "") for row in numbers]
 
     async def main():
-        first = asyncio.create_task(group.generate(rows(0, 1, 2), "step 0", group.train))
+        first = asyncio.create_task(group.generate(rows(0, 1, 2), "step 0", group.train_sampling))
         await asyncio.sleep(0.1)
-        await group.generate(rows(3, 4), "validation", group.val)
+        await group.generate(rows(3, 4), "validation", group.val_sampling)
         assert [r.had for r in replicas] == [[0, 2], [1, 3, 4]]
         await first
-        await group.generate(rows(5, 6), "step 1", group.train)
+        await group.generate(rows(5, 6), "step 1", group.train_sampling)
         assert [r.had for r in replicas] == [[0, 2, 5], [1, 3, 4, 6]]
 
     asyncio.run(main())
@@ -224,7 +224,7 @@ def test_what_is_handed_out_at_once_is_seen_by_whoever_hands_out_next():
     group = healthy(RolloutGroup(replicas, cfg, False))
 
     async def main():
-        calls = (group.val, 0), (group.train, 1)
+        calls = (group.val_sampling, 0), (group.train_sampling, 1)
         ask = [
             group.generate([Prompt((0, row), np.arange(2), "", "")], f"step {row}", how)
             for how, row in calls
@@ -255,12 +255,12 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
         return [a_sample(p, i) for p in reversed(share) for i in reversed(range(sampling.n))]
 
     group = healthy(RolloutGroup([Actor(rollout=rollout) for _ in range(3)], cfg, seeded=True))
-    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
+    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train_sampling))
     assert [(s.prompt_id, s.index) for s in samples] == [
         (p.id, i) for p in prompts for i in range(cfg.rollout.n)
     ]
     assert 0.0 < seconds < 5.0
-    assert group.train.seed != group.val.seed
+    assert group.train_sampling.seed != group.val_sampling.seed
 
 
 CONTROL = {
@@ -301,24 +301,24 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
     rollout, sync.connect_info = sync.rollout, {}
     report = {"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}
-    for ranks in (sync.actor.ranks, rollout.all):
+    for ranks in (sync.actor.ranks, rollout.replicas):
         for one in ranks:
             one.connect_sync = Method(None)
-    for i, replica in enumerate(rollout.all):
+    for i, replica in enumerate(rollout.replicas):
         replica.sync = Method(lambda stamp, i=i: had[i].append(stamp) or [dict(report)], delay=0.02)
 
     async def come_back():
         assert await sync.restore(1)
-        del rollout.returning[1]
+        del rollout.restart_tasks[1]
 
     async def main():
         sync.last_sent, sync.connected_replicas = ((0, 3), right), []
-        rollout.returning[1] = asyncio.create_task(come_back())
+        rollout.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
         assert had == {0: [], 1: []} and sync.lock.locked(), "the one is under way"
         await sync((0, 4))
         assert had == {0: [(0, 4)], 1: [(0, 3), (0, 4)]}
-        assert await rollout.serving() == [0, 1]
+        assert await rollout.wait_for_healthy() == [0, 1]
 
     asyncio.run(main())
 
@@ -351,7 +351,7 @@ def test_who_fails_since_the_sync_was_given_up_is_not_named_as_the_cause():
     )
     sync.actor.ranks[0].send_weights = Method(follows)
     cause = SyncError("receiver 0, phase load: too little memory")
-    sync.rollout.all[0].sync = Method(
+    sync.rollout.replicas[0].sync = Method(
         cause, delay=0.05
     )  # its answer comes by way of the engine, and later
     with pytest.raises(
@@ -485,7 +485,8 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
         actor.colocated = rollout
         prompts = [Prompt((0, 0), "", np.arange(2), "")]
         await asyncio.gather(
-            rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0)))
+            rollout.generate(prompts, "step 0", rollout.train_sampling),
+            actor.update(Batch(0, [], (0, 0))),
         )
 
     asyncio.run(main())
@@ -536,7 +537,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
         prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(16)]
 
         async def main(group=group, prompts=prompts, land=land):
-            return await healthy(group).generate(prompts, "step 0", group.train, land)
+            return await healthy(group).generate(prompts, "step 0", group.train_sampling, land)
 
         samples, seconds = asyncio.run(main())
         assert len(samples) == 16 and 0.09 < seconds < 2.0
@@ -547,7 +548,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
 def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch):
     put = []
     monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
-    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
+    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected_stamp=(0, 0))
     assert [room.put_batch(batch), room.put_batch(batch)] == [1, 1], (
         "the reference model's and the critic's"
     )
@@ -559,7 +560,7 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     assert (
         room.put_batch(batch) == 3
         and not put[2].samples[0].loss_mask.any()
-        and put[2].stored == NOWHERE
+        and put[2].stored == NOT_STORED
     )
 
 
@@ -576,16 +577,18 @@ def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_
         if not stale:
             stale.append(True)
             group.syncing = True
-            group.health[0].to(State.STALE)
+            group.health[0].transition_to(ReplicaState.STALE)
             asyncio.get_running_loop().call_later(0.05, healthy, group)
 
     async def seen(prompts, sampling):
-        assert group.health[0].state is State.HEALTHY
+        assert group.health[0].state is ReplicaState.HEALTHY
         return await make(prompts, sampling)
 
     group._give, replica.rollout = at_that_moment, Method(seen)
     prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(4)]
-    samples, _ = asyncio.run(group.generate(prompts, "step 0", group.train, lambda samples: None))
+    samples, _ = asyncio.run(
+        group.generate(prompts, "step 0", group.train_sampling, lambda samples: None)
+    )
     assert len(samples) == 4 and stale and (group.loads[0].sent, group.loads[0].back) == (4, 4)
 
 
@@ -596,12 +599,12 @@ def test_a_replica_that_dies_behind_its_canary_is_not_taken_for_healthy():
     rollout = sync.rollout
 
     def dies(sequences):
-        rollout.health[0].state = State.DEAD
+        rollout.health[0].state = ReplicaState.DEAD
         return right
 
-    rollout.all[1].score = Method(dies)
+    rollout.replicas[1].score = Method(dies)
     asyncio.run(sync((0, 4)))
-    assert [health.state for health in rollout.health] == [State.DEAD, State.HEALTHY]
+    assert [health.state for health in rollout.health] == [ReplicaState.DEAD, ReplicaState.HEALTHY]
 
 
 def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_take():
@@ -609,7 +612,9 @@ def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_
         cfg = Config()
         cfg.trainer.step_timeout_s, cfg.rollout.n, cfg.pipeline.max_carry = 0.1, 1, 1
         group = healthy(RolloutGroup([Slow(0.2)], cfg, False))
-        work = group.generate([Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train, land)
+        work = group.generate(
+            [Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train_sampling, land
+        )
         if enough:
             assert len(asyncio.run(work)[0]) == 1
         else:

@@ -71,7 +71,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
         thread.start()
         for sample in batch.samples:
             sample.versions[:] = version
-        batch.expected = (0, version)
+        batch.expected_stamp = (0, version)
         if not cfg.weight_sync.overlap:
             thread.join()
         metrics = worker.update(
