@@ -1,10 +1,12 @@
 """The dedicated process groups of the weight sync: NCCL on GPUs, gloo on CPUs.
 
-`DedicatedGroup` creates a group with a time limit, broadcasts in it, and leaves it when a peer fails. The groups need
-no default process group, so they can be created again at any time, with other members.
+`DedicatedGroup` creates a group with a time limit, broadcasts in it, and leaves it when a peer
+fails. The groups need no default process group, so they can be created again at any time, with
+other members.
 
-`open_store` creates the store in which the members of a group meet, and `bind_rendezvous_to_its_host` gives the same
-property to the store of `torch.distributed.init_process_group`: it listens at one address of the machine only.
+`open_store` creates the store in which the members of a group meet, and
+`bind_rendezvous_to_its_host` gives the same property to the store of
+`torch.distributed.init_process_group`: it listens at one address of the machine only.
 """
 
 import importlib
@@ -22,7 +24,8 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal
 
-# What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member of each group.
+# What the creation of the groups may take beside weight_sync.timeout_s: per group, and per member
+# of each group.
 SECONDS_PER_GROUP = 0.5
 SECONDS_PER_MEMBER = 0.05
 
@@ -37,8 +40,8 @@ NCCL_CLEAN_UP_ONLY = "2"
 def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
     """Seconds within which all groups of one epoch must be connected.
 
-    Receivers join the senders' groups one after another, and a group with more members takes longer. So the limit grows
-    with both.
+    Receivers join the senders' groups one after another, and a group with more members takes
+    longer. So the limit grows with both.
 
     Args:
         timeout_s: weight_sync.timeout_s.
@@ -50,7 +53,8 @@ def connect_timeout(timeout_s: float, senders: int, receivers: int) -> float:
 
 
 def open_store(host: str, timeout_s: float) -> dist.TCPStore:
-    """Start a store on a free port of `host` that listens at this address only. `timeout_s`: for one request."""
+    """Start a store on a free port of `host` that listens at this address only. `timeout_s`: for
+    one request."""
     return _store_at_one_address(
         host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
     )
@@ -64,12 +68,13 @@ def connect_store(host: str, port: int, timeout_s: float) -> dist.TCPStore:
 def bind_rendezvous_to_its_host() -> None:
     """Let the store of `torch.distributed.init_process_group` listen at the address of rank 0 only.
 
-    torch's store listens at every address of the machine, without authentication: every host that reaches the machine
-    could write into it. torch 2.13 has no option for the address, so this replaces the name `TCPStore` in
-    `torch.distributed.rendezvous`, by which `_create_c10d_store` creates the store.
+    torch's store listens at every address of the machine, without authentication: every host that
+    reaches the machine could write into it. torch 2.13 has no option for the address, so this
+    replaces the name `TCPStore` in `torch.distributed.rendezvous`, by which `_create_c10d_store`
+    creates the store.
 
-    A process calls this once, before it creates its default process group: the trainer's workers in `ModelWorker.setup`,
-    vLLM's workers when they import `weight_sync.vllm_receiver`.
+    A process calls this once, before it creates its default process group: the trainer's workers in
+    `ModelWorker.setup`, vLLM's workers when they import `weight_sync.vllm_receiver`.
     """
     # By name: `torch.distributed.rendezvous` as an attribute is the function, not the module.
     rendezvous = importlib.import_module("torch.distributed.rendezvous")
@@ -93,10 +98,11 @@ def _store_at_one_address(
 
 
 class DedicatedGroup:
-    """One member of a process group with one sender (rank 0) and its receivers: NCCL for CUDA, gloo for CPU.
+    """One member of a process group with one sender (rank 0) and its receivers: NCCL for CUDA, gloo
+    for CPU.
 
-    A transfer is one broadcast: the sender calls `start_send` and `wait`, each receiver `start_receive` and
-    `finish_receive`.
+    A transfer is one broadcast: the sender calls `start_send` and `wait`, each receiver
+    `start_receive` and `finish_receive`.
     """
 
     def __init__(
@@ -135,7 +141,8 @@ class DedicatedGroup:
             self.group: Any = _create_nccl_group(store, rank, world_size, connect_timeout_s)
         else:
             self.group = _create_gloo_group(store, rank, world_size, host, connect_timeout_s)
-        # NCCL connects at the first transfer, which belongs to this phase and not to the first sync.
+        # NCCL connects at the first transfer, which belongs to this phase and not to the first
+        # sync.
         self.start_send(torch.zeros(1, device=device))
         try:
             self.wait(connect_timeout_s)
@@ -152,12 +159,14 @@ class DedicatedGroup:
         self.work = self.group.broadcast(buffer, 0)
 
     def finish_receive(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Wait for the broadcast that `start_receive` has started. Returns `buffer`. Raises as `wait`."""
+        """Wait for the broadcast that `start_receive` has started. Returns `buffer`. Raises as
+        `wait`."""
         self.wait(self.timeout_s)
         return buffer
 
     def release(self) -> None:
-        """The received tensor is not used any more. Here it was this member's own buffer: nothing to do."""
+        """The received tensor is not used any more. Here it was this member's own buffer: nothing
+        to do."""
 
     def wait(self, timeout_s: float) -> None:
         """Block the host until the transfer that was started last has completed.
@@ -175,9 +184,11 @@ class DedicatedGroup:
                 raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")
 
     def close(self) -> None:
-        """Leave the group and break its connections, so that no peer waits for this member any longer.
+        """Leave the group and break its connections, so that no peer waits for this member any
+        longer.
 
-        gloo breaks them when nothing refers to the group or its work any more; NCCL's communicators are aborted.
+        gloo breaks them when nothing refers to the group or its work any more; NCCL's communicators
+        are aborted.
         """
         held = [self.group, self.work]
         pending = self.work is not None and not self.work.is_completed()
@@ -185,7 +196,8 @@ class DedicatedGroup:
         self.work = None
         self.abort_signal.close()
         if pending:
-            # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits for the GPU.
+            # Not on this thread: gloo's destructor waits for pending work, and NCCL's abort waits
+            # for the GPU.
             dispose = threading.Thread(
                 target=_dispose, args=(held, self.device), name="weight-dispose", daemon=True
             )
@@ -194,7 +206,8 @@ class DedicatedGroup:
             _dispose(held, self.device)
 
     def _poll(self, work: Any) -> bool:
-        """Whether `work` completes within POLL_INTERVAL_S seconds. Raises RuntimeError: the transport failed."""
+        """Whether `work` completes within POLL_INTERVAL_S seconds. Raises RuntimeError: the
+        transport failed."""
         if self.device.type == "cuda":
             return _poll_nccl(work)
         try:
@@ -230,9 +243,11 @@ def _create_gloo_group(
 
 @contextmanager
 def _watchdog_spares_the_process() -> Iterator[None]:
-    """NCCL groups created in this block abort their communicators when a peer fails, and the process lives on.
+    """NCCL groups created in this block abort their communicators when a peer fails, and the
+    process lives on.
 
-    By default torch's watchdog ends the whole process, before our own waits notice the failure. (Not tried on GPUs yet.)
+    By default torch's watchdog ends the whole process, before our own waits notice the failure.
+    (Not tried on GPUs yet.)
     """
     previous = os.environ.get(NCCL_ERROR_HANDLING)
     os.environ[NCCL_ERROR_HANDLING] = NCCL_CLEAN_UP_ONLY
@@ -246,7 +261,8 @@ def _watchdog_spares_the_process() -> Iterator[None]:
 
 
 def _poll_nccl(work: Any) -> bool:
-    """As `DedicatedGroup._poll`. NCCL's `wait` alone only orders streams and does not block the host."""
+    """As `DedicatedGroup._poll`. NCCL's `wait` alone only orders streams and does not block the
+    host."""
     poll_end = time.monotonic() + POLL_INTERVAL_S
     while not work.is_completed():
         if time.monotonic() > poll_end:

@@ -1,8 +1,9 @@
-"""Waits of the weight sync that always end: at a time limit, or as soon as any process of the sync has failed.
+"""Waits of the weight sync that always end: at a time limit, or as soon as any process of the sync
+has failed.
 
-A sender's store carries one key per epoch, `ABORTED`. A process that fails writes the reason there. Every process that
-waits for this sender checks the key a few times per second and raises `Aborted`. The driver writes the key on behalf of
-a process that died.
+A sender's store carries one key per epoch, `ABORTED`. A process that fails writes the reason there.
+Every process that waits for this sender checks the key a few times per second and raises `Aborted`.
+The driver writes the key on behalf of a process that died.
 """
 
 import queue
@@ -28,7 +29,8 @@ STORE_ANSWER_TIMEOUT_S = 2.0
 """Seconds for a sender's store to answer one request of an `AbortSignal`."""
 
 FIRST_STORE_WAIT_S = 1.0
-"""Seconds that `wait_for_keys` sleeps in the store before it polls: torch logs each wait that ends without its key."""
+"""Seconds that `wait_for_keys` sleeps in the store before it polls: torch logs each wait that ends
+without its key."""
 
 KEY_POLL_S = 0.01
 """Seconds between two polls of a store's keys afterwards."""
@@ -41,8 +43,8 @@ class Aborted(RuntimeError):
 class WorkerThread:
     """One thread that executes calls in the order of their submission.
 
-    Unlike an executor's thread it can be abandoned: it is a daemon, so neither its owner nor the end of the process
-    waits for a call that never returns.
+    Unlike an executor's thread it can be abandoned: it is a daemon, so neither its owner nor the
+    end of the process waits for a call that never returns.
     """
 
     def __init__(self, name: str, prepare: Callable[[], None]) -> None:
@@ -72,15 +74,16 @@ class WorkerThread:
                 future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
-            # While the thread waits for its next call, these would hold the group's memory and connections.
+            # While the thread waits for its next call, these would hold the group's memory and
+            # connections.
             del call, future, function, args
 
 
 class AbortSignal:
     """The key `ABORTED` of one sender and one epoch, as one process sees it.
 
-    The store is queried on a separate thread, because torch's `Store.check` has no time limit: it would wait forever for
-    a sender that is stopped.
+    The store is queried on a separate thread, because torch's `Store.check` has no time limit: it
+    would wait forever for a sender that is stopped.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -97,7 +100,8 @@ class AbortSignal:
     def check(self) -> None:
         """Return if the epoch goes on.
 
-        A sender that does not answer may be stopped or very busy; the time limit of the wait itself covers that.
+        A sender that does not answer may be stopped or very busy; the time limit of the wait itself
+        covers that.
 
         Raises:
             Aborted: the epoch was aborted.
@@ -106,7 +110,8 @@ class AbortSignal:
         self.contains([])
 
     def contains(self, keys: list[str]) -> bool:
-        """Whether all `keys` are in the store; False without an answer in STORE_ANSWER_TIMEOUT_S. Raises as `check`."""
+        """Whether all `keys` are in the store; False without an answer in STORE_ANSWER_TIMEOUT_S.
+        Raises as `check`."""
         answer = self._request(self._read, keys)
         if answer is None:
             return False
@@ -133,8 +138,8 @@ class AbortSignal:
         return complete, reason
 
     def _request(self, function: Callable[..., T], *args: Any) -> T | None:
-        """The store's answer, or None without one in STORE_ANSWER_TIMEOUT_S. While a request is pending, no other is
-        sent: requests to a stopped sender would pile up."""
+        """The store's answer, or None without one in STORE_ANSWER_TIMEOUT_S. While a request is
+        pending, no other is sent: requests to a stopped sender would pile up."""
         if self.thread is None:
             self.thread = WorkerThread("weight-signal", lambda: None)
         if self.unanswered is not None and not self.unanswered.done():
@@ -175,7 +180,8 @@ def wait_for_result(future: Future[T], timeout_s: float, check: Callable[[], Non
 
     Args:
         future: the call.
-        timeout_s: the limit, whatever the thread hangs in; the caller abandons the thread afterwards.
+        timeout_s: the limit, whatever the thread hangs in; the caller abandons the thread
+            afterwards.
         check: called a few times per second meanwhile; it may raise.
 
     Raises:

@@ -4,11 +4,13 @@ import contextlib
 import os
 
 ALL_CORES = "ONE_STEP_OFF_CORES"
-"""Environment variable of a bound process: the cores that it could use before, separated by commas."""
+"""Environment variable of a bound process: the cores that it could use before, separated by
+commas."""
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and all that it starts later, to `cores` (none: leave it unbound).
+    """Bind every thread of this process, and all that it starts later, to `cores` (none: leave it
+    unbound).
 
     The cores that it could use before are kept in the environment, for `unpin`.
     """
@@ -24,7 +26,8 @@ def pin_process(cores: tuple[int, ...]) -> None:
 def unpin() -> None:
     """Let this thread, and those that it starts, run on all cores of the run.
 
-    The threads of the weight sync do this: while one endpoint of the stream works, the other's cores are idle.
+    The threads of the weight sync do this: while one endpoint of the stream works, the other's
+    cores are idle.
     """
     usable_cores = os.environ.get(ALL_CORES)
     if usable_cores:

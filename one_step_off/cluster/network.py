@@ -10,16 +10,19 @@ DISCARD_PORT = 9
 
 
 def reachable_host(host: str) -> str:
-    """`host`, or the address by which other nodes reach this one if `host` is empty (several nodes)."""
+    """`host`, or the address by which other nodes reach this one if `host` is empty (several
+    nodes)."""
     from ray.util import get_node_ip_address
 
     return host or get_node_ip_address()
 
 
 def select_gloo_interface(host: str) -> None:
-    """Let gloo use the network interface by which this process reaches `host`, unless GLOO_SOCKET_IFNAME names one.
+    """Let gloo use the network interface by which this process reaches `host`, unless
+    GLOO_SOCKET_IFNAME names one.
 
-    By default gloo listens at the address of the machine's name, which many machines resolve to their loopback.
+    By default gloo listens at the address of the machine's name, which many machines resolve to
+    their loopback.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

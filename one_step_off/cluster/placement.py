@@ -14,7 +14,8 @@ from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import redirect_output
 
 RESERVE_TIMEOUT_S = 60.0
-"""Seconds for Ray to reserve one placement group, at most; trainer.start_timeout_s may be shorter."""
+"""Seconds for Ray to reserve one placement group, at most; trainer.start_timeout_s may be
+shorter."""
 
 THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -42,7 +43,8 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
         device: "cuda" or "cpu".
 
     Raises:
-        ConfigError: the cluster has too little; the message names the pool, what it needs and what is free.
+        ConfigError: the cluster has too little; the message names the pool, what it needs and what
+            is free.
     """
     resource = "GPU" if device == "cuda" else "CPU"
     cores_of_pool = process_cores(cfg, device)
@@ -67,8 +69,8 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
 
 
 def _largest_share_first(cfg: Config) -> list[tuple[str, int]]:
-    """(pool, node of the pool) of all shares. A small share fits anywhere, and reserved first it might take the only
-    node that a large one fits on."""
+    """(pool, node of the pool) of all shares. A small share fits anywhere, and reserved first it
+    might take the only node that a large one fits on."""
     shares = []
     for pool, shape in cfg.placement.pools.items():
         for node in range(len(shape)):
@@ -92,7 +94,8 @@ def _reserve(cfg: Config, pool: str, node: int, count: int, resource: str) -> Pl
 
 
 def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
-    """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor, critic; ..."."""
+    """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor,
+    critic; ..."."""
     host_of_node = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     descriptions = []
     for pool, slots in pools.items():
@@ -118,15 +121,17 @@ def spawn(
 ) -> Any:
     """Start `cls(*args)` as a Ray actor and return its handle.
 
-    Attributes of `cls` that are read here: `restarts` (how often Ray restarts it, default 0), `calls_at_once` (of an
-    asynchronous actor), `threads` (concurrency group -> its number of threads).
+    Attributes of `cls` that are read here: `restarts` (how often Ray restarts it, default 0),
+    `calls_at_once` (of an asynchronous actor), `threads` (concurrency group -> its number of
+    threads).
 
     Args:
         cls: the actor's class.
         args: of its constructor.
         slot: where it runs, bound to the slot's cores; None: anywhere.
         device: "cuda" or "cpu".
-        share: the part of the slot's GPUs and cores that Ray books for it; several roles may share a slot.
+        share: the part of the slot's GPUs and cores that Ray books for it; several roles may share
+            a slot.
         env: environment variables.
         log: the file for its output; empty: Ray's own.
     """
@@ -150,7 +155,8 @@ def spawn(
 
 
 def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
-    """A subclass with the name of `cls` that binds its process to `cores` before torch starts its threads."""
+    """A subclass with the name of `cls` that binds its process to `cores` before torch starts its
+    threads."""
 
     class Pinned(cls):
         def __init__(self, *args: Any) -> None:
@@ -167,8 +173,8 @@ def _pinned_class(cls: type, cores: tuple[int, ...], log: str) -> type:
 def _thread_count(slot: ProcessSlot | None, cores: tuple[int, ...], device: str) -> int:
     """Threads for OpenMP and MKL: one per core of the slot.
 
-    On GPUs an equal part of the host's cores: Ray would set one thread, and the optimizer of offloaded parameters runs
-    on the host.
+    On GPUs an equal part of the host's cores: Ray would set one thread, and the optimizer of
+    offloaded parameters runs on the host.
     """
     if device == "cuda" and slot:
         processes_of_node = max(1, len(slot.group.bundle_specs))

@@ -1,8 +1,9 @@
 """Cleanup after a run whose driver was killed, by this small process, which outlives the driver.
 
-Ray's processes end with the driver, but its agents stay for a minute, with their ports. A killed process removes neither
-its shared memory nor its temporary files. All processes of a run have its folder for temporary files in their
-environment, and are recognized by that, whatever their parent is by then.
+Ray's processes end with the driver, but its agents stay for a minute, with their ports. A killed
+process removes neither its shared memory nor its temporary files. All processes of a run have its
+folder for temporary files in their environment, and are recognized by that, whatever their parent
+is by then.
 """
 
 import contextlib
@@ -42,11 +43,12 @@ def mapped_inodes() -> set[int]:
 
 
 def clean_up(folder: str, start_time: float) -> None:
-    """Wait for the end of standard input, which comes with the end of the driver; then clean up after the run.
+    """Wait for the end of standard input, which comes with the end of the driver; then clean up
+    after the run.
 
-    Kills the run's processes, which takes 20 s at most, and removes their shared memory and `folder`. A segment of
-    shared memory is removed if its name is of a kind that runs create, it is this user's, no process has it mapped, and
-    it was created since `start_time`.
+    Kills the run's processes, which takes 20 s at most, and removes their shared memory and
+    `folder`. A segment of shared memory is removed if its name is of a kind that runs create, it is
+    this user's, no process has it mapped, and it was created since `start_time`.
 
     Args:
         folder: the run's folder for temporary files, as in RUN_FOLDER_VARIABLE.

@@ -11,7 +11,8 @@ from one_step_off.data.samples import StalenessError
 T = TypeVar("T")
 
 OnSpan = Callable[[str, str, int, float, float], None]
-"""Receives a role's work for the timeline: (role, method, step, begin, end), in seconds of `now`."""
+"""Receives a role's work for the timeline: (role, method, step, begin, end), in seconds of
+`now`."""
 
 LIVENESS_TIMEOUT_S = 5.0
 """Seconds for a process to answer on the thread that is never busy."""
@@ -20,11 +21,13 @@ MAX_ATTEMPTS = 3
 """Attempts to restart a failed replica, and to have the same prompts answered by another one."""
 
 DEATH_ERRORS = ("ActorDiedError", "ActorUnavailableError")
-"""Names of Ray's exceptions for a process that is gone. By name: the classes differ between Ray's releases."""
+"""Names of Ray's exceptions for a process that is gone. By name: the classes differ between Ray's
+releases."""
 
 
 def now() -> float:
-    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation counts its own."""
+    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation
+    counts its own."""
     return asyncio.get_running_loop().time()
 
 
@@ -99,7 +102,8 @@ def call_all(
 async def not_alive(processes: dict[str, Any]) -> dict[str, str]:
     """Which processes are gone or hang, of name -> actor. Returns name -> reason.
 
-    They answer on a thread that is never busy, so a process that works or waits for another one counts as alive.
+    They answer on a thread that is never busy, so a process that works or waits for another one
+    counts as alive.
     """
     reasons = await asyncio.gather(*(_why_not_alive(*process) for process in processes.items()))
     return {who: reason for who, reason in zip(processes, reasons, strict=True) if reason}

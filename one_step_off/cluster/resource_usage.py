@@ -1,7 +1,8 @@
-"""Memory and GPU utilization of the run's processes, sampled every few seconds and never waited for.
+"""Memory and GPU utilization of the run's processes, sampled every few seconds and never waited
+for.
 
-`UsageProbe` is mixed into the actors and measures. `watch_usage` asks them beside the pipeline, which knows nothing of
-it.
+`UsageProbe` is mixed into the actors and measures. `watch_usage` asks them beside the pipeline,
+which knows nothing of it.
 """
 
 import asyncio
@@ -31,7 +32,8 @@ class UsageProbe:
     """A mixin of actors. It has no constructor, so that it fits any class."""
 
     _gpu_samples: list[tuple[float, int]] | None = None
-    """Of each sample since the last call: mean utilization (0 to 1) and bytes in use, of the GPUs that it sees."""
+    """Of each sample since the last call: mean utilization (0 to 1) and bytes in use, of the GPUs
+    that it sees."""
 
     _peak_gpu_bytes = 0
 
@@ -39,10 +41,11 @@ class UsageProbe:
         """The resources of this process and its children. `cuda`: whether the run uses GPUs.
 
         Returns:
-            memory_bytes: the peak; from the class's own `peak_memory_bytes()` if it has this method, otherwise of all
-                GPUs that the process sees, otherwise resident memory.
+            memory_bytes: the peak; from the class's own `peak_memory_bytes()` if it has this
+                method, otherwise of all GPUs that the process sees, otherwise resident memory.
             device: the GPU's name for a class with `peak_memory_bytes()`, otherwise "".
-            gpu_utilisation: with NVML, the mean since the last call over the GPUs that it sees, 0 to 1.
+            gpu_utilisation: with NVML, the mean since the last call over the GPUs that it sees, 0
+                to 1.
         """
         own_peak = getattr(self, "peak_memory_bytes", None)
         memory_bytes = own_peak() if own_peak else peak_resident_bytes()
@@ -71,14 +74,16 @@ class UsageProbe:
 
 
 def peak_resident_bytes() -> int:
-    """Sum of the peak resident memory of this process and its living children; shared pages count in each."""
+    """Sum of the peak resident memory of this process and its living children; shared pages count
+    in each."""
     import psutil
 
     this_process = psutil.Process()
     total = 0
     for process in (this_process, *this_process.children(recursive=True)):
         with contextlib.suppress(OSError, AttributeError):  # the process has just ended
-            # From /proc: the required releases of psutil report what is resident now, but not the peak.
+            # From /proc: the required releases of psutil report what is resident now, but not the
+            # peak.
             status = Path(f"/proc/{process.pid}/status").read_text()
             peak_kib = re.search(r"VmHWM:\s+(\d+)", status).group(1)
             total += int(peak_kib) * 1024
@@ -86,7 +91,8 @@ def peak_resident_bytes() -> int:
 
 
 def _sample_gpus(samples: list[tuple[float, int]]) -> None:
-    """Append to `samples` until NVML fails. One sample at the end of a step would say nothing about the step.
+    """Append to `samples` until NVML fails. One sample at the end of a step would say nothing about
+    the step.
 
     It starts no work on the GPUs: torch asks NVML.
     """
@@ -102,8 +108,8 @@ def _sample_gpus(samples: list[tuple[float, int]]) -> None:
 
 
 async def report_usage(group: str, actors: list[Any], cuda: bool, report: Report) -> None:
-    """Ask every process of a group once. Reports the largest memory peak and the mean utilization, and the name of the
-    GPUs if there are any.
+    """Ask every process of a group once. Reports the largest memory peak and the mean utilization,
+    and the name of the GPUs if there are any.
 
     A process that does not answer is left out: the pipeline deals with its failure.
     """
@@ -126,8 +132,8 @@ async def report_usage(group: str, actors: list[Any], cuda: bool, report: Report
 async def watch_usage(
     groups: dict[str, list[Any]], cuda: bool, report: Report
 ) -> AsyncIterator[None]:
-    """Report the usage of all groups (name -> actors) every INTERVAL_S seconds while the block runs, and once more when
-    it has ended without an exception."""
+    """Report the usage of all groups (name -> actors) every INTERVAL_S seconds while the block
+    runs, and once more when it has ended without an exception."""
 
     async def report_all() -> None:
         await asyncio.gather(*(report_usage(*group, cuda, report) for group in groups.items()))

@@ -1,4 +1,5 @@
-"""From shards to buckets: which bytes of the model travel in which bucket, and the buckets' checksums.
+"""From shards to buckets: which bytes of the model travel in which bucket, and the buckets'
+checksums.
 
 Both ends of the weight stream build the same plan from the same pieces, once.
 """
@@ -64,8 +65,8 @@ class Slot:
         return flat.view(self._dtype).view(self.piece.block_shape)
 
     def zero_padding(self, part: torch.Tensor) -> None:
-        """Zero the bytes up to the next slot in `part`: they travel and count in the checksum, so they must be the same
-        at both ends."""
+        """Zero the bytes up to the next slot in `part`: they travel and count in the checksum, so
+        they must be the same at both ends."""
         part[self.offset + self.nbytes : self.offset + self.padded_bytes].zero_()
 
 
@@ -87,7 +88,8 @@ class Bucket:
         return sum(self.part_bytes)
 
     def split_parts(self, flat: torch.Tensor) -> Parts:
-        """Views of all senders' parts, side by side in `flat`: uint8 [nbytes or more]. Empty parts are left out."""
+        """Views of all senders' parts, side by side in `flat`: uint8 [nbytes or more]. Empty parts
+        are left out."""
         views = flat[: self.nbytes].split(self.part_bytes)
         return {sender: part for sender, part in enumerate(views) if len(part)}
 
@@ -101,8 +103,8 @@ class Bucket:
             join_buffer: uint8 [plan.join_bytes].
 
         Yields:
-            The tensor's name; the tensor, which is a view into its sender's part, or into `join_buffer` if several slots
-            are joined there; and these slots.
+            The tensor's name; the tensor, which is a view into its sender's part, or into
+            `join_buffer` if several slots are joined there; and these slots.
         """
         for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
             slots = list(group)
@@ -114,7 +116,8 @@ class Bucket:
                 yield name, slots[0].view(parts[slots[0].sender]), []
 
     def join(self, parts: Parts, join_buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor as in `tensors`, after the slots have been joined from the senders' parts."""
+        """Name and tensor as in `tensors`, after the slots have been joined from the senders'
+        parts."""
         named_tensors = []
         for name, tensor, joined_slots in self.tensors(parts, join_buffer):
             for slot in joined_slots:
@@ -123,8 +126,8 @@ class Bucket:
         return named_tensors
 
     def unjoin(self, parts: Parts, join_buffer: torch.Tensor) -> None:
-        """The inverse of `join`: fill each sender's part with what it would send, from tensors that lie where `tensors`
-        says."""
+        """The inverse of `join`: fill each sender's part with what it would send, from tensors that
+        lie where `tensors` says."""
         for slot in self.slots:
             slot.zero_padding(parts[slot.sender])
         for _, tensor, joined_slots in self.tensors(parts, join_buffer):
@@ -147,16 +150,18 @@ class BucketPlan:
     def build(pieces: Pieces, bucket_bytes: int) -> "BucketPlan":
         """Fill buckets with whole tensors, in the order of `pieces_by_tensor`.
 
-        A tensor over `bucket_bytes` is cut into strips, each with a strip of every sender's piece. It has its buckets for
-        itself.
+        A tensor over `bucket_bytes` is cut into strips, each with a strip of every sender's piece.
+        It has its buckets for itself.
 
         Args:
-            pieces: per sender its pieces, in the order in which it will yield their data; those of one tensor follow
-                one another in the order of their rows.
-            bucket_bytes: the most that a bucket holds, of all senders together (or one row or column of each).
+            pieces: per sender its pieces, in the order in which it will yield their data; those of
+                one tensor follow one another in the order of their rows.
+            bucket_bytes: the most that a bucket holds, of all senders together (or one row or
+                column of each).
 
         Raises:
-            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
+            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape,
+                dtype or order.
         """
         builder = _PlanBuilder(len(pieces), bucket_bytes)
         for parts in pieces_by_tensor(pieces):
@@ -236,7 +241,8 @@ class _PlanBuilder:
 
 
 def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
-    """Cut one tensor into as few strips as possible, so that each has at most `limit` bytes (or one row)."""
+    """Cut one tensor into as few strips as possible, so that each has at most `limit` bytes (or one
+    row)."""
     most_rows = max(piece.stop - piece.start for _, piece in parts)
     total_bytes = sum(Slot(piece, piece, sender).nbytes for sender, piece in parts)
     fewest = max(1, min(most_rows, total_bytes // limit))
@@ -254,10 +260,12 @@ def _strip_slots(parts: list[tuple[int, WeightPiece]], i: int, count: int) -> li
 
 
 def pieces_by_tensor(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
-    """Per tensor its (sender, piece), in the order of rows; the tensors in the order of `_merged_order`.
+    """Per tensor its (sender, piece), in the order of rows; the tensors in the order of
+    `_merged_order`.
 
     Raises:
-        SyncError: the rows of a tensor are not covered exactly once, or the senders disagree about it.
+        SyncError: the rows of a tensor are not covered exactly once, or the senders disagree about
+            it.
     """
     parts_of: dict[str, list[tuple[int, WeightPiece]]] = {}
     for sender, sent in enumerate(pieces):
@@ -270,7 +278,8 @@ def pieces_by_tensor(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
 
 
 def _check_coverage(name: str, pieces: list[WeightPiece]) -> None:
-    """Raises SyncError: the pieces of one tensor, sorted by `start`, do not cover its rows once each."""
+    """Raises SyncError: the pieces of one tensor, sorted by `start`, do not cover its rows once
+    each."""
     if len({(piece.dtype, piece.shape, piece.dim) for piece in pieces}) > 1:
         raise SyncError(
             f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut"
@@ -294,7 +303,8 @@ def pieces_of_senders(pieces: Pieces, mode: str) -> dict[int, list[WeightPiece]]
 
     Args:
         pieces: per rank the pieces that it owns.
-        mode: weight_sync.sender. "sharded": each rank sends what it owns; "gather": rank 0 sends all tensors, whole.
+        mode: weight_sync.sender. "sharded": each rank sends what it owns; "gather": rank 0 sends
+            all tensors, whole.
     """
     if mode == "sharded":
         return {rank: owned for rank, owned in enumerate(pieces) if owned}
@@ -307,10 +317,12 @@ def pieces_of_senders(pieces: Pieces, mode: str) -> dict[int, list[WeightPiece]]
 
 
 def _merged_order(pieces: Pieces) -> list[str]:
-    """The names in an order that keeps every sender's own order, and layers together as far as that allows.
+    """The names in an order that keeps every sender's own order, and layers together as far as that
+    allows.
 
-    vLLM loads a layer when it has all of it, and holds copies of the parts that came before. In an order sender by
-    sender, experts that are distributed over the senders would be held almost all at once.
+    vLLM loads a layer when it has all of it, and holds copies of the parts that came before. In an
+    order sender by sender, experts that are distributed over the senders would be held almost all
+    at once.
     """
     graph = networkx.DiGraph()
     for sent in pieces:
@@ -329,7 +341,8 @@ def _layer_of(name: str) -> int:
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket, on its device. Both ends of a stream have the same kind of device.
+    """Two int64 words over the bytes of a bucket, on its device. Both ends of a stream have the
+    same kind of device.
 
     On CPUs XXH3 (128 bits), on GPUs `weighted_sums`.
 
@@ -344,7 +357,8 @@ def checksum(flat: torch.Tensor) -> torch.Tensor:
 def weighted_sums(flat: torch.Tensor) -> torch.Tensor:
     """The checksum on GPUs: sums mod 2^64, weighted by odd numbers along rows and along lanes.
 
-    They change with the value, the row or the lane of any word. No temporary is as large as the bucket.
+    They change with the value, the row or the lane of any word. No temporary is as large as the
+    bucket.
     """
     words = flat.view(torch.int64)
     whole_rows = len(words) // _LANES * _LANES

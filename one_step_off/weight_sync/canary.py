@@ -1,4 +1,5 @@
-"""The canary: engine and trainer score the same tokens, and must agree about their log-probs after a sync."""
+"""The canary: engine and trainer score the same tokens, and must agree about their log-probs after
+a sync."""
 
 import numpy as np
 
@@ -8,8 +9,8 @@ DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 1.0}
 """By model.dtype: the largest difference in nats, without weight_sync.canary_tolerance."""
 
 MEAN_SHARE = 0.1
-"""The mean difference may be this share of the tolerance. Noise of the dtype scatters, so its mean is far below its
-maximum; other weights shift the mean too."""
+"""The mean difference may be this share of the tolerance. Noise of the dtype scatters, so its mean
+is far below its maximum; other weights shift the mean too."""
 
 
 def compare_log_probs(
@@ -27,7 +28,8 @@ def compare_log_probs(
         what: names the sync in the error.
 
     Returns:
-        The metrics canary/logprob_diff_max and canary/logprob_diff_mean, of the replica that differs most.
+        The metrics canary/logprob_diff_max and canary/logprob_diff_mean, of the replica that
+        differs most.
 
     Raises:
         SyncError: a replica differs by more than the tolerance, or by NaN.

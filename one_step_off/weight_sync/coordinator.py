@@ -1,15 +1,19 @@
-"""The driver's part in the weight sync: bring the trainer's weights to every replica, verified, or the run stops.
+"""The driver's part in the weight sync: bring the trainer's weights to every replica, verified, or
+the run stops.
 
-The weights are verified by checksum, by name and by the canary. A failure anywhere in a sync ends it for all: the driver
-aborts the epoch, so that no process waits for one that failed. Then it asks every process, on a thread that is never busy,
-whether it is alive, and decides:
+The weights are verified by checksum, by name and by the canary. A failure anywhere in a sync ends
+it for all: the driver aborts the epoch, so that no process waits for one that failed. Then it asks
+every process, on a thread that is never busy, whether it is alive, and decides:
 
 - a trainer is gone or hangs: TrainerDied, and the attempt ends;
-- replicas are gone or hang: they are restarted in the background, the groups are created again without them, and the
-  others receive the whole sync again, from whatever state the broken one left them in;
-- all processes are alive: the failure itself is raised, since the sync is not exact (checksum, plan, canary).
+- replicas are gone or hang: they are restarted in the background, the groups are created again
+  without them, and the others receive the whole sync again, from whatever state the broken one left
+  them in;
+- all processes are alive: the failure itself is raised, since the sync is not exact (checksum,
+  plan, canary).
 
-A restarted replica gets the weights that were sent last, from the senders' copies, and serves when its canary has passed.
+A restarted replica gets the weights that were sent last, from the senders' copies, and serves when
+its canary has passed.
 """
 
 import asyncio
@@ -41,7 +45,8 @@ SLOWEST_LINK = 50e6
 """Bytes per second: a sync slower than this counts as stuck."""
 
 CONNECT_GRACE_S = 5.0
-"""Seconds beyond `connect_timeout`, which each process keeps by itself, for one that hangs outside of its waits."""
+"""Seconds beyond `connect_timeout`, which each process keeps by itself, for one that hangs outside
+of its waits."""
 
 LogProbs = list[np.ndarray]
 """float32 [tokens] of each sequence of the canary."""
@@ -55,7 +60,8 @@ class Trainers(Protocol):
     cfg: Config
 
     def score(self, sequences: list[np.ndarray]) -> Awaitable[LogProbs]:
-        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its current weights."""
+        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its
+        current weights."""
         ...
 
 
@@ -99,8 +105,9 @@ class Replicas(Protocol):
 class WeightSync:
     """Brings every replica to the trainer's weights.
 
-    `connect` exchanges the metadata once. A call is one sync: it creates the groups if the replicas have changed,
-    transfers, and checks the canary. `restore` does the same for one restarted replica.
+    `connect` exchanges the metadata once. A call is one sync: it creates the groups if the replicas
+    have changed, transfers, and checks the canary. `restore` does the same for one restarted
+    replica.
     """
 
     def __init__(
@@ -194,7 +201,8 @@ class WeightSync:
         self.rollout.syncing = True
         self.rollout.mark_stale()
         metrics: dict[str, Any] = {}
-        # Bounded: in each round without metrics at least one replica fails, and each may do so MAX_ATTEMPTS times.
+        # Bounded: in each round without metrics at least one replica fails, and each may do so
+        # MAX_ATTEMPTS times.
         while not metrics:
             # A replica that comes back now may have these weights already, from `restore`.
             await self.rollout.wait_for_any_replica()
@@ -209,8 +217,8 @@ class WeightSync:
     async def restore(self, number: int) -> bool:
         """Bring a restarted replica to the weights that were sent last.
 
-        If nothing was sent yet, or the senders keep nothing, it waits for the next sync. Returns whether the replica is
-        still alive.
+        If nothing was sent yet, or the senders keep nothing, it waits for the next sync. Returns
+        whether the replica is still alive.
         """
         can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
         if self.last_sent is None or not can_resend:
@@ -231,7 +239,8 @@ class WeightSync:
     async def _sync_active(self) -> dict[str, Any]:
         """One sync of all active replicas; see `_sync_replicas`."""
         async with self.lock:
-            # Only now: while this waited for the lock, a replica may have come back, with the version before.
+            # Only now: while this waited for the lock, a replica may have come back, with the
+            # version before.
             numbers = self.rollout.active
             if not numbers:
                 return {}
@@ -251,7 +260,8 @@ class WeightSync:
             SyncError, ProcessDied: as `__call__`.
         """
         stamp, trainer_log_probs = self.last_sent
-        # Looked up before the sync: after a failure, a restarted process may have taken the place of a dead one.
+        # Looked up before the sync: after a failure, a restarted process may have taken the place
+        # of a dead one.
         replicas = {number: self.rollout.replicas[number] for number in numbers}
         try:
             if self.connected_replicas != list(replicas.values()):
@@ -302,8 +312,8 @@ class WeightSync:
         self.connected_replicas = replicas
 
     def _same_device_receivers(self, numbers: list[int]) -> list[list[int]]:
-        """Per sender the receivers on its device. Only replicas with one worker share a device with a trainer, so a
-        replica's position is the number of its receiver."""
+        """Per sender the receivers on its device. Only replicas with one worker share a device with
+        a trainer, so a replica's position is the number of its receiver."""
         receiver_of = {number: receiver for receiver, number in enumerate(numbers)}
         same_device = []
         for replicas in self.same_device:
@@ -322,8 +332,9 @@ class WeightSync:
             replica = self.rollout.replicas[number]
             answer = replica.sync.remote(stamp)
             calls.append(SyncCall(f"rollout {number}", replica, answer, number))
-        # Each wait inside has the limit timeout_s; these limits are for what hangs outside of those. All processes walk
-        # the buckets side by side, so when one has ended, the others soon will.
+        # Each wait inside has the limit timeout_s; these limits are for what hangs outside of
+        # those. All processes walk the buckets side by side, so when one has ended, the others soon
+        # will.
         slowest_s = self.total_bytes / SLOWEST_LINK
         first_limit_s = 3 * self.cfg.timeout_s + slowest_s
         rest_limit_s = self.cfg.timeout_s + slowest_s
@@ -339,7 +350,8 @@ class WeightSync:
         received: dict[int, list[report.Report]],
         seconds: float,
     ) -> dict[str, Any]:
-        """The metrics of a transfer; also passes its spans to the timeline. Arguments as `report.sync_metrics`."""
+        """The metrics of a transfer; also passes its spans to the timeline. Arguments as
+        `report.sync_metrics`."""
         (_, version), _ = self.last_sent
         metrics = report.sync_metrics(sent, received, seconds, self.total_bytes)
         slowest = report.slowest_processes(sent, received)
@@ -350,7 +362,8 @@ class WeightSync:
     async def _check_canary(
         self, stamp: Stamp, trainer_log_probs: LogProbs, numbers: list[int]
     ) -> dict[str, float]:
-        """Let these replicas score the canary; returns its metrics. Raises BrokenSync; SyncError: they differ."""
+        """Let these replicas score the canary; returns its metrics. Raises BrokenSync; SyncError:
+        they differ."""
         _, version = stamp
         what = f"canary after the sync of version {version}"
         calls = []
@@ -399,7 +412,8 @@ class WeightSync:
     async def _find_failed(
         self, broken: BrokenSync, replicas: dict[int, Any]
     ) -> tuple[dict[str, str], dict[int, str]]:
-        """The processes that are gone or hang: trainers (name -> reason) and replicas (number -> reason)."""
+        """The processes that are gone or hang: trainers (name -> reason) and replicas (number ->
+        reason)."""
         ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
         number_of = {f"rollout {number}": number for number in replicas}
         actors = {who: replicas[number] for who, number in number_of.items()}
@@ -411,12 +425,14 @@ class WeightSync:
             if call.replica is not None:
                 dead_replicas.setdefault(call.replica, reason)
             elif self.cfg.sender != "gather":
-                # The ranks of a gathering trainer wait for the first one, which failed: they do not hang by themselves.
+                # The ranks of a gathering trainer wait for the first one, which failed: they do not
+                # hang by themselves.
                 dead_ranks.setdefault(call.who, reason)
         return dead_ranks, dead_replicas
 
     def _restart_replica(self, number: int, reason: str, what: str, is_restore: bool) -> None:
-        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a row."""
+        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a
+        row."""
         failures = self.failed_syncs.get(number, 0)
         if not is_restore:
             failures += 1

@@ -1,9 +1,9 @@
 """What changed between two states of a weight bucket, exactly and in few bytes.
 
-A bucket is read as 16-bit words. What changed is stored as two columns of small numbers: gaps between changed words, and
-differences of their bit patterns mod 2^16, folded to 0, 1, 2, ... for 0, -1, 1, ... (zigzag coding). After an optimizer
-step at a learning rate of RL most bf16 weights stay the same and the others move to a neighboring value, so both columns
-mostly fit one byte per number.
+A bucket is read as 16-bit words. What changed is stored as two columns of small numbers: gaps
+between changed words, and differences of their bit patterns mod 2^16, folded to 0, 1, 2, ... for 0,
+-1, 1, ... (zigzag coding). After an optimizer step at a learning rate of RL most bf16 weights stay
+the same and the others move to a neighboring value, so both columns mostly fit one byte per number.
 
 A payload holds, in this order:
 
@@ -12,8 +12,8 @@ A payload holds, in this order:
 3. all int32 streams, all 16-bit streams, all 8-bit streams;
 4. zeros up to a multiple of 16 bytes.
 
-A number that does not fit a stream stands there as the stream's largest value, and itself in the next wider stream. A
-column of which half would not fit begins in the 16-bit stream.
+A number that does not fit a stream stands there as the stream's largest value, and itself in the
+next wider stream. A column of which half would not fit begins in the 16-bit stream.
 """
 
 import torch
@@ -39,15 +39,17 @@ def _align(size: int) -> int:
 def encode(new: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     """The payload that turns `base` into `new`, and the number of words that differ.
 
-    The largest temporaries, beside the payload's streams, take about 40 bytes for each word of a block.
+    The largest temporaries, beside the payload's streams, take about 40 bytes for each word of a
+    block.
 
     Args:
         new: uint8 [n], n a multiple of 16.
         base: uint8 [n], on the same device.
 
     Returns:
-        The payload, uint8 [m] with m a multiple of 16, on the tensors' device; None if it would have n bytes or more, so
-        that sending all of `new` is cheaper. And the number of changed words.
+        The payload, uint8 [m] with m a multiple of 16, on the tensors' device; None if it would
+        have n bytes or more, so that sending all of `new` is cheaper. And the number of changed
+        words.
     """
     new_words = new.view(torch.int16)
     base_words = base.view(torch.int16)
@@ -74,8 +76,8 @@ def encode(new: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor | None, 
 def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Gaps and folded differences (int32 [c] each) of the words (int16 [k]) that differ.
 
-    It looks for rows of words first, of 64 bytes if the block divides into such: finding single words costs much more
-    than comparing.
+    It looks for rows of words first, of 64 bytes if the block divides into such: finding single
+    words costs much more than comparing.
     """
     if len(new) % 32:
         row_shift = 3  # a row is 8 words, compared as 2 int64: their equality as one int16
@@ -122,7 +124,8 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
         words: uint8 [n], the base.
 
     Raises:
-        ValueError: the payload belongs to another size, or contradicts itself. `words` is unchanged then.
+        ValueError: the payload belongs to another size, or contradicts itself. `words` is unchanged
+            then.
     """
     blocks = _parse(payload, words.view(torch.int16))
     # Nothing is written before all blocks have been checked.
@@ -136,7 +139,8 @@ def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
 def _decode(
     block: torch.Tensor, gaps: Streams, steps: Streams
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Positions (int64 [c]) and differences (int16 [c]) of a block's changes. Raises ValueError: they do not fit it."""
+    """Positions (int64 [c]) and differences (int16 [c]) of a block's changes. Raises ValueError:
+    they do not fit it."""
     positions = (_join(gaps).long() + 1).cumsum(0) - 1
     folded_steps = _join(steps)
     if len(positions) != len(folded_steps) or not _within(positions, len(block)):
@@ -152,7 +156,8 @@ def _within(positions: torch.Tensor, length: int) -> bool:
 def _parse(
     payload: torch.Tensor, words: torch.Tensor
 ) -> list[tuple[torch.Tensor, Streams, Streams]]:
-    """Each block of `words` (int16 [k]) that has changes, with the streams of its gaps and of its steps.
+    """Each block of `words` (int16 [k]) that has changes, with the streams of its gaps and of its
+    steps.
 
     Raises:
         ValueError: the header does not fit the words or the payload's size.
@@ -201,7 +206,8 @@ def _columns(payload: torch.Tensor, offset: int, lengths: list[int]) -> list[Str
 
 
 def _join(streams: Streams) -> torch.Tensor:
-    """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong together."""
+    """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong
+    together."""
     column, words, numbers = streams
     column = _insert_escaped(words.int() & _LARGEST_WORD, column, _LARGEST_WORD)
     if not len(numbers):  # the column begins in the 16-bit stream

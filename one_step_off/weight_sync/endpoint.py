@@ -1,22 +1,34 @@
-"""What the weight sender and the weight receiver share: transports, abort signals, the wire's thread, time by phase.
+"""What the weight sender and the weight receiver share: transports, abort signals, the wire's
+thread, time by phase.
 
-Trainer ranks send the pieces that they own; every vLLM worker receives all of them and assembles whole tensors:
+Trainer ranks send the pieces that they own; every vLLM worker receives all of them and assembles
+whole tensors:
 
-    plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
-    WeightSender(plan, rank, ...).connect(epoch, n_receivers);               .send(tensors, version)
-    WeightReceiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
+    # Once, the same on both sides:
+    plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)
+    # On each trainer rank:
+    sender = WeightSender(plan, rank, ...)
+    sender.connect(epoch, receivers)
+    sender.send(tensors, version)
+    # In each vLLM worker:
+    receiver = WeightReceiver(plan, index, ...)
+    receiver.connect(epoch, addresses, receivers)
+    receiver.receive(load, version)
 
-There is one group per sender, with all receivers. It is created again in every epoch, that is, when receivers come or go.
-All receivers and senders walk the buckets in the order of the plan; the senders' parts of a bucket arrive side by side.
-Receivers on the same device as a sender are not in its group: they read its buckets directly (shared_memory.py). Both ends
-have a thread for the wire: while bucket k travels, k+1 is packed and k-1 is loaded.
+There is one group per sender, with all receivers. It is created again in every epoch, that is, when
+receivers come or go. All receivers and senders walk the buckets in the order of the plan; the
+senders' parts of a bucket arrive side by side. Receivers on the same device as a sender are not in
+its group: they read its buckets directly (shared_memory.py). Both ends have a thread for the wire:
+while bucket k travels, k+1 is packed and k-1 is loaded.
 
-The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls no collective of the
-trainer and uses no default group. It runs on a thread, a group and, on GPUs, streams of its own, and reads only this
-rank's shard. So it continues whatever the trainer's ranks wait for, and they continue whatever it waits for. A send waits
-for receivers only, which walk the buckets in one order and wait for nothing else. (Trainers that gather a tensor, send it,
-and gather the next hang when one rank's next gather is queued behind another rank's send.) On a GPU both also need a
-hardware queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up everything that is launched later.
+The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls
+no collective of the trainer and uses no default group. It runs on a thread, a group and, on GPUs,
+streams of its own, and reads only this rank's shard. So it continues whatever the trainer's ranks
+wait for, and they continue whatever it waits for. A send waits for receivers only, which walk the
+buckets in one order and wait for nothing else. (Trainers that gather a tensor, send it, and gather
+the next hang when one rank's next gather is queued behind another rank's send.) On a GPU both also
+need a hardware queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up
+everything that is launched later.
 """
 
 import time
@@ -39,7 +51,8 @@ from one_step_off.weight_sync.transfer_record import TransferRecord
 T = TypeVar("T")
 
 MEASURED_TRANSFERS = 2
-"""Transfers of the first bucket in `connect`, by which receivers measure the bare link; the second one counts."""
+"""Transfers of the first bucket in `connect`, by which receivers measure the bare link; the second
+one counts."""
 
 
 class SyncEndpoint:
@@ -68,7 +81,8 @@ class SyncEndpoint:
         self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
         self.stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
-            # What is queued on the compute stream must not hold up the wire, nor the other way round.
+            # What is queued on the compute stream must not hold up the wire, nor the other way
+            # round.
             self.stream = torch.cuda.Stream(device)
         self.wire_thread = self._start_wire_thread()
         self._begin_sync()
@@ -88,8 +102,8 @@ class SyncEndpoint:
         self.abort_signals = []
 
     def give_up(self, error: BaseException) -> None:
-        """Leave all groups because of `error`. Every process that waits for this endpoint fails soon, and names the
-        cause."""
+        """Leave all groups because of `error`. Every process that waits for this endpoint fails
+        soon, and names the cause."""
         reason = " ".join(str(error).split()) or type(error).__name__
         for signal in self.abort_signals:
             with suppress(RuntimeError):  # the sender's process is gone, and its store with it
@@ -122,8 +136,8 @@ class SyncEndpoint:
         return self._result_from_wire(self.wire_thread.submit(function, *args))
 
     def _result_from_wire(self, future: Future[T]) -> T:
-        """The result of a call on the wire's thread. Waits inside the call have limits of their own; the limit here is
-        for a transport that hangs outside of them."""
+        """The result of a call on the wire's thread. Waits inside the call have limits of their
+        own; the limit here is for a transport that hangs outside of them."""
         return wait_for_result(future, 3 * self.timeout_s, self._check_abort_signals)
 
     def _call_until(
@@ -133,12 +147,14 @@ class SyncEndpoint:
         *args: Any,
         discard: Callable[[Future], None] | None = None,
     ) -> T:
-        """`function(*args)` on a thread of its own, since nothing else bounds the creation of a group or a store.
+        """`function(*args)` on a thread of its own, since nothing else bounds the creation of a
+        group or a store.
 
         gloo's threads, which such a call starts, may run on all cores then.
 
         Args:
-            deadline: by `time.monotonic`; the thread is abandoned then, or when the sync is aborted.
+            deadline: by `time.monotonic`; the thread is abandoned then, or when the sync is
+                aborted.
             function: the call.
             args: of the call.
             discard: receives the future of an abandoned call when it ends.
@@ -181,7 +197,8 @@ class SyncEndpoint:
         except SyncError:
             raise
         except Exception as error:
-            # The frames hold the group's work, without which gloo keeps its connections: see DedicatedGroup.close.
+            # The frames refer to the group's work, and gloo keeps its connections as long as
+            # anything does: see DedicatedGroup.close.
             traceback.clear_frames(error.__traceback__)
             if bucket_number is None:
                 bucket_number = self.bucket_number

@@ -1,13 +1,16 @@
-"""In-place updates: where the bytes of Hugging Face tensors lie inside a vLLM model whose parameters are used as loaded.
+"""In-place updates: where the bytes of Hugging Face tensors lie inside a vLLM model whose
+parameters are used as loaded.
 
-A delta applies to Hugging Face tensors. Without this module the receiver would need a mirror of the model in that layout.
-With it, the model itself serves as the mirror: a bucket is read from the parameters, the delta is applied and the checksum
-compared there, and the bucket is written back. Only the model's own `load_weights` knows which part goes where (names,
-fused qkv, stacked experts), so one call of it is recorded, with its writes held back.
+A delta applies to Hugging Face tensors. Without this module the receiver would need a mirror of the
+model in that layout. With it, the model itself serves as the mirror: a bucket is read from the
+parameters, the delta is applied and the checksum compared there, and the bucket is written back.
+Only the model's own `load_weights` knows which part goes where (names, fused qkv, stacked experts),
+so one call of it is recorded, with its writes held back.
 
-Not every model can do this. Refused, because they need a mirror: layers packed for CPU kernels, quantized or reordered
-ones, and tensor parallelism, where a worker holds only its part. After writing, attention layers that derive something
-from weights must be processed again, as vLLM's reload does (`process_weights_after_loading`).
+Not every model can do this. Refused, because they need a mirror: layers packed for CPU kernels,
+quantized or reordered ones, and tensor parallelism, where a worker holds only its part. After
+writing, attention layers that derive something from weights must be processed again, as vLLM's
+reload does (`process_weights_after_loading`).
 """
 
 import itertools
@@ -29,24 +32,27 @@ class NotInPlace(RuntimeError):
 
 
 class InPlaceBucket:
-    """The mapping of one bucket into the model: parts of parameters, and the parts of tensors that they hold.
+    """The mapping of one bucket into the model: parts of parameters, and the parts of tensors that
+    they hold.
 
     `parameter_parts[i]` and `tensor_parts[i]` are views of the same shape.
     """
 
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Find where `tensors` lie in the model, which must hold a completely loaded version and stays unchanged.
+        """Find where `tensors` lie in the model, which must hold a completely loaded version and
+        stays unchanged.
 
-        The parts hold as many numbers as the tensors, and no two overlap in the parameters. The tensors are left as NaN,
-        which no model holds. So after `read` the caller sees by checksum whether every number was in a part, and whether
-        parameters were reordered after loading. It cannot see that while all numbers of a tensor are equal, as in a fresh
-        norm; the canary can, later.
+        The parts hold as many numbers as the tensors, and no two overlap in the parameters. The
+        tensors are left as NaN, which no model holds. So after `read` the caller sees by checksum
+        whether every number was in a part, and whether parameters were reordered after loading. It
+        cannot see that while all numbers of a tensor are equal, as in a fresh norm; the canary can,
+        later.
 
         Args:
             model: a vLLM model.
-            tensors: Hugging Face name -> view into the caller's buffer, with the shape and dtype that `load_weights`
-                takes; the values do not matter.
+            tensors: Hugging Face name -> view into the caller's buffer, with the shape and dtype
+                that `load_weights` takes; the values do not matter.
 
         Raises:
             NotInPlace: any of this does not hold.
@@ -101,7 +107,8 @@ class InPlaceModel(Mirror):
 
         Args:
             plan: of both ends.
-            join_buffer: uint8 [plan.join_bytes], where tensors with several slots are joined; on the model's device.
+            join_buffer: uint8 [plan.join_bytes], where tensors with several slots are joined; on
+                the model's device.
             checksums: int64 [senders, buckets, 2], of what the model must hold.
             model: a vLLM model.
 
@@ -121,7 +128,8 @@ class InPlaceModel(Mirror):
                 self._map_buckets(range(len(self.mappings), index + 1), checksums, model)
 
     def parts(self, index: int) -> Parts:
-        """As `Mirror.parts`, read from the model into the buffer. A tensor in strips is read with its first strip."""
+        """As `Mirror.parts`, read from the model into the buffer. A tensor in strips is read with
+        its first strip."""
         continues_tensor = index > 0 and not self.plan.buckets[index - 1].completes_tensors
         if not continues_tensor:
             self.mappings[index].read()
@@ -130,14 +138,16 @@ class InPlaceModel(Mirror):
         return parts
 
     def write(self, index: int) -> None:
-        """Write the bucket that `update` has made into the model. A tensor in strips is written with its last strip."""
+        """Write the bucket that `update` has made into the model. A tensor in strips is written
+        with its last strip."""
         bucket = self.plan.buckets[index]
         bucket.join(super().parts(index), self.join_buffer)
         if bucket.completes_tensors:
             self.mappings[index].write()
 
     def _map_buckets(self, indices: range, checksums: torch.Tensor, model: torch.nn.Module) -> None:
-        """Find one bucket in the model, or all buckets with the strips of one tensor. Raises NotInPlace."""
+        """Find one bucket in the model, or all buckets with the strips of one tensor. Raises
+        NotInPlace."""
         last = indices[-1]
         tensors = {}
         for name, tensor, _ in self.plan.buckets[last].tensors(
@@ -155,7 +165,8 @@ class InPlaceModel(Mirror):
 def _refuse_packed_layers(model: torch.nn.Module) -> None:
     """Raises NotInPlace: a linear layer works on a packed copy of its weight.
 
-    Such a kernel is a closure over the copy; a CPU kernel that works on the parameter itself closes over nothing.
+    Such a kernel is a closure over the copy; a CPU kernel that works on the parameter itself closes
+    over nothing.
     """
     for name, module in model.named_modules():
         kernel = getattr(module, "cpu_linear", None)
@@ -166,7 +177,8 @@ def _refuse_packed_layers(model: torch.nn.Module) -> None:
 def _record_load(
     model: torch.nn.Module, tensors: dict[str, torch.Tensor]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The copies (parameter part, tensor part) that `model.load_weights(tensors)` would make. Raises NotInPlace."""
+    """The copies (parameter part, tensor part) that `model.load_weights(tensors)` would make.
+    Raises NotInPlace."""
     recorder = _LoadRecorder(model, tensors)
     addresses_before = _addresses(model)
     try:
@@ -195,7 +207,8 @@ def _storage_address(tensor: torch.Tensor) -> int:
 
 
 class _LoadRecorder(TorchDispatchMode):
-    """Holds back all writes to the model's parameters, and records those that copy from `tensors`."""
+    """Holds back all writes to the model's parameters, and records those that copy from
+    `tensors`."""
 
     def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -232,7 +245,8 @@ class _LoadRecorder(TorchDispatchMode):
         return _storage_address(args[1]) in self.source_addresses
 
     def _record(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Note a copy into parameter `name`. Raises NotInPlace: the parameter cannot give back what was copied."""
+        """Note a copy into parameter `name`. Raises NotInPlace: the parameter cannot give back what
+        was copied."""
         if target.shape != source.shape or not target.is_contiguous():
             raise NotInPlace(f"{name} does not hold a part of what was sent in one piece")
         keeps_values = torch.promote_types(target.dtype, source.dtype) == target.dtype
@@ -258,7 +272,8 @@ def _written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]
 
 
 def _changes_nothing(func: Any, args: tuple, target: torch.Tensor) -> bool:
-    """Whether an operation fills `target` with the number that it already holds, as padding is filled again."""
+    """Whether an operation fills `target` with the number that it already holds, as padding is
+    filled again."""
     if func is torch.ops.aten.fill_.Scalar:
         number = args[1]
     elif func is torch.ops.aten.zero_.default:

@@ -16,13 +16,15 @@ class Mirror:
         """`device`: the receiver's, on which `update` returns the buckets."""
         self.plan = plan
         self.device = device
-        # One block per bucket and not per part: large blocks go back to the system when they are freed.
+        # One block per bucket and not per part: large blocks go back to the system when they are
+        # freed.
         self.buckets = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in plan.buckets]
 
     def pin(self) -> None:
         """Pin the memory, so that a GPU reads it faster.
 
-        Not in the constructor: pinned memory would not go back to the system if the mirror turns out not to be needed.
+        Not in the constructor: pinned memory would not go back to the system if the mirror turns
+        out not to be needed.
         """
         if self.device.type == "cuda":
             self.buckets = [bucket.pin_memory() for bucket in self.buckets]

@@ -26,8 +26,8 @@ LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
 class WeightReceiver(SyncEndpoint):
     """Receives the pieces of all senders, and assembles whole tensors.
 
-    Deltas apply to what was received before. It is held in `mirror`, which the first sync with deltas creates, or in the
-    model itself: `in_place`, which the caller sets.
+    Deltas apply to what was received before. It is held in `mirror`, which the first sync with
+    deltas creates, or in the model itself: `in_place`, which the caller sets.
     """
 
     role = "receiver"
@@ -82,21 +82,24 @@ class WeightReceiver(SyncEndpoint):
             raise
 
     def receive(self, load: LoadTensors, version: int) -> dict[str, Any]:
-        """Receive one sync. Each bucket's whole tensors go to `load`, or into the model if `in_place` is set.
+        """Receive one sync. Each bucket's whole tensors go to `load`, or into the model if
+        `in_place` is set.
 
-        When this returns, the bytes equal the senders' by checksum; before that the model must not be used.
+        When this returns, the bytes equal the senders' by checksum; before that the model must not
+        be used.
 
         Args:
             load: receives views into reused buffers, so it must copy what it keeps.
             version: that the senders must send.
 
         Returns:
-            Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds on the wire] of each
-            bucket, "spans", and "bare_wire": the seconds that the bare link would take for all bytes (0: not measured).
+            Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
+            on the wire] of each bucket, "spans", and "bare_wire": the seconds that the bare link
+            would take for all bytes (0: not measured).
 
         Raises:
-            SyncError: another plan or version, a time limit, a broken peer, or a checksum that differs. The groups are
-                closed then.
+            SyncError: another plan or version, a time limit, a broken peer, or a checksum that
+                differs. The groups are closed then.
         """
         self._begin_sync()
         try:
@@ -143,7 +146,8 @@ class WeightReceiver(SyncEndpoint):
 
     def _prepare_buffers(self) -> None:
         self.uses_network = any(self._is_remote(sender) for sender in range(self.plan.senders))
-        # Without a network all buckets are read from the senders' buffers: no memory is needed here.
+        # Without a network all buckets are read from the senders' buffers: no memory is needed
+        # here.
         buffer_device = self.device if self.uses_network else "meta"
         largest = self.plan.largest_bucket_bytes
         self.buffers = [
@@ -153,8 +157,9 @@ class WeightReceiver(SyncEndpoint):
         self.join_buffer = torch.zeros(self.plan.join_bytes, dtype=torch.uint8, device=self.device)
 
     def _measure_link(self) -> None:
-        """Seconds per byte of the bare link: the first bucket as it will travel, MEASURED_TRANSFERS times; the last time
-        counts. Not measured if a sender with a part of it is on the same device."""
+        """Seconds per byte of the bare link: the first bucket as it will travel, MEASURED_TRANSFERS
+        times; the last time counts. Not measured if a sender with a part of it is on the same
+        device."""
         parts = self.plan.buckets[0].split_parts(self.buffers[0])
         remote_parts = {sender: part for sender, part in parts.items() if self._is_remote(sender)}
         seconds = 0.0
@@ -197,7 +202,8 @@ class WeightReceiver(SyncEndpoint):
         self.checksums = checksums
 
     def _receive_headers(self, version: int) -> bool:
-        """Whether messages may be deltas and so announce their size, after checking every sender's header.
+        """Whether messages may be deltas and so announce their size, after checking every sender's
+        header.
 
         Raises:
             SyncError: a sender follows another plan or sends another version.
@@ -216,7 +222,8 @@ class WeightReceiver(SyncEndpoint):
         return bool(has_deltas)
 
     def _receive_bucket(self, index: int, has_deltas: bool) -> Parts:
-        """On the wire's thread: the senders' messages of one bucket, valid until they are released."""
+        """On the wire's thread: the senders' messages of one bucket, valid until they are
+        released."""
         begin = time.perf_counter()
         buffer = self.buffers[index % RECEIVE_BUFFERS]
         targets = self.plan.buckets[index].split_parts(buffer)
@@ -238,9 +245,11 @@ class WeightReceiver(SyncEndpoint):
             targets: sender -> where its message goes.
 
         Returns:
-            Sender -> its message: `targets`, or a view of its buffer if the sender is on the same device.
+            Sender -> its message: `targets`, or a view of its buffer if the sender is on the same
+            device.
         """
-        # A thread that was abandoned and comes back late must not touch the transports of another epoch.
+        # A thread that was abandoned and comes back late must not touch the transports of another
+        # epoch.
         transports = self.transports
         for sender, target in targets.items():
             transports[sender].start_receive(target)
@@ -250,7 +259,8 @@ class WeightReceiver(SyncEndpoint):
         return messages
 
     def _receive_numbers(self, senders: Iterable[int], count: int) -> Parts:
-        """On the wire's thread: a message of a few numbers from each of these senders, int64 [count]."""
+        """On the wire's thread: a message of a few numbers from each of these senders, int64
+        [count]."""
         targets = {}
         for sender in senders:
             targets[sender] = torch.zeros(count, dtype=torch.int64, device=self.device)
@@ -273,7 +283,8 @@ class WeightReceiver(SyncEndpoint):
             load(tensors)
 
     def _verify_checksums(self, received: torch.Tensor) -> None:
-        """Compare with every sender's checksums. All are read first, so that no sender waits for this receiver.
+        """Compare with every sender's checksums. All are read first, so that no sender waits for
+        this receiver.
 
         Args:
             received: int64 [senders, buckets, 2].

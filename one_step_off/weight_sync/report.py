@@ -46,7 +46,8 @@ def sync_metrics(
     metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
     is_full = wire_bytes >= total_bytes
     metrics |= _wire_metrics(sent, workers, is_full)
-    # 1: deltas go straight into every engine's parameters; 0: one of them keeps a mirror in host memory.
+    # 1: deltas go straight into every engine's parameters; 0: one of them keeps a mirror in host
+    # memory.
     in_place = [worker["in_place"] for worker in workers if "in_place" in worker]
     if in_place:
         metrics["sync/in_place"] = min(in_place)
@@ -56,7 +57,8 @@ def sync_metrics(
 def slowest_processes(sent: list[Report], received: dict[int, list[Report]]) -> dict[str, Report]:
     """Name -> report of the MAX_PROCESSES processes that took longest, the slowest last.
 
-    The names are "trainer 0", "rollout 0" for a replica's first worker, and "rollout 0.1" for its second.
+    The names are "trainer 0", "rollout 0" for a replica's first worker, and "rollout 0.1" for its
+    second.
     """
     reports: dict[str, Report] = {}
     for rank, report in enumerate(sent):
@@ -106,7 +108,8 @@ def _slowest_of_each_phase(phases: tuple[str, ...], reports: list[Report]) -> di
 def _wire_metrics(sent: list[Report], workers: list[Report], is_full: bool) -> dict[str, float]:
     """sync/wire_s of the worker that took longest, and what the bare link would have taken.
 
-    The time of a bucket at one end includes the wait for the other end, so the shorter of both counts.
+    The time of a bucket at one end includes the wait for the other end, so the shorter of both
+    counts.
     """
     slowest_sender: dict[int, float] = {}  # bucket -> seconds
     for report in sent:

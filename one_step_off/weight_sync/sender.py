@@ -46,12 +46,14 @@ class BucketOnWire:
 
 
 class WeightSender(SyncEndpoint):
-    """Sends the pieces of one trainer rank. It is rank 0 of its group, and its store is the group's."""
+    """Sends the pieces of one trainer rank. It is rank 0 of its group, and its store is the
+    group's."""
 
     role = "sender"
 
     full_every = 0
-    """0: every sync sends all bytes; n > 0: it sends what changed, and all bytes in every n-th sync."""
+    """0: every sync sends all bytes; n > 0: it sends what changed, and all bytes in every n-th
+    sync."""
     keep_sent = False
     """Keep what was sent in host memory, to send it again after the model has changed."""
     kept_version: int | None = None
@@ -60,7 +62,8 @@ class WeightSender(SyncEndpoint):
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
-        """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host, port)."""
+        """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host,
+        port)."""
         super().__init__(plan, index, device, host, timeout_s)
         self.slots_of_bucket: list[list[Slot]] = []
         for bucket in plan.buckets:
@@ -117,12 +120,13 @@ class WeightSender(SyncEndpoint):
             version: of the weights.
 
         Returns:
-            Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed" 16-bit words (NaN
-            unless a delta was sent), "bucket_wire": [index, seconds on the wire] of each bucket, and "spans".
+            Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
+            16-bit words (NaN unless a delta was sent), "bucket_wire": [index, seconds on the wire]
+            of each bucket, and "spans".
 
         Raises:
-            SyncError: names this sender, phase and bucket. The group is closed then, and receivers do not wait for it
-                any longer.
+            SyncError: names this sender, phase and bucket. The group is closed then, and receivers
+                do not wait for it any longer.
         """
         self._begin_sync()
         try:
@@ -142,7 +146,8 @@ class WeightSender(SyncEndpoint):
     def _connect_transports(
         self, store: dist.Store, receivers: int, same_device: Sequence[int], deadline: float
     ) -> None:
-        """Open the shared-memory transport for receivers on the same device, and the group for the remote ones."""
+        """Open the shared-memory transport for receivers on the same device, and the group for the
+        remote ones."""
         buffer_sizes = [max(self.part_sizes, default=0)] * SEND_BUFFERS
         if same_device:
             shared = SharedMemorySender(store, buffer_sizes, list(same_device), self.device)
@@ -232,7 +237,8 @@ class WeightSender(SyncEndpoint):
         kind: SendKind,
         checksums: torch.Tensor,
     ) -> torch.Tensor:
-        """Fill `part` (uint8 [n], inside a send buffer) with the message of one bucket, and note its checksum.
+        """Fill `part` (uint8 [n], inside a send buffer) with the message of one bucket, and note
+        its checksum.
 
         Returns:
             `part`, or its beginning if a delta payload is shorter.
@@ -258,7 +264,8 @@ class WeightSender(SyncEndpoint):
         return part[: len(payload)].copy_(payload)
 
     def _pack(self, part: torch.Tensor, slots: list[Slot], tensors: Iterator[torch.Tensor]) -> None:
-        """Copy the pieces of one bucket into `part`. Raises SyncError: a tensor is not as planned."""
+        """Copy the pieces of one bucket into `part`. Raises SyncError: a tensor is not as
+        planned."""
         for slot in slots:
             is_first_strip = slot.piece.start == slot.source.start
             if is_first_strip:
@@ -276,7 +283,8 @@ class WeightSender(SyncEndpoint):
             )
 
     def _broadcast(self, *messages: torch.Tensor) -> float:
-        """On the wire's thread: send messages to every receiver, one after another. Returns the seconds it took."""
+        """On the wire's thread: send messages to every receiver, one after another. Returns the
+        seconds it took."""
         if self.stream:
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()

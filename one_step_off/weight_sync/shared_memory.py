@@ -1,9 +1,10 @@
-"""The shared-memory transport of the weight stream, between processes on the same device: receivers map the sender's
-buckets, and nothing is copied.
+"""The shared-memory transport of the weight stream, between processes on the same device: receivers
+map the sender's buckets, and nothing is copied.
 
-On CPUs a bucket is shared memory, on a GPU it is passed by CUDA IPC. A message says which bucket is full, and an answer
-that it may be overwritten. Both travel through the sender's store. A receiver loads directly from the sender's buffer.
-The shared memory has no name, so a process that dies leaves nothing behind.
+On CPUs a bucket is shared memory, on a GPU it is passed by CUDA IPC. A message says which bucket is
+full, and an answer that it may be overwritten. Both travel through the sender's store. A receiver
+loads directly from the sender's buffer. The shared memory has no name, so a process that dies
+leaves nothing behind.
 """
 
 import os
@@ -32,7 +33,8 @@ def create_shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor,
     """Allocate a buffer that other processes of this user on this device can map.
 
     Returns:
-        The buffer, zeros, uint8 [size]; and its handle: a pickled (function, arguments) that maps it.
+        The buffer, zeros, uint8 [size]; and its handle: a pickled (function, arguments) that maps
+        it.
 
     Raises:
         OSError: there is not enough memory.
@@ -84,10 +86,11 @@ class SharedMemorySender:
         store.set(HANDLES_KEY, pickle.dumps(handles))
 
     def start_send(self, tensor: torch.Tensor) -> None:
-        """Announce a message to all receivers: the number of a buffer if `tensor` begins one of `buffers`, otherwise the
-        tensor's bytes.
+        """Announce a message to all receivers: the number of a buffer if `tensor` begins one of
+        `buffers`, otherwise the tensor's bytes.
 
-        A buffer must be completely written: receivers read it at once, on CUDA streams of their own.
+        A buffer must be completely written: receivers read it at once, on CUDA streams of their
+        own.
         """
         buffer_starts = [buffer.data_ptr() for buffer in self.buffers]
         if tensor.data_ptr() in buffer_starts:
@@ -152,8 +155,8 @@ class SharedMemoryReceiver:
             buffer: of the shape and dtype of the message. uint8 stands for a bucket.
 
         Returns:
-            For a bucket a view of the sender's buffer, with as many bytes as `buffer`; it stays as it is until
-            `release`. For any other tensor `buffer`, filled.
+            For a bucket a view of the sender's buffer, with as many bytes as `buffer`; it stays as
+            it is until `release`. For any other tensor `buffer`, filled.
 
         Raises:
             TimeoutError, Aborted: as `SharedMemorySender.wait`.

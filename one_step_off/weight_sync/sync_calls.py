@@ -1,4 +1,5 @@
-"""The calls of one phase of a sync, to trainers and replicas: as soon as one fails, the sync is aborted for all."""
+"""The calls of one phase of a sync, to trainers and replicas: as soon as one fails, the sync is
+aborted for all."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -13,10 +14,12 @@ ABORT_TIMEOUT_S = 5.0
 """Seconds for the trainers to accept an abort."""
 
 ABORT_NOTICE_S = 2.0
-"""Seconds after an abort until the processes that have not ended their call are asked whether they are alive."""
+"""Seconds after an abort until the processes that have not ended their call are asked whether they
+are alive."""
 
 BUSY_GRACE_S = 12.0
-"""Seconds after that, for the living ones to end what cannot be interrupted; a process that takes longer hangs."""
+"""Seconds after that, for the living ones to end what cannot be interrupted; a process that takes
+longer hangs."""
 
 Abort = Callable[[Exception], Awaitable[None]]
 """Ends every wait of the sync's groups, because of an error."""
@@ -48,8 +51,8 @@ async def run_or_abort(
 ) -> list[Any]:
     """The answers of all calls, in their order.
 
-    The sync is aborted as soon as one fails, if none has ended after `first_limit_s` seconds, or if some have not ended
-    `rest_limit_s` seconds after the first one.
+    The sync is aborted as soon as one fails, if none has ended after `first_limit_s` seconds, or if
+    some have not ended `rest_limit_s` seconds after the first one.
 
     Args:
         what: names the phase in errors.
@@ -85,8 +88,8 @@ async def run_or_abort(
 
 
 async def await_quietly(calls: list[Awaitable[Any]]) -> None:
-    """Await these calls for ABORT_TIMEOUT_S seconds at most, and ignore their failures: `not_alive` finds a process
-    that fails or hangs."""
+    """Await these calls for ABORT_TIMEOUT_S seconds at most, and ignore their failures: `not_alive`
+    finds a process that fails or hangs."""
     with suppress(TimeoutError):
         async with asyncio.timeout(ABORT_TIMEOUT_S):
             await asyncio.gather(*calls, return_exceptions=True)
@@ -95,7 +98,8 @@ async def await_quietly(calls: list[Awaitable[Any]]) -> None:
 async def _wait_for_all(
     tasks: list[asyncio.Future], first_limit_s: float, rest_limit_s: float
 ) -> float:
-    """Wait until all tasks have ended, one has failed, or a limit is reached. Returns the limit that was used last."""
+    """Wait until all tasks have ended, one has failed, or a limit is reached. Returns the limit
+    that was used last."""
     done, pending = await asyncio.wait(
         tasks, timeout=first_limit_s, return_when=asyncio.FIRST_COMPLETED
     )
@@ -123,7 +127,8 @@ def _errors_of(tasks: Any) -> list[Exception]:
 
 
 def _root_cause(errors: list[Exception]) -> Exception:
-    """The first error of a process that failed by itself, and not because another one gave up the sync."""
+    """The first error of a process that failed by itself, and not because another one gave up the
+    sync."""
     for error in errors:
         if GIVEN_UP not in str(error):
             return error

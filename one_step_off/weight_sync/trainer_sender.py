@@ -1,10 +1,12 @@
 """A training worker's part in the weight sync, on top of its `weight_plan` and `weight_tensors`.
 
-With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run. The sync has a
-thread beside the worker's, and the optimizer waits until the driver knows that every replica has the weights. (It is not
-enough that this rank has sent them: they are sent again when a replica dies before it has finished.)
+With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass
+run. The sync has a thread beside the worker's, and the optimizer waits until the driver knows that
+every replica has the weights. (It is not enough that this rank has sent them: they are sent again
+when a replica dies before it has finished.)
 
-The calls that end a wait run on another thread, "control", because a send or a connect may hold its thread for minutes.
+The calls that end a wait run on another thread, "control", because a send or a connect may hold its
+thread for minutes.
 """
 
 import threading
@@ -23,7 +25,8 @@ from one_step_off.weight_sync.sender import WeightSender
 
 
 class WeightSenderMixin:
-    """Mixed into a worker, before its class: gives the worker a `WeightSender` and the calls that drive it."""
+    """Mixed into a worker, before its class: gives the worker a `WeightSender` and the calls that
+    drive it."""
 
     # Of the worker.
     cfg: Config
@@ -76,11 +79,12 @@ class WeightSenderMixin:
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `WeightSender.send`. With weight_sync.sender=gather every rank is called, and gives rank 0 its pieces
-        (collective).
+        """As `WeightSender.send`. With weight_sync.sender=gather every rank is called, and gives
+        rank 0 its pieces (collective).
 
         Raises:
-            SyncError: `version` is neither the worker's nor kept by the sender; or as `WeightSender.send`.
+            SyncError: `version` is neither the worker's nor kept by the sender; or as
+                `WeightSender.send`.
         """
         unpin()
         is_sharded = self.cfg.weight_sync.sender == "sharded"
@@ -107,13 +111,15 @@ class WeightSenderMixin:
 
     @ray.method(concurrency_group="control")
     def abort_sync(self, epoch: int, reason: str) -> None:
-        """End all waits of this epoch's groups, here and at the receivers: one of their processes failed."""
+        """End all waits of this epoch's groups, here and at the receivers: one of their processes
+        failed."""
         if hasattr(self, "sender"):
             self.sender.abort(epoch, reason)
 
     @ray.method(concurrency_group="control")
     def fail_sync(self, reason: str) -> None:
-        """The attempt ends: `before_step` raises SyncError with this reason, and does not wait for a release."""
+        """The attempt ends: `before_step` raises SyncError with this reason, and does not wait for
+        a release."""
         with self.release_changed:
             self.sync_failure = reason
             self.release_changed.notify_all()

@@ -1,12 +1,14 @@
 """Weights into vLLM: the engine's part in the weight sync, inside each vLLM worker process.
 
-vLLM imports this module through `worker_extension_cls`, before the worker creates its process groups. The import registers
-the transfer engine `one_step_off` with vLLM's factory. `SyncWorkerExtension` runs a whole update in one RPC: with vLLM's
-three separate calls an engine step may run between them and meet half-loaded layers. A failed update leaves half-loaded
-layers too: nothing is generated with them, and the next update begins by discarding them.
+vLLM imports this module through `worker_extension_cls`, before the worker creates its process
+groups. The import registers the transfer engine `one_step_off` with vLLM's factory.
+`SyncWorkerExtension` runs a whole update in one RPC: with vLLM's three separate calls an engine
+step may run between them and meet half-loaded layers. A failed update leaves half-loaded layers
+too: nothing is generated with them, and the next update begins by discarding them.
 
-With weight_sync.mode=delta this holds for the first update of an epoch only, if the model's parameters are used as they
-were loaded: all later updates are in place (in_place.py), and no layer is loaded again.
+With weight_sync.mode=delta this holds for the first update of an epoch only, if the model's
+parameters are used as they were loaded: all later updates are in place (in_place.py), and no layer
+is loaded again.
 """
 
 import time
@@ -41,7 +43,8 @@ logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages 
 
 
 class OneStepOffTransferEngine(base.WeightTransferEngine):
-    """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in place."""
+    """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
+    place."""
 
     def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
         self,
@@ -69,18 +72,20 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
             device = torch.device(self.device)
             self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
-            # The names that vLLM's own loader checks: every sync must load every parameter. Taken from the whole model:
-            # after a failed update, a tied head has a name of its own.
+            # The names that vLLM's own loader checks: every sync must load every parameter. Taken
+            # from the whole model: after a failed update, a tied head has a name of its own.
             self.expected_names = {name for name, _ in self.model.named_parameters()}
         self.receiver.index = index
         self.receiver.connect(**groups)
         self.in_place_tried = False  # in this epoch
 
     def start_weight_update(self) -> None:
-        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
+        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
+        oneDNN)."""
         self.report: dict[str, Any] = {}
         if self.receiver.in_place:
-            # It writes everything that the epoch's first update has loaded, so `loaded_names` stays valid.
+            # It writes everything that the epoch's first update has loaded, so `loaded_names` stays
+            # valid.
             return
         self.loaded_names: set[str] = set()
         start = time.perf_counter()
@@ -104,12 +109,13 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
                 f"as {missing[:MISSING_NAMES_SHOWN]}"
             )
 
-    # vLLM's wrapper of `receive_weights` would synchronize the device, which the receiver does where needed.
+    # vLLM's wrapper of `receive_weights` would synchronize the device, which the receiver does
+    # where needed.
     update_weights = receive_weights
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again; after an in-place update, let attention layers derive again what they derive from
-        weights."""
+        """Pack the layers again; after an in-place update, let attention layers derive again what
+        they derive from weights."""
         start = time.perf_counter()
         if self.receiver.in_place:
             for layer in filter(is_deferred_attention_layer, self.model.modules()):
@@ -127,7 +133,8 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         """The groups end with the process."""
 
     def _discard_failed_update(self) -> None:
-        """Reset layers that a failed update has left half-loaded: the reload would take what they hold for its own."""
+        """Reset layers that a failed update has left half-loaded: the reload would take what they
+        hold for its own."""
         for layer in self.model.modules():
             info = get_layerwise_info(layer)
             if info.can_load():
@@ -135,22 +142,24 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
                 info.reset()
 
     def _drop_expert_kernels(self) -> None:
-        """vLLM packs experts for CPUs only while it creates their kernel, so it must create it again."""
+        """vLLM packs experts for CPUs only while it creates their kernel, so it must create it
+        again."""
         for layer in self.model.modules():
             method = getattr(layer, "quant_method", None)
             if hasattr(method, "moe_kernel"):
                 method.moe_kernel = None
 
     def _pack_tied_head(self) -> None:
-        """Pack a tied lm_head on CPUs. It owns no weight, so the reload passes it over, and its packed copy would stay
-        at the old version with no more than a warning."""
+        """Pack a tied lm_head on CPUs. It owns no weight, so the reload passes it over, and its
+        packed copy would stay at the old version with no more than a warning."""
         head = getattr(self.model, "lm_head", None)
         is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
         if self.device.type == "cpu" and is_tied and hasattr(head, "quant_method"):
             head.quant_method.process_weights_after_loading(head)
 
     def _switch_to_in_place(self) -> None:
-        """After the first update of an epoch: use the model itself instead of its mirror, if the model can do that."""
+        """After the first update of an epoch: use the model itself instead of its mirror, if the
+        model can do that."""
         self.in_place_tried = True
         receiver = self.receiver
         try:
@@ -169,8 +178,8 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
         """Load the tensors of a bucket, and copy what the reload still refers to.
 
-        The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts that came earlier wait
-        as references into the bucket, whose buffer is about to be reused.
+        The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
+        that came earlier wait as references into the bucket, whose buffer is about to be reused.
         """
         self.loaded_names |= self.model.load_weights(tensors)
         if len(self.receiver.plan.buckets) > 1:

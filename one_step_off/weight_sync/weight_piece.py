@@ -1,7 +1,8 @@
-"""The contract between a training back end and the rest of the program, and so the contract of the weight stream.
+"""The contract between a training back end and the rest of the program, and so the contract of the
+weight stream.
 
-A back end knows nothing of vLLM, and the receiver knows nothing of FSDP or Megatron. Between them stand `WeightPiece`s:
-blocks of tensors, named as the Hugging Face checkpoint names them.
+A back end knows nothing of vLLM, and the receiver knows nothing of FSDP or Megatron. Between them
+stand `WeightPiece`s: blocks of tensors, named as the Hugging Face checkpoint names them.
 
 A back end has a class per role, as `fsdp_workers.py` does, where the methods are described:
 
@@ -21,8 +22,8 @@ from typing import Any
 class WeightPiece:
     """The block [start, stop) along dimension `dim` of one tensor, owned by one trainer rank.
 
-    The pieces of all ranks together cover every tensor once, cut along one dimension: 0 everywhere, except where tensor
-    parallelism splits the input. A 0-dimensional tensor counts as one row.
+    The pieces of all ranks together cover every tensor once, cut along one dimension: 0 everywhere,
+    except where tensor parallelism splits the input. A 0-dimensional tensor counts as one row.
     """
 
     name: str
@@ -43,14 +44,16 @@ class WeightPiece:
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
 
     def strip(self, i: int, count: int) -> "WeightPiece":
-        """The `i`-th of `count` strips of almost equal size, along the dimension in which the piece is cut."""
+        """The `i`-th of `count` strips of almost equal size, along the dimension in which the piece
+        is cut."""
         size = self.stop - self.start
         strip_start = self.start + size * i // count
         strip_stop = self.start + size * (i + 1) // count
         return replace(self, start=strip_start, stop=strip_stop)
 
     def slice_of(self, tensor: Any, tensor_start: int = 0) -> Any:
-        """A view of this piece inside the whole tensor, or inside a larger piece that starts at `tensor_start`."""
+        """A view of this piece inside the whole tensor, or inside a larger piece that starts at
+        `tensor_start`."""
         if not self.shape:
             return tensor
         return tensor.narrow(self.dim, self.start - tensor_start, self.stop - self.start)
