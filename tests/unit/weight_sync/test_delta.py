@@ -1,4 +1,5 @@
-"""Bucket deltas: every change comes back bit by bit, in few bytes, and what is damaged is refused."""
+"""Bucket deltas: every change comes back bit by bit, in few bytes, and what is damaged is
+refused."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ def example(words: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_payload_is_refused_or_stays_inside(data):
-    """It raises with nothing written, or it is a valid payload of other changes, which only a checksum can tell."""
+    """It raises with nothing written, or it is a valid payload of other changes, which only a
+    checksum can tell."""
     payload, base = example()
     at = data.draw(st.integers(0, 63) | st.integers(0, len(payload) - 1))
     payload[at] = data.draw(st.integers(0, 255))
