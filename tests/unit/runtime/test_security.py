@@ -14,7 +14,7 @@ import torch.distributed as dist
 from one_step_off.config.loading import load_config, resolved_yaml
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.validation import mask_secrets
-from one_step_off.distributed_util import open_store
+from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate
@@ -132,7 +132,8 @@ def listening() -> set[str]:
 def test_stores_listen_at_their_own_address_alone():
     """A store of ours, and the one that init_process_group makes, as vLLM's workers do."""
     before = listening()
-    store = open_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bind_rendezvous_to_its_host()
+    store = open_store("127.0.0.1", timeout_s=60.0)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
