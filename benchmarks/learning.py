@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks import learning_arms
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, run_arm
 from benchmarks.learning_arms import ARMS
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
 CALLS = "agent/used_tools/mean"

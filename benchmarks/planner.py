@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.command_line import ROOT, run_arm
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.tracker import speed
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate

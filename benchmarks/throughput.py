@@ -36,8 +36,9 @@ from benchmarks.throughput_cases import (
     model_path,
     what_model,
 )
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
 

@@ -31,8 +31,8 @@ from typing import Any
 from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 from benchmarks.throughput_cases import UNEVALUATED
 from benchmarks.trl_arm import settings_of
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
 ARMS = {

@@ -34,8 +34,8 @@ run must at least set `model.path`, `data.train_files`, and one of `trainer.tota
 
 
 def _type(key: ConfigKey) -> str:
-    words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
-    return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
+    words = ", ".join(f"`{choice}`" for choice in key.metadata["choices"] or ())
+    return (words or key.type_text.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
         " or `null`" if key.default is None else ""
     )
 
@@ -51,7 +51,7 @@ def _default(value: object) -> str:
 
 
 def _bounds(key: ConfigKey) -> str:
-    low, high, above = (key.meta.get(name) for name in ("low", "high", "above"))
+    low, high, above = (key.metadata.get(name) for name in ("low", "high", "above"))
     if low is not None and low == high:
         return f"only {low:g}"
     parts = [
@@ -59,7 +59,7 @@ def _bounds(key: ConfigKey) -> str:
         f"above {above:g}" if above is not None else "",
         f"at most {high:g}" if high is not None else "",
     ]
-    also = key.meta.get("also")
+    also = key.metadata.get("also")
     return ", ".join(part for part in parts if part) + ("" if also is None else f", or {also:g}")
 
 
@@ -76,7 +76,7 @@ def page() -> str:
                     _type(key),
                     _default(key.default),
                     _bounds(key),
-                    key.meta["help"],
+                    key.metadata["help"],
                 )
                 lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines.append("")

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import Registry
-from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import chunks, split_by_lengths
 
 TokenArrays = list[np.ndarray]

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import Config, ConfigError, role_settings
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
 
 
 @dataclass(frozen=True)

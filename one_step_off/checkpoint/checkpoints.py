@@ -31,13 +31,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    as_config_error,
-    first_line,
-    role_settings,
-)
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest

@@ -13,14 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    DataConfig,
-    first_line,
-    located_config_error,
-)
-from one_step_off.config.validation import FILE_ENDINGS
+from one_step_off.config.data_checks import FILE_ENDINGS
+from one_step_off.config.errors import ConfigError, first_line, located_config_error
+from one_step_off.config.schema import Config, DataConfig
 from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import Prompt, PromptId
@@ -57,7 +52,7 @@ class Report:
         """Note a bad row, or with `data.bad_rows=fail` raise ConfigError."""
         if cfg.bad_rows == "fail":
             raise ConfigError(
-                f"data row {where}: {reason}; mend the row, or set data.bad_rows=skip"
+                f"data row {where}: {reason}; fix the row, or set data.bad_rows=skip"
             )
         self.bad.append((where, reason))
 
@@ -108,7 +103,7 @@ def _read(source: str, split: str, cfg: DataConfig, seed: int) -> list[tuple[str
     where = f"{source}[{split}]"
     try:
         if source.endswith(FILE_ENDINGS):
-            where, mend = source, "check the path, or mend the file"
+            where, mend = source, "check the path, or fix the file"
             rows = _read_file(source)
         elif name == "generator":
             key, size = (
@@ -252,7 +247,7 @@ def load_rows(
         if good == len(rows) and report.bad[bad:]:
             (where, reason), count = report.bad[bad], len(report.bad) - bad
             raise ConfigError(
-                f"data source {source}: all {count} rows are malformed; mend {where}: {reason}"
+                f"data source {source}: all {count} rows are malformed; fix {where}: {reason}"
             )
     return rows
 
@@ -326,7 +321,7 @@ def tokenize_rows(
     if not prompts:
         shown = report.lines()
         raise ConfigError(
-            f"{shown[0]}: no prompt is left; mend the rows{';'.join(['', *shown[1:2]])}"
+            f"{shown[0]}: no prompt is left; fix the rows{';'.join(['', *shown[1:2]])}"
         )
     return prompts
 

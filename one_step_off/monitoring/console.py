@@ -29,9 +29,9 @@ from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
-from one_step_off.config.loading import placement_text
+from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]

@@ -18,8 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.loading import parse_yaml, resolved_yaml
-from one_step_off.config.schema import Config, as_config_error
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
 
 SAMPLES, STEP, VAL = "samples", "step_", "val_v"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.schema import ConfigError, as_config_error, first_line
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.loggers import STEP, numbered
 from one_step_off.monitoring.tracker import Row, speed
 

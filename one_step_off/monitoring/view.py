@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.monitoring.console import parts_text
 from one_step_off.monitoring.loggers import STEP, VAL, numbered
 

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
-from one_step_off.config.schema import ConfigError, RewardConfig, as_config_error
+from one_step_off.config.schema import RewardConfig
+from one_step_off.config.text import format_value, mask_secrets
 from one_step_off.config.user_code import (
     MAX_MESSAGE_CHARS,
     describe_error,
@@ -30,7 +32,6 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.config.validation import format_value, mask_secrets
 from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import PromptId
 

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from one_step_off.config.schema import Config, ConfigError, RewardConfig
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.prompt_stream import RunData
 from one_step_off.data.samples import Prompt
@@ -81,10 +82,10 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
     """Call the functions; returns what is wrong with the first that fails, in one line, or an empty text."""
     answer = tried(cfg.reward, items, cfg.trainer.start_timeout_s)
     before = "called before the start, with the ground truth as the response"
-    mend = "mend the function, or set reward.on_error=drop to go on without such samples"
+    mend = "fix the function, or set reward.on_error=drop to go on without such samples"
     for error in answer.found:
         if error is not None and error.kind == "reward/timeouts":
-            return f"{error} ({before}); raise reward.timeout_s, or mend the function"
+            return f"{error} ({before}); raise reward.timeout_s, or fix the function"
         if error is not None:
             return f"{error} ({before}); {mend}"
     if len(answer.found) == len(items):
@@ -98,10 +99,10 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
     where = f" at {place}" if place else ""
     if not answer.ready:
         said = (answer.output.strip().splitlines() or ["it says nothing"])[-1][:300]
-        return f"{who}: its module cannot be imported in a process of its own: {said}; mend it"
+        return f"{who}: its module cannot be imported in a process of its own: {said}; fix it"
     if answer.code is None or "Timeout (" in answer.output:
         limit = f"did not end within reward.timeout_s={cfg.reward.timeout_s:g} s{where}, nor by its alarm"
-        return f"{who}: {limit} ({before}); raise reward.timeout_s, or mend the function"
+        return f"{who}: {limit} ({before}); raise reward.timeout_s, or fix the function"
     ended = (
         f"killed its process (signal {-answer.code})"
         if answer.code < 0

@@ -26,7 +26,9 @@ from agent_loop.tools import LISTED
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import own_host
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.schema import Config, ConfigError, load_section_tokenizer
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import (
     LOG_FOLDER,
     MAX_MESSAGE_CHARS,

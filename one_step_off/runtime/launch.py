@@ -32,18 +32,14 @@ from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.cluster import process_cleanup as leftovers
 from one_step_off.cluster.resource_usage import watching
-from one_step_off.config.loading import processes_per_node, resolved_yaml
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    as_config_error,
-    first_line,
-    load_section_tokenizer,
-    role_model_path,
-    role_settings,
-)
+from one_step_off.config.engine_checks import check_engine_names
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.placement import processes_per_node, resolved_device
+from one_step_off.config.roles import load_section_tokenizer, role_model_path, role_settings
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import LOG_FOLDER, find_user_line
-from one_step_off.config.validation import check_engine_names, mask_secrets, resolved_device
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data import prompt_stream as data_room
 from one_step_off.monitoring import report
 from one_step_off.monitoring.console import Screen, end_facts, quiet_libraries, start_facts

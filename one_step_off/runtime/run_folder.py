@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 
 from one_step_off.checkpoint import checkpoints as checkpoint
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 
 
 def steps_in(folder: Path) -> int:

@@ -31,14 +31,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
 from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    TrainedConfig,
-    as_config_error,
-    role_model_path,
-    role_settings,
-)
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.schema import Config
 from one_step_off.training import lora
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
@@ -222,7 +218,13 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _answer(
-    self: Any, logit_index: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
+    self: Any,
+    logit_index: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: str,
+    chunk: int,
+    **ids: Any,
 ) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
     `batching.MicroBatch` for them and for `ids`. It stands in for the model's own forward, because FSDP2 gathers the

@@ -35,14 +35,10 @@ from one_step_off.algorithms import batching, core_algos, policy_losses, schedul
 from one_step_off.algorithms.advantages import TokenArrays
 from one_step_off.cluster.network import own_host, use_interface_towards
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    TrainedConfig,
-    first_line,
-    load_section_tokenizer,
-    role_settings,
-)
+from one_step_off.config.errors import ConfigError, first_line
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import load_section_tokenizer, role_settings
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, PackedShares, Sample, assert_staleness
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora

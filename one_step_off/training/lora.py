@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from one_step_off.config.schema import ConfigError, ModelConfig, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.schema import ModelConfig
 
 NAME = "default"  # peft's, of the one adapter
 _PARTS = "lora_A", "lora_B"

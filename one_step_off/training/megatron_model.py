@@ -20,14 +20,10 @@ from transformers.utils.hub import has_file
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import TokenOutputs
-from one_step_off.config.schema import (
-    BackendConfig,
-    Config,
-    ConfigError,
-    TrainedConfig,
-    role_model_path,
-    role_settings,
-)
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.role_sections import BackendConfig, TrainedConfig
+from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.schema import Config
 from one_step_off.training.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.training.megatron_weights import head_dim
 

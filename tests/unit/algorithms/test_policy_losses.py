@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import policy_losses as pl
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES, LossInputs
-from one_step_off.config.schema import AlgorithmConfig, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import AlgorithmConfig
 
 NAMES = list(POLICY_LOSSES)
 quick = settings(max_examples=25, deadline=None)

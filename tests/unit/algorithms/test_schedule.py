@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import core_algos, schedule
 from one_step_off.algorithms.schedule import Decay, DecayPlan, SavedSchedule
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime import launch
 from tests.conftest import tiny_config
 from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, single  # noqa: F401

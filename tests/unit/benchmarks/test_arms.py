@@ -24,8 +24,8 @@ from benchmarks import (
 from benchmarks import throughput_cases as cases
 from benchmarks import throughput_report as report
 from benchmarks.trl_arm import settings_of
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import Prompt
 from one_step_off.runtime.validation import validate
 

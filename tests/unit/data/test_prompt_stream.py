@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import Config, ConfigError, DataConfig
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config, DataConfig
 from one_step_off.data.prompt_stream import (
     PromptStream,
     Report,
@@ -272,7 +273,7 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     [
         ("", "holds no rows; give another"),
         ("\n\n", "holds no rows"),
-        ("nonsense\nmore", "all 2 rows are malformed; mend .*:1: not valid JSON"),
+        ("nonsense\nmore", "all 2 rows are malformed; fix .*:1: not valid JSON"),
         ('{"question": "a", "answer": "2"}', "all 1 rows are malformed"),
         (
             '{"q": 1, "a": 2}',
@@ -292,10 +293,10 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     ("spec", "message"),
     [
         ("missing.jsonl", "missing.jsonl: cannot be read: FileNotFoundError: .*; check the path"),
-        ("broken.parquet", "broken.parquet: cannot be read: .*mend the file"),
+        ("broken.parquet", "broken.parquet: cannot be read: .*fix the file"),
         (
             "broken.json",
-            "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*mend the file",
+            "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*fix the file",
         ),
         (" , ", "names nothing"),
     ],
@@ -310,7 +311,7 @@ def test_unusable_sources(
         load_rows(spec, "train", DataConfig(), 0, Report("data"))
 
 
-def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failure_names_the_id_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = []

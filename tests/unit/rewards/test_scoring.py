@@ -17,7 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import ConfigError, RewardConfig
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import RewardConfig
 from one_step_off.rewards.scoring import (
     Reward,
     RewardError,

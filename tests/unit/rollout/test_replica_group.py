@@ -13,7 +13,8 @@ import pytest
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import every, named, within
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
 from one_step_off.rollout.health import State
 from one_step_off.rollout.replica_group import RolloutGroup

@@ -13,8 +13,9 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import import_object
-from one_step_off.config.schema import Config, ConfigError, RewardConfig
+from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
