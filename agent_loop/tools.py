@@ -81,7 +81,7 @@ async def python(code: str) -> str:
     Args:
         code: The program. Use print to see a result.
     """
-    # What this does not protect from stands in docs/agent_loop.md, section Tools.
+    # What this does not protect from stands in docs/tutorials/your_own_agent.md, section Tools.
     folder, said, flood = tempfile.mkdtemp(prefix="tool_"), b"", 1 << 16
     try:
         async with _PROGRAMS.one() as (reader, writer):

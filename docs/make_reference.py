@@ -11,10 +11,9 @@ from one_step_off.config.loading import KEYS, ConfigKey
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
-PAGE = Path(__file__).parent / "config.md"
-TABLED = [
-    PAGE.parent.parent / page for page in PAGES.values()
-]  # pages with tables of other trainers' keys
+PAGE = Path(__file__).parent / "reference" / "config.md"
+# Pages with tables of other trainers' keys.
+TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 

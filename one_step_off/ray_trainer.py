@@ -19,7 +19,7 @@ from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
-from one_step_off.cluster.remote_calls import now, within
+from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
@@ -154,7 +154,7 @@ class Pipeline:
     async def fit(self) -> None:
         """Train `stream.total_steps` steps. The first failure anywhere cancels the rest and is raised."""
         self.roles.sync.on_trace = self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.say = self.tracker.say
+        self.roles.rollout.on_message = self.tracker.log
         failure: BaseException | None = None
         try:
             async with asyncio.TaskGroup() as self.background:
@@ -292,14 +292,14 @@ class Pipeline:
 
     async def _write(self, step: int, begin: float, stall: float, written: Any) -> None:
         limit = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
-        path, size = await within(limit, f"checkpoint of step {step}, writing", written)
+        path, size = await with_time_limit(limit, f"checkpoint of step {step}, writing", written)
         took = now() - begin
         self.tracker.spans |= {"checkpoint/write_s": took, "checkpoint/bytes": float(size)}
         start = begin + self.tracker.epoch
         spans = [("checkpoint", "stall", 0.0, stall), ("checkpoint write", "write", stall, took)]
         self.tracker.trace([(lane, what, step, start + a, start + b) for lane, what, a, b in spans])
         waits = f"{size / 1e6:,.1f} MB in {took:.2f} s, training waited {stall:.2f} s"
-        self.tracker.say(f"checkpoint of step {step} in {path} ({waits})")
+        self.tracker.log(f"checkpoint of step {step} in {path} ({waits})")
 
     async def _finish(self, version: int) -> None:
         """The final sync serves the final evaluation."""
@@ -352,7 +352,9 @@ class Pipeline:
         self, step: int, prompts: list[Prompt], *land: Callable
     ) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
-        samples, seconds = await rollout.generate(prompts, f"step {step}", rollout.train, *land)
+        samples, seconds = await rollout.generate(
+            prompts, f"step {step}", rollout.train_sampling, *land
+        )
         for _ in range(self.cfg.algorithm.max_gen_batches - 1):
             # Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2). The last ones stay, informative or not: bounded.
             sampled = [s for s in samples if "greedy" not in s.extra]
@@ -367,7 +369,7 @@ class Pipeline:
                 break
             what = f"step {step}, in place of {len(dull)} prompts"
             more, took = await rollout.generate(
-                self.stream.next_batch(len(dull)), what, rollout.train
+                self.stream.next_batch(len(dull)), what, rollout.train_sampling
             )
             more[0].extra["replaces"] = [list(prompt) for prompt in dull]
             samples, seconds = (
@@ -448,12 +450,12 @@ class Pipeline:
         for found in await asyncio.gather(*updates):
             metrics |= found
         if batch.step == self.cfg.trainer.profile_step:
-            self.tracker.say(
+            self.tracker.log(
                 f"torch's profile of step {batch.step} is in {self.tracker.folder / 'profile'}"
             )
         self._note_skipped(batch, metrics)
         # Now, because the next update may begin before the next sync has ended; and often the trainer idles now.
-        self.expected = self.roles.sync.expect()
+        self.expected = self.roles.sync.score_canary()
         waited = metrics.get(
             "actor/sync_wait_s", 0.0
         )  # for the weights to be sent: that is no training
@@ -467,7 +469,7 @@ class Pipeline:
         skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
         if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
             write_batch(batch, folder)
-            self.tracker.say(
+            self.tracker.log(
                 f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
             )
         self.empty = 0 if batch.samples else self.empty + 1
@@ -571,7 +573,7 @@ class Pipeline:
     async def _evaluate(self, version: int) -> tuple[list[Sample], float]:
         rollout = self.roles.rollout
         samples, seconds = await rollout.generate(
-            self.val, f"evaluation of v{version}", rollout.val
+            self.val, f"evaluation of v{version}", rollout.val_sampling
         )
         self._rollouts_end("evaluate", version, seconds)
         assert_staleness(Batch(-1, samples, expected_stamp=(self.incarnation, version)))

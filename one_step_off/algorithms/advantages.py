@@ -5,7 +5,7 @@
 An estimator takes (Trajectories, Options), and its own settings by keyword; it returns float [B] (one value per
 trajectory, given to all its trained tokens), or one float array [R] per trajectory, or a pair of that and the returns
 a critic is to learn. Registered with a decorator here, it is known to `algorithm.adv_estimator`; one of your own
-comes in as `module:function`. Formulas and sources: docs/algorithms.md.
+comes in as `module:function`. Formulas and sources: docs/concepts/algorithms.md.
 
 Only tokens whose mask is True exist for the estimators. Time steps go from one trained token to the next: a tool's
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.

@@ -16,7 +16,7 @@ from one_step_off.config.user_code import redirect_output
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessSlot:
     """A place for one process: a bundle of a placement group, its node in the pool, and its cores (CPU runs)."""
 
     group: PlacementGroup
@@ -25,12 +25,12 @@ class Seat:
     cores: tuple[int, ...]
 
 
-def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
+def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """Reserve every pool; returns pool name -> its seats, node by node. Each node's share of a pool is one placement
     group that must lie on one node. Raises ConfigError: the cluster has too little; says which pool, what it wants and
     what there is."""
     resource, cores = "GPU" if device == "cuda" else "CPU", process_cores(cfg, device)
-    seats: dict[tuple[str, int], list[Seat]] = {}
+    seats: dict[tuple[str, int], list[ProcessSlot]] = {}
     shares = [
         (pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))
     ]
@@ -47,14 +47,14 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
                 f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}"
             )
         own = cores[pool][sum(before) :]
-        seats[pool, node] = [Seat(group, i, node, tuple(own[i])) for i in range(count)]
+        seats[pool, node] = [ProcessSlot(group, i, node, tuple(own[i])) for i in range(count)]
     return {
         pool: [seat for at in shares if at[0] == pool for seat in seats[at]]
         for pool in cfg.placement.pools
     }
 
 
-def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
+def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
     """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor, critic; ..."."""
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     parts = []
@@ -74,7 +74,7 @@ def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
 def spawn(
     cls: type,
     args: tuple,
-    seat: Seat | None,
+    seat: ProcessSlot | None,
     device: str,
     share: float = 1.0,
     env: dict | None = None,

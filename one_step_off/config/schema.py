@@ -54,7 +54,8 @@ class DataConfig:
     """Prompts."""
 
     train_files: str = path_key(
-        "", "jsonl or parquet files (comma-separated), hub id, or generator:NAME (docs: recipes)"
+        "",
+        "jsonl or parquet files (comma-separated), hub id, or generator:NAME (docs/tutorials/recipes.md)",
     )
     val_files: str = path_key(
         "", "held-out set, in the same forms as train_files; empty: no evaluation"
@@ -181,7 +182,7 @@ class AlgorithmConfig:
 
     adv_estimator: str = config_key(
         "grpo",
-        "advantage estimator: a name from docs/algorithms.md, or your own as module:function",
+        "advantage estimator: a name from docs/concepts/algorithms.md, or your own as module:function",
     )
     adv_kwargs: dict[str, Any] = config_key({}, "settings of the estimator, as {pass_k: 4}")
     norm_adv_by_std: bool = config_key(
@@ -193,7 +194,8 @@ class AlgorithmConfig:
     gamma: float = config_key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = config_key(1.0, "lambda of GAE", low=0.0, high=1.0)
     policy_loss: str = config_key(
-        "vanilla", "policy loss: a name from docs/algorithms.md, or your own as module:function"
+        "vanilla",
+        "policy loss: a name from docs/concepts/algorithms.md, or your own as module:function",
     )
     policy_loss_kwargs: dict[str, Any] = config_key({}, "settings of the loss, as {tau_pos: 1.0}")
     clip_ratio: float = config_key(0.2, "PPO clip range, on both sides", low=0.0, high=10.0)
@@ -210,7 +212,7 @@ class AlgorithmConfig:
     )
     loss_agg: str = config_key(
         "token-mean",
-        "how token losses are aggregated; see docs/algorithms.md",
+        "how token losses are aggregated; see docs/concepts/algorithms.md",
         choices=LOSS_AGGREGATIONS,
     )
     max_gen_batches: int = config_key(
@@ -300,7 +302,7 @@ class AgentConfig:
 
     loop: str = config_key(
         "single_turn",
-        "a loop from docs/agent_loop.md, or your own as module:Class; a data row may name another",
+        "a loop from docs/tutorials/your_own_agent.md, or your own as module:Class; a data row may name another",
     )
     loop_kwargs: dict[str, Any] = config_key(
         {}, "settings of loops by name, as {tool: {format: llama}}"

@@ -1,7 +1,7 @@
 """What to suggest for an unknown key: our key for a key of verl or TRL, or the key that was probably meant.
 
 The keys of other trainers are in `other_keys.yaml`. docs/make_reference.py generates the tables of
-docs/from_verl.md and docs/from_trl.md from the same file.
+docs/reference/from_verl.md and docs/reference/from_trl.md from the same file.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-PAGES = {"verl": "docs/from_verl.md", "TRL": "docs/from_trl.md"}
+PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
 COMMON = "common"  # names that many trainers use
 
 
@@ -76,7 +76,7 @@ def table_text(trainer: str, table: str) -> str:
 def markdown_to_text(markdown: str, page: str) -> str:
     """Markdown for a terminal: code without backquotes, and links replaced by the page they lead to."""
     text = re.sub(r"\[[^]]*\]\(#([\w-]+)\)", rf"{page}#\1", markdown)
-    text = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", text)
+    text = re.sub(r"\[[^]]*\]\(\.\./([\w/-]+\.md)\)", r"docs/\1", text)
     return text.replace("`", "")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
 from one_step_off.data.samples import FAULT_METRICS, Batch, Sample, generated_tokens
-from one_step_off.monitoring.console import Screen, parts_text
+from one_step_off.monitoring.console import RunConsole, parts_text
 from one_step_off.monitoring.flops import Meter
 from one_step_off.monitoring.loggers import Loggers
 
@@ -78,19 +78,23 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 class Tracker:
     """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
-    `loggers`. `usage` is the latest of what `usage.watching` found. `evaluations` are all of the run, those before a
+    `loggers`. `usage` is the latest of what `resource_usage.watch_usage` found. `evaluations` are all of the run, those before a
     resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(
-        self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None
+        self,
+        folder: str,
+        total_steps: int,
+        out: TextIO | None = None,
+        console: RunConsole | None = None,
     ) -> None:
         """`screen` None: plain lines to `out`."""
-        self.folder, self.total_steps, self.screen = (
+        self.folder, self.total_steps, self.console = (
             Path(folder),
             total_steps,
-            screen or Screen(out),
+            console or RunConsole(out),
         )
-        self.say = self.screen.say  # one line for the person at the screen
+        self.log = self.console.print_line  # one line for the person at the screen
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step = self.steps_before = 0
@@ -147,7 +151,7 @@ class Tracker:
                 self.loggers.evaluation(found, [])
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
-        """What `usage.watching` found; it goes into the rows from now on."""
+        """What `resource_usage.watch_usage` found; it goes into the rows from now on."""
         self.usage |= metrics
         if self.meter and device_name:
             self.meter.device_name = device_name
@@ -224,7 +228,7 @@ class Tracker:
                 for s in batch.samples + batch.dropped
                 if s.extra.get("fault") == name
             )
-            self.say(
+            self.log(
                 f"warning: {name} counts samples that were not scored; the first: {next(whose, 'a greedy one')}"
             )
         if self.meter:
@@ -242,7 +246,7 @@ class Tracker:
         self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
             self.loggers.step(row, batch)
-        self.screen.step(row, self.total_steps)
+        self.console.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
@@ -256,7 +260,7 @@ class Tracker:
         self._append("evaluations.jsonl", found)
         if self.loggers:
             self.loggers.evaluation(found, samples)
-        self.say(held_out_line(found))
+        self.log(held_out_line(found))
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""

@@ -23,7 +23,7 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Batch, Prompt, Sample, Stamp
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
-from one_step_off.rollout.health import State
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.vllm_replica import Sampling
 
@@ -89,7 +89,7 @@ class Replica:
     long, which has the stamp of the last sync; the length that was drawn, by prompt, is extra["tokens"]."""
 
     def __init__(self, work: Work, seed: int) -> None:
-        self.rollout, self.vacancy = (
+        self.rollout, self.wait_for_capacity = (
             SimpleNamespace(remote=self._rollout),
             SimpleNamespace(remote=self._vacancy),
         )
@@ -152,7 +152,7 @@ class Trainer:
 
     def __init__(self, work: Work, ranks: int, rollout: RolloutGroup) -> None:
         self.work, self.ranks, self.rollout = work, ranks, rollout
-        self.turn = rollout.turn if rollout.shared else asyncio.Lock()
+        self.turn = rollout.pool_lock if rollout.shares_pool else asyncio.Lock()
         self.sent = asyncio.Event()  # the weights may change
 
     async def _busy(self, seconds: float) -> None:
@@ -174,7 +174,7 @@ class Trainer:
         self.sent.clear()
         return {"actor/sync_wait_s": waited}
 
-    def expect(self) -> asyncio.Task:
+    def score_canary(self) -> asyncio.Task:
         """The trainer's half of the canary, before anything that it is asked for later."""
         return asyncio.ensure_future(self._busy(self.work.canary_s))
 
@@ -186,10 +186,10 @@ class Trainer:
     ) -> dict[str, float]:
         """A sync."""
         begin = now()
-        await (expected or self.expect())
+        await (expected or self.score_canary())
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
-        for i, replica in enumerate(self.rollout.all):
-            replica.stamp, self.rollout.health[i].state = stamp, State.HEALTHY
+        for i, replica in enumerate(self.rollout.replicas):
+            replica.stamp, self.rollout.health[i].state = stamp, ReplicaState.HEALTHY
         self.sent.set()
         return {"time/sync_s": now() - begin}
 
@@ -218,7 +218,7 @@ def simulate(
     async def run(folder: str) -> dict[str, Any]:
         actors = [Replica(work, seed) for _ in range(rollout or trainer)]
         group = RolloutGroup(actors, cfg, False, None if rollout else asyncio.Lock())
-        group.most = min(group.most, work.places)
+        group.replica_capacity = min(group.replica_capacity, work.places)
         actor = Trainer(work, trainer, group)
         stream, tracker = (
             PromptStream(prompts, work.prompts, False, seed, steps),

@@ -10,21 +10,21 @@ A sync takes a healthy replica back to STALE until its new weights are verified 
 
 from enum import Enum
 
-State = Enum("State", "STALE HEALTHY SUSPECT DEAD")
+ReplicaState = Enum("ReplicaState", "STALE HEALTHY SUSPECT DEAD")
 
 
-class Health:
+class ReplicaHealth:
     """One replica's. All times are seconds of one clock."""
 
     def __init__(self, silent_s: float, stuck_s: float) -> None:
         """`silent_s`: without a heartbeat for so long it is dead; `stuck_s`: so long it may work and finish nothing."""
         self.silent_s, self.stuck_s = silent_s, stuck_s
-        self.state, self.heard, self.moved, self.done = State.STALE, 0.0, 0.0, -1
+        self.state, self.heard, self.moved, self.done = ReplicaState.STALE, 0.0, 0.0, -1
 
-    def to(self, state: State) -> None:
+    def transition_to(self, state: ReplicaState) -> None:
         """Go to another state. Raises ValueError: there is no such way, as from DEAD to HEALTHY."""
-        revived = self.state is State.DEAD and state is State.HEALTHY
-        if revived or (state is State.SUSPECT and self.state is not State.HEALTHY):
+        revived = self.state is ReplicaState.DEAD and state is ReplicaState.HEALTHY
+        if revived or (state is ReplicaState.SUSPECT and self.state is not ReplicaState.HEALTHY):
             raise ValueError(f"a {self.state.name} replica never becomes {state.name}")
         self.state = state
 
@@ -33,8 +33,8 @@ class Health:
         if done != self.done or not under_way:
             self.moved = now
         self.heard, self.done = now, done
-        if self.state is State.SUSPECT:
-            self.to(State.HEALTHY)
+        if self.state is ReplicaState.SUSPECT:
+            self.transition_to(ReplicaState.HEALTHY)
 
     def begin(self, now: float) -> None:
         """From here on its silence counts."""
@@ -42,8 +42,8 @@ class Health:
 
     def missed(self) -> None:
         """It did not answer when it was asked."""
-        if self.state is State.HEALTHY:
-            self.to(State.SUSPECT)
+        if self.state is ReplicaState.HEALTHY:
+            self.transition_to(ReplicaState.SUSPECT)
 
     def fault(self, now: float) -> str:
         """Why it must be given up; "" if it need not."""

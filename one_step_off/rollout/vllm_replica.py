@@ -24,7 +24,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
 from one_step_off.cluster.errors import SyncError
-from one_step_off.cluster.network import own_host
+from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.roles import load_section_tokenizer
@@ -312,7 +312,7 @@ class RolloutReplica(UsageProbe):
     async def connect_sync(self, info: dict[str, Any], first_receiver: int) -> None:
         """Join the weight-sync groups of a new epoch. `info`: what `vllm_receiver` takes and replicas share;
         `first_receiver`: the number of this replica's first worker. Raises SyncError."""
-        own = {"host": own_host(info["host"]), "first_receiver": first_receiver}
+        own = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
         await self._call_workers("connect_sync", info | own)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
@@ -325,7 +325,7 @@ class RolloutReplica(UsageProbe):
     async def sync(self, stamp: Stamp) -> list[dict[str, Any]]:
         """Receive the weights `stamp`: pause, stream, verify, resume with empty caches; with partial rollouts what is
         unfinished goes on then, its KV cache computed anew. Returns per worker seconds per
-        phase (pause, wait, load, verify, ...), bytes, and what `Receiver.receive` tells besides. Raises SyncError: the
+        phase (pause, wait, load, verify, ...), bytes, and what `WeightReceiver.receive` tells besides. Raises SyncError: the
         engine stays paused then, and generates nothing until a sync has ended well."""
         self.stamp, self.incarnation, begin = None, stamp[0], time.perf_counter()
         mode = "keep" if self.cfg.pipeline.partial_rollout else "wait"
@@ -385,7 +385,7 @@ class RolloutReplica(UsageProbe):
             for task in tasks:
                 task.cancel()
 
-    async def vacancy(self, sent: int, most: int) -> int:
+    async def wait_for_capacity(self, sent: int, most: int) -> int:
         """How many trajectories ask nothing of the engine (`Room.away`); once the others of those `sent` since the start
         are fewer than `most`. The caller counts what it sent, because its calls may arrive in another order."""
         while sent - self.room.away >= most:

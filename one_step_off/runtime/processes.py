@@ -13,7 +13,7 @@ from agent_loop.tools import LISTED
 from one_step_off.checkpoint.checkpoints import TRAINED
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
@@ -47,7 +47,7 @@ ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
-class Spawned:
+class RunProcesses:
     """The roles of a run, and all actors behind them.
 
     Attributes:
@@ -65,7 +65,11 @@ class Spawned:
         self.env = COMMON_ENV | (
             {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
         )
-        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
+        self.env |= (
+            {"TMPDIR": os.environ[RUN_FOLDER_VARIABLE]}
+            if self.host and RUN_FOLDER_VARIABLE in os.environ
+            else {}
+        )
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
         logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOG_FOLDER))
         workers = range(cfg.reward.workers * generates)
@@ -89,7 +93,7 @@ class Spawned:
             )
 
         def respawn(i: int) -> Any:
-            ray.kill(rollout.all[i])
+            ray.kill(rollout.replicas[i])
             self.actors.append(replica(i))
             return self.actors[-1]
 
@@ -165,7 +169,7 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def lost(self, error: Exception) -> bool:
+    async def is_process_failure(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
@@ -177,7 +181,9 @@ class Spawned:
             for role, group in self.groups.items()
             for i, rank in enumerate(group.ranks)
         }
-        processes |= {f"rollout {i}": self.roles.rollout.all[i] for i in self.roles.rollout.active}
+        processes |= {
+            f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active
+        }
         return bool(await not_alive(processes))
 
     async def end(self) -> None:

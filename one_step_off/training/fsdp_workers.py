@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos, policy_losses, schedule
 from one_step_off.algorithms.advantages import TokenArrays
-from one_step_off.cluster.network import own_host, use_interface_towards
+from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
 from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.role_sections import TrainedConfig
@@ -43,8 +43,8 @@ from one_step_off.data.samples import Batch, PackedShares, Sample, assert_stalen
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats
-from one_step_off.weight_sync.bucket_plan import Pieces, owners
-from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.bucket_plan import Pieces, pieces_by_tensor
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -76,7 +76,7 @@ class ModelWorker(UsageProbe):
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
-        with socket.create_server((own_host(host), 0)) as s:
+        with socket.create_server((reachable_host(host), 0)) as s:
             return s.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
@@ -92,7 +92,7 @@ class ModelWorker(UsageProbe):
         torch.get_device_module(self.device).set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
-        use_interface_towards(master_addr)
+        select_gloo_interface(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
         if isinstance(self.own, TrainedConfig):
@@ -611,7 +611,7 @@ class PolicyWorker(TrainedWorker):
         trained in, or merged with an adapter. Read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
+            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block_shape)
 
     @torch.no_grad()
     def gathered(self, pieces: Pieces, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
@@ -622,16 +622,18 @@ class PolicyWorker(TrainedWorker):
             for piece, tensor in zip(pieces[self.rank], own, strict=True):
                 dist.send(tensor.to(device, getattr(torch, piece.dtype)).contiguous(), 0)
             return
-        for parts in owners(pieces):  # which keeps the order of each rank's own
+        for parts in pieces_by_tensor(pieces):  # which keeps the order of each rank's own
             shape, dtype = parts[0][1].shape, getattr(torch, parts[0][1].dtype)
             whole = torch.empty(shape, dtype=dtype, device=device)
             for rank, piece in parts:
                 block = (
-                    next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                    next(own)
+                    if rank == 0
+                    else torch.empty(piece.block_shape, dtype=dtype, device=device)
                 )
                 if rank != 0:
                     dist.recv(block, rank)
-                piece.place(whole).copy_(block)
+                piece.slice_of(whole).copy_(block)
             yield piece.name, whole
 
     def save_hf(self, path: str) -> None:
@@ -718,7 +720,7 @@ class RewardModelWorker(ModelWorker):
         return {i: float(score[0]) for i, score in found.items()}
 
 
-class ActorWorker(SendingEnd, PolicyWorker):
+class ActorWorker(WeightSenderMixin, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 

@@ -157,11 +157,11 @@ class Layout:
 
     async def start(self) -> None:
         """New processes. They wait for the first sync to be connected, so that a case may break that."""
-        from one_step_off.runtime.processes import Spawned
+        from one_step_off.runtime.processes import RunProcesses
 
         if self.team is not None:
             await self.team.end()
-        self.team = Spawned(self.prepared)
+        self.team = RunProcesses(self.prepared)
         await self.team.setup()
 
     async def reset(self, overlap: bool, joins: bool) -> None:
@@ -176,12 +176,12 @@ class Layout:
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.returning.values()):
+        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
-        roles.sync.last = None
+        roles.sync.last_sent = None
         if joins:
-            roles.sync.grouped = []
+            roles.sync.connected_replicas = []
         roles.rollout.syncing = False
         self.cfg.weight_sync.overlap = overlap
         self.prepared.data.stream.load_state_dict(self.beginning)
@@ -198,7 +198,7 @@ class Layout:
         tracker = Tracker(str(self.out / f"case_{number}"), STEPS, out=open(os.devnull, "w"))
         tracker.start(0)
         said: list[tuple[float, str]] = []
-        tracker.say = lambda line: said.append((time.time(), line))
+        tracker.log = lambda line: said.append((time.time(), line))
         before = team.roles.rollout.restarts
         pipeline = Pipeline(self.cfg, team.roles, data.stream, data.val, tracker)
         self.arm(number, case)
@@ -209,7 +209,7 @@ class Layout:
             case.outcome = "ended well"
         except Exception as error:
             case.outcome = f"{type(error).__name__}: {error}"
-            another = await team.lost(error)
+            another = await team.is_process_failure(error)
         ended = time.time()
         hit = self.out / f"hit_{number}"
         case.hit = hit.exists()
@@ -221,7 +221,7 @@ class Layout:
             await team.end()
             self.team = None
             ended = time.time()
-        restarted = [at for at, line in said if "it is started anew" in line]
+        restarted = [at for at, line in said if "; restarting it" in line]
         reacted = restarted[0] if case.expected == "replica" and restarted else ended
         case.reaction_s = reacted - json.loads(hit.read_text())["time"] - case.detected_s
         restarts = team.roles.rollout.restarts - before
@@ -360,7 +360,7 @@ def main(argv: list[str]) -> int:
     quiet_libraries()
     out = Path(argv[0])
     cases = [Case(**row) for row in json.loads((out / "wanted.json").read_text())]
-    with launch.swept():
+    with launch.cleanup_after_run():
         launch.start_ray(Layout(out, cases[0].ranks, cases[0].replicas).cfg)
         try:
             asyncio.run(run_all(out, cases))

@@ -116,7 +116,7 @@ def sync_and_compare(
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(
         mine,
@@ -130,7 +130,7 @@ def sync_and_compare(
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles = Spawned(prepared).roles
+        roles = RunProcesses(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -155,7 +155,7 @@ def sync_and_compare(
 
 async def compare(roles, path: str) -> None:
     """Every replica, so each prompt goes to each of them."""
-    n = len(roles.rollout.all)
+    n = len(roles.rollout.replicas)
     repeated = [
         Prompt((k, p.id[1]), p.ids, p.text, p.ground_truth) for p in prompts() for k in range(n)
     ]
@@ -216,24 +216,26 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     import ray
 
     from one_step_off.cluster.errors import RoleError, SyncError
-    from one_step_off.cluster.remote_calls import named
+    from one_step_off.cluster.remote_calls import name_failures
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
-        replica = roles.rollout.all[0]
+        replica = roles.rollout.replicas[0]
         with pytest.raises(
             SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"
         ):
-            await named("rollout 0", replica.sync.remote((0, 1)))
+            await name_failures("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
-            await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
+            await name_failures(
+                "rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None))
+            )
 
     launch.start_ray(cfg)
     try:
@@ -264,7 +266,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     mine, said = models(tied=True, seed=2), []
     own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
@@ -283,16 +285,16 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     )
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
-        roles.rollout.say = said.append
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
+        roles.rollout.on_message = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
         assert first["sync/bytes"] >= 3 << 20 and first["sync/in_place"] == bool(extension)
         await roles.actor.update(batch_for_update())
-        survivor = roles.rollout.all[0]
-        pid = await roles.rollout.all[1].__ray_call__.remote(lambda replica: os.getpid())
-        former = roles.rollout.families[1]
+        survivor = roles.rollout.replicas[0]
+        pid = await roles.rollout.replicas[1].__ray_call__.remote(lambda replica: os.getpid())
+        former = roles.rollout.child_processes[1]
         await roles.actor.ranks[0].__ray_call__.remote(kill_at_third_bucket, pid)
         begin = time.monotonic()
         await roles.sync((0, 1))
@@ -305,9 +307,9 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
         await roles.actor.update(
             batch_for_update()
         )  # the trainer goes on meanwhile: what was sent is kept
-        await roles.rollout.returning[1]
-        assert roles.rollout.active == [0, 1] and roles.rollout.all[0] is survivor
-        assert await roles.rollout.serving() == [0, 1]
+        await roles.rollout.restart_tasks[1]
+        assert roles.rollout.active == [0, 1] and roles.rollout.replicas[0] is survivor
+        assert await roles.rollout.wait_for_healthy() == [0, 1]
         left = [
             p for p, _ in former if psutil.pid_exists(p) and psutil.Process(p).status() != "zombie"
         ]

@@ -16,7 +16,7 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop import FakeEngine, looped
+from benchmarks.agent_loop.__main__ import FakeEngine, looped
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
 from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.config.errors import ConfigError
@@ -566,8 +566,8 @@ def test_the_names_in_the_config_checks_are_those_that_exist():
 
 
 def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
-    """docs/agent_loop.md shows a loop of at most 20 lines; it is the one that runs here, with the keys of the page."""
-    page = (Path(__file__).parents[3] / "docs" / "agent_loop.md").read_text()
+    """docs/tutorials/your_own_agent.md shows a loop of at most 20 lines; it is the one that runs here, with the keys of the page."""
+    page = (Path(__file__).parents[3] / "docs/tutorials/your_own_agent.md").read_text()
     code = next(m[1] for m in re.finditer(r"```python\n(# my_loop.py\n.*?)```", page, re.S))
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     (tmp_path / "my_loop.py").write_text(code)

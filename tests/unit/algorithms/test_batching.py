@@ -126,4 +126,7 @@ def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks):
     for part, mine in parts:
         assert part.input_ids.size * ranks == laid.input_ids.size
         assert (part.tokens == laid.tokens[mine]).all()
-        assert (part.input_ids.ravel()[part.logit_index] == laid.input_ids.ravel()[laid.logit_index[mine]]).all()
+        assert (
+            part.input_ids.ravel()[part.logit_index]
+            == laid.input_ids.ravel()[laid.logit_index[mine]]
+        ).all()

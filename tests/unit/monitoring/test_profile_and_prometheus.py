@@ -43,8 +43,10 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
-    checkpoints, single, tmp_path
-):  # noqa: F811
+    checkpoints,  # noqa: F811
+    single,  # noqa: F811
+    tmp_path,
+):
     path = checkpoints["tied"]
     batch = make_batch(path)
     plain = single(config(path)).update(batch)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import planner
+from benchmarks.planner import __main__ as planner
 from one_step_off.config.command_line import exit_code
 from one_step_off.config.loading import load_config
 from one_step_off.config.yaml_io import resolved_yaml
@@ -260,13 +260,13 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
 
 
 def test_published_tables_and_paper() -> None:
-    """What docs/scaling.md shows of them."""
+    """What docs/measured/planner.md shows of them."""
     said = planner.published()
     assert "| FSDP2, one step off on 4 + 12 | 520 | 458 (-12%) | 45 | 13 |" in said
     assert "| 30B-A3B, 16 GB200 | 221 | 301 | 0.73 | does not fit: slower than in turns |" in said
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/measured/planner.md").read_text()
     for line in said.splitlines():
-        assert line in page, f"docs/scaling.md lacks {line}"
+        assert line in page, f"docs/measured/planner.md lacks {line}"
     assert "| hours between two stops | 49.5 | 3.1 |" in planner.paper()
 
 

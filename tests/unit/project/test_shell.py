@@ -233,7 +233,8 @@ def test_bench(checkout: Path) -> None:
     """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the path."""
     tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
     (checkout / "benchmarks").mkdir()
-    for name in ("throughput", "weight_sync"):
+    (checkout / "benchmarks/throughput").mkdir()
+    for name in ("throughput/__main__", "weight_sync"):
         (checkout / f"benchmarks/{name}.py").touch()
     for name in ("cpu", "gpu"):
         tool(

@@ -19,7 +19,7 @@ def work(roles: Roles):
     {}
 """
 LAYOUT = """
-from benchmarks.weight_sync import Layout, make_config
+from benchmarks.weight_sync.layout import Layout, make_config
 
 {}
 """
@@ -28,7 +28,7 @@ from benchmarks.weight_sync import Layout, make_config
 @pytest.mark.parametrize(
     ("code", "fault"),
     [
-        (ROLES.format("return roles.rollout.all"), ""),
+        (ROLES.format("return roles.rollout.replicas"), ""),
         (
             ROLES.format("return roles.rollout.replicas"),
             "`RolloutGroup` has no attribute `replicas`",

@@ -30,7 +30,7 @@ from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
 from one_step_off.rollout.vllm_replica import RewardQueue, RolloutReplica, Room, Sampling
-from one_step_off.runtime.replay import findings
+from one_step_off.runtime.replay import describe_quantities
 from tests.unit.ray_trainer.test_ray_trainer import World, build, train_all
 
 POLICIES = "stop", "zero", "drop"
@@ -403,7 +403,7 @@ def test_a_dropped_group_leaves_the_others_as_they_were(tmp_path, estimator, sta
         pipeline = build(tmp_path / name, World(random.Random(0)), 2, staleness)
         pipeline.cfg.algorithm.adv_estimator, pipeline.cfg.reward.on_error = estimator, "drop"
         pipeline.cfg.algorithm.whiten_adv = False
-        pipeline.roles.rollout.train = Sampling(2, 1.0, 0, greedy=estimator == "remax")
+        pipeline.roles.rollout.train_sampling = Sampling(2, 1.0, 0, greedy=estimator == "remax")
         if judged:
             pipeline.roles.reward_model = Judge()
         pipeline.cfg.algorithm.old_log_probs = "recompute"
@@ -665,7 +665,7 @@ def test_findings_name_the_tokens():
     samples = [tiny(0, 0), tiny(0, 1)]
     samples[0].loss_mask[0] = False
     values = [np.array([np.nan, 1.0, -2.0]), np.array([np.inf, 0.0, 5.0])]
-    lines = findings(
+    lines = describe_quantities(
         samples,
         {"ratio": values, "good": [np.zeros(3), np.ones(3)], "all bad": [np.full(3, np.nan)] * 2},
     )

@@ -52,8 +52,8 @@ class World:
 
 
 class FakeRollout:
-    train = Sampling(2, 1.0, 0)
-    val = Sampling(1, 0.0, 0)
+    train_sampling = Sampling(2, 1.0, 0)
+    val_sampling = Sampling(1, 0.0, 0)
     restarts = 0
 
     async def watch(self):
@@ -126,7 +126,7 @@ class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def expect(self):
+    def score_canary(self):
         return self.world.version
 
     async def fail(self, error):
@@ -248,7 +248,7 @@ def test_greedy_responses_are_baselines_and_nothing_else(tmp_path, staleness, ju
         4,
         2,
     )  # 3 tokens lose 1 / 2
-    pipeline.roles.rollout.train = Sampling(2, 1.0, 0, greedy=True)
+    pipeline.roles.rollout.train_sampling = Sampling(2, 1.0, 0, greedy=True)
     pipeline.roles.reward_model = FakeJudge() if judged else None
     batches = train_all(pipeline)
     assert len(batches) == 3
@@ -268,7 +268,7 @@ def test_greedy_responses_are_baselines_and_nothing_else(tmp_path, staleness, ju
 def test_a_greedy_response_of_other_weights_stops_the_run(tmp_path):
     pipeline = build(tmp_path, World(random.Random(0)), 3, 1)
     pipeline.cfg.algorithm.adv_estimator = "remax"
-    pipeline.roles.rollout.train, honest = (
+    pipeline.roles.rollout.train_sampling, honest = (
         Sampling(2, 1.0, 0, greedy=True),
         pipeline.roles.rollout.generate,
     )
@@ -287,7 +287,7 @@ def test_greedy_responses_do_not_make_a_dull_group_informative(tmp_path):
     world = World(random.Random(0))
     pipeline = build(tmp_path, world, 2, 1, rows=60)
     pipeline.cfg.algorithm.max_gen_batches, pipeline.val = 2, None
-    pipeline.roles.rollout.train, real = (
+    pipeline.roles.rollout.train_sampling, real = (
         Sampling(2, 1.0, 0, greedy=True),
         pipeline.roles.rollout.generate,
     )

@@ -13,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
+from one_step_off.cluster import remote_calls
+from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError, TrainerDied
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Pipeline, Resumed
 from one_step_off.rollout import replica_group as groups
-from one_step_off.rollout.health import Health, State
+from one_step_off.rollout.health import ReplicaHealth, ReplicaState
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
 from one_step_off.weight_sync.coordinator import WeightSync
@@ -28,37 +29,37 @@ from tests.unit.ray_trainer.test_ray_trainer import FakeSync, World, build
 from tests.unit.rollout.test_replica_group import CONTROL, Actor, Method, a_sample, healthy
 
 
-@given(st.lists(st.sampled_from(State), max_size=40))
+@given(st.lists(st.sampled_from(ReplicaState), max_size=40))
 def test_the_dead_serve_only_after_a_start_and_a_sync(way):
     """Whatever is tried: HEALTHY after DEAD only by way of STALE, and SUSPECT only from HEALTHY."""
-    health, been = Health(1.0, 1.0), [State.STALE]
+    health, been = ReplicaHealth(1.0, 1.0), [ReplicaState.STALE]
     for state in way:
         try:
-            health.to(state)
+            health.transition_to(state)
             been.append(state)
         except ValueError as e:
             assert f"a {been[-1].name} replica never becomes {state.name}" == str(e)
         assert health.state is been[-1]
     for before, after in zip(been, been[1:], strict=False):
-        assert after in (State.STALE, State.DEAD) or before is not State.DEAD
-        assert after is not State.SUSPECT or before is State.HEALTHY
+        assert after in (ReplicaState.STALE, ReplicaState.DEAD) or before is not ReplicaState.DEAD
+        assert after is not ReplicaState.SUSPECT or before is ReplicaState.HEALTHY
 
 
 def test_silence_makes_suspect_then_faulty_and_an_answer_clears_it():
-    health = Health(silent_s=60, stuck_s=600)
-    health.to(State.HEALTHY)
+    health = ReplicaHealth(silent_s=60, stuck_s=600)
+    health.transition_to(ReplicaState.HEALTHY)
     health.begin(100.0)
     health.missed()
-    assert health.state is State.SUSPECT and not health.fault(159.0)
+    assert health.state is ReplicaState.SUSPECT and not health.fault(159.0)
     health.heartbeat(159.5, 4, 2)
-    assert health.state is State.HEALTHY and not health.fault(219.0)
+    assert health.state is ReplicaState.HEALTHY and not health.fault(219.0)
     assert health.fault(220.0) == "no heartbeat in 60 s"
 
 
 def test_one_that_works_and_finishes_nothing_is_faulty_but_an_idle_one_is_not():
-    busy, idle = Health(60, 600), Health(60, 600)
+    busy, idle = ReplicaHealth(60, 600), ReplicaHealth(60, 600)
     for health in (busy, idle):
-        health.to(State.HEALTHY)
+        health.transition_to(ReplicaState.HEALTHY)
         health.begin(0.0)
     for now in range(0, 1300, 50):
         busy.heartbeat(now, 7 if now < 650 else 8, 3)
@@ -79,7 +80,7 @@ class Lossy(WeightSync):
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
+        report = {"bytes": 8.0, "changed": 1.0, "bucket_wire": [[0, 0.1]], "spans": []}
         sends = {
             "connect_sync": None,
             "send_weights": lambda version: dict(report),
@@ -90,10 +91,10 @@ class Lossy(WeightSync):
         rollout = RolloutGroup(
             actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers))
         )
-        rollout.families = [[(i, 1.0)] for i in range(replicas)]
+        rollout.child_processes = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
-        self.senders = self.taking_part = group.ranks
-        self.total_bytes, self.info, rollout.say = 8, {}, self.lines.append
+        self.senders = self.sending_ranks = group.ranks
+        self.total_bytes, self.info, rollout.on_message = 8, {}, self.lines.append
 
     def replica(self, i: int, answers: bool) -> Actor:
         async def sync(stamp):
@@ -101,7 +102,7 @@ class Lossy(WeightSync):
                 self.broken[i] -= 1
                 died.append(1)
                 raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}]
+            return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]
 
         async def alive():
             if died and not answers:
@@ -128,13 +129,13 @@ def test_a_replica_that_dies_in_a_sync_is_left_out_and_gets_the_same_weights_whe
         await sync((0, 1))
         assert sync.regrouped == [[0, 1, 2], [0, 2]] and sync.rollout.active == [0, 2]
         assert len(sync.lines) == 1 and "rollout 1" in sync.lines[0]
-        assert sync.rollout.health[1].state is State.DEAD
+        assert sync.rollout.health[1].state is ReplicaState.DEAD
         await sync((0, 2))
         assert sync.rollout.active == [0, 2], "it has not started yet"
         await asyncio.sleep(0.2)
-        assert sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is State.HEALTHY, (
-            "by a sync of its own"
-        )
+        assert (
+            sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is ReplicaState.HEALTHY
+        ), "by a sync of its own"
         await sync((0, 3))
         assert sync.rollout.active == [0, 1, 2] and sync.regrouped[3:] == [[0, 1, 2]]
         assert sync.rollout.restarts == 1
@@ -148,10 +149,10 @@ def test_where_nothing_is_kept_it_waits_for_the_next_sync():
         sync.cfg.keep_sent = False
         await sync((0, 1))
         await asyncio.sleep(0.2)
-        assert sync.rollout.active == [0, 1] and sync.rollout.health[1].state is State.STALE
-        assert await sync.rollout.serving() == [0]
+        assert sync.rollout.active == [0, 1] and sync.rollout.health[1].state is ReplicaState.STALE
+        assert await sync.rollout.wait_for_healthy() == [0]
         await sync((0, 2))
-        assert await sync.rollout.serving() == [0, 1]
+        assert await sync.rollout.wait_for_healthy() == [0, 1]
 
     asyncio.run(main())
 
@@ -160,7 +161,7 @@ def test_with_no_replica_left_the_sync_waits_for_the_first_that_starts():
     async def main():
         sync = Lossy(2, {0: 1, 1: 1})
         metrics = await sync((0, 1))
-        assert metrics["sync/bytes"] == 8 and await sync.rollout.serving()
+        assert metrics["sync/bytes"] == 8 and await sync.rollout.wait_for_healthy()
 
     asyncio.run(main())
 
@@ -169,7 +170,9 @@ def test_the_only_replica_comes_back_to_the_very_sync_it_died_in_though_nothing_
     async def main():
         sync = Lossy(1, {0: 1})
         sync.cfg.keep_sent = False
-        assert (await sync((0, 1)))["sync/bytes"] == 8 and await sync.rollout.serving() == [0]
+        assert (await sync((0, 1)))[
+            "sync/bytes"
+        ] == 8 and await sync.rollout.wait_for_healthy() == [0]
 
     asyncio.run(main())
 
@@ -188,7 +191,10 @@ def test_a_replica_that_cannot_be_started_anew_is_left_out_and_the_last_one_ends
         await sync((0, 1))
         await asyncio.sleep(0.05)
         await sync((0, 2))
-        assert await sync.rollout.serving() == [1] and "left out from now on" in sync.lines[-1]
+        assert (
+            await sync.rollout.wait_for_healthy() == [1]
+            and "left out from now on" in sync.lines[-1]
+        )
         sync.broken[1] = 1
         await sync((0, 3))
 
@@ -203,17 +209,17 @@ def test_a_replica_that_was_noticed_to_be_dead_elsewhere_does_not_end_the_attemp
         sync = Lossy(2, {})
 
         async def dies(stamp):
-            sync.rollout.lose(1, "its process died")
+            sync.rollout.mark_failed(1, "its process died")
             raise ProcessDied("rollout 1: its process died")
 
         async def gone():
             raise RuntimeError("gone")
 
-        sync.rollout.all[1].sync, sync.rollout.all[1].alive = Method(dies), Method(gone)
+        sync.rollout.replicas[1].sync, sync.rollout.replicas[1].alive = Method(dies), Method(gone)
         await sync((0, 1))
         assert sync.regrouped[:2] == [[0, 1], [0]] and sync.rollout.restarts == 1
         await asyncio.sleep(0.2)
-        assert await sync.rollout.serving() == [0, 1]
+        assert await sync.rollout.wait_for_healthy() == [0, 1]
 
     asyncio.run(main())
 
@@ -224,10 +230,10 @@ def test_a_healthy_replica_that_is_busy_when_another_dies_is_not_lost(monkeypatc
 
     async def main():
         sync = Lossy(2, {1: 1})
-        slow = sync.rollout.all[0]
+        slow = sync.rollout.replicas[0]
         slow.sync = Method(slow.sync.answer, delay=0.5)
         await sync((0, 1))
-        assert sync.rollout.restarts == 1 and sync.rollout.all[0] is slow
+        assert sync.rollout.restarts == 1 and sync.rollout.replicas[0] is slow
         assert sync.regrouped[:2] == [[0, 1], [0]]
 
     asyncio.run(main())
@@ -244,7 +250,7 @@ def test_a_trainer_found_dead_when_a_replica_comes_back_ends_the_attempt():
 
         group.restore = restore
         watch = asyncio.create_task(group.watch())
-        await group.generate(PROMPTS, "step 0", group.train)
+        await group.generate(PROMPTS, "step 0", group.train_sampling)
         with pytest.raises(TrainerDied, match="trainer rank 0: it hangs"):
             await asyncio.wait_for(watch, 5)
         assert restored == [1], "no other start of the replica would help"
@@ -257,7 +263,11 @@ class Dying:
 
     def __init__(self, at: int = -1, hangs: bool = False) -> None:
         self.at, self.hangs, self.had, self.gone = at, hangs, [], False
-        self.rollout, self.ping, self.vacancy = Method(self.make), Method(self.answer), Method(0)
+        self.rollout, self.ping, self.wait_for_capacity = (
+            Method(self.make),
+            Method(self.answer),
+            Method(0),
+        )
         self.start, self.stop, self.alive = Method((8, [])), Method(None), Method(self.answer)
 
     async def make(self, prompts, sampling):
@@ -286,7 +296,7 @@ def group_of(replicas: list[Dying], routing: str, respawn=None) -> RolloutGroup:
     group = RolloutGroup(replicas, cfg, False, respawn=respawn or (lambda i: Dying()))
 
     async def restore(i: int) -> bool:
-        group.health[i].to(State.HEALTHY)
+        group.health[i].transition_to(ReplicaState.HEALTHY)
         group.health[i].begin(time.monotonic())
         return True
 
@@ -308,18 +318,18 @@ def test_what_a_lost_replica_had_not_returned_is_made_by_the_others(routing, han
         replicas = [Dying(), Dying(at=4, hangs=hangs), Dying()]
         group = group_of(replicas, routing)
         watch = asyncio.create_task(group.watch())
-        samples, _ = await group.generate(PROMPTS, "step 0", group.train)
+        samples, _ = await group.generate(PROMPTS, "step 0", group.train_sampling)
         assert [(s.prompt_id[1], s.index) for s in samples] == [
             (row, i) for row in range(12) for i in range(2)
         ]
         await asyncio.sleep(0.1)
         assert (
             group.restarts == 1
-            and group.all[1] is not replicas[1]
-            and group.health[1].state is State.HEALTHY
+            and group.replicas[1] is not replicas[1]
+            and group.health[1].state is ReplicaState.HEALTHY
         )
-        await group.generate(PROMPTS, "step 1", group.train)
-        assert group.all[1].had or routing == "least_loaded", "it serves again"
+        await group.generate(PROMPTS, "step 1", group.train_sampling)
+        assert group.replicas[1].had or routing == "least_loaded", "it serves again"
         watch.cancel()
 
     asyncio.run(main())
@@ -329,7 +339,7 @@ def test_what_a_lost_replica_had_not_returned_is_made_by_the_others(routing, han
 def test_with_one_replica_its_prompts_wait_for_its_next_life(routing):
     async def main():
         group = group_of([Dying(at=4)], routing)
-        samples, _ = await group.generate(PROMPTS, "step 0", group.train)
+        samples, _ = await group.generate(PROMPTS, "step 0", group.train_sampling)
         assert len(samples) == 24 and len({s.prompt_id for s in samples}) == 12
 
     asyncio.run(main())
@@ -348,10 +358,13 @@ def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
             return False
 
         group.restore = restore
-        samples, _ = await group.generate(PROMPTS, "step 0", group.train)
+        samples, _ = await group.generate(PROMPTS, "step 0", group.train_sampling)
         assert len(samples) == 24
-        await asyncio.wait([group.returning[1]])
-        assert lives == [1] * groups.ATTEMPTS and group.active == [0] == await group.serving()
+        await asyncio.wait([group.restart_tasks[1]])
+        assert (
+            lives == [1] * groups.MAX_ATTEMPTS
+            and group.active == [0] == await group.wait_for_healthy()
+        )
 
     asyncio.run(main())
 
@@ -366,8 +379,8 @@ def test_an_idle_replica_that_dies_is_noticed_by_its_heartbeat():
         await asyncio.sleep(0.1)
         assert (
             group.restarts == 1
-            and group.all[0] is not replicas[0]
-            and await group.serving() == [0, 1]
+            and group.replicas[0] is not replicas[0]
+            and await group.wait_for_healthy() == [0, 1]
         )
         watch.cancel()
 
@@ -382,7 +395,7 @@ def test_a_prompt_that_replicas_die_of_ends_in_a_named_error_and_not_in_a_loop(r
             ProcessDied,
             match="step 0, rollout .: 3 replicas in a row were lost with the same prompts",
         ):
-            await asyncio.wait_for(group.generate(PROMPTS, "step 0", group.train), 5)
+            await asyncio.wait_for(group.generate(PROMPTS, "step 0", group.train_sampling), 5)
 
     asyncio.run(main())
 
@@ -390,9 +403,9 @@ def test_a_prompt_that_replicas_die_of_ends_in_a_named_error_and_not_in_a_loop(r
 def test_in_a_shared_pool_a_lost_replica_ends_this_life_of_the_run():
     async def main():
         group = group_of([Dying(at=4)], "static")
-        group.shared = True
+        group.shares_pool = True
         with pytest.raises(ProcessDied, match="rollout 0"):
-            await group.generate(PROMPTS, "step 0", group.train)
+            await group.generate(PROMPTS, "step 0", group.train_sampling)
 
     asyncio.run(main())
 
@@ -404,11 +417,11 @@ GONE, HANGS, WELL = type("ActorDiedError", (Exception,), {})("gone"), 30.0, 0.0
     ("error", "other", "answer"),
     [
         (ProcessDied("actor 0"), WELL, True),
-        (groups.PhaseTimeout("step 3, actor"), WELL, True),
+        (PhaseTimeout("step 3, actor"), WELL, True),
         (SyncError("trainer rank 0 waited in vain"), GONE, True),
         (SyncError("trainer rank 0 waited in vain"), HANGS, True),
         (SyncError("checksum"), WELL, False),
-        (groups.RoleError("rollout 0: the reward raised"), WELL, False),
+        (RoleError("rollout 0: the reward raised"), WELL, False),
         (ValueError("a mistake of ours"), GONE, False),
         (NoReplica("all starts failed"), GONE, False),
     ],
@@ -417,14 +430,14 @@ def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(
     error, other, answer, monkeypatch
 ):
     """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
-    monkeypatch.setattr(groups, "LIVENESS_S", 0.2)
+    monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.2)
     ranks: list[Any] = [Actor(alive=None), Actor(alive=None)]
     ranks[1].alive = Method(
         other if other is GONE else None, delay=other if isinstance(other, float) else 0.0
     )
-    roles = SimpleNamespace(rollout=SimpleNamespace(all=[], active=[]))
+    roles = SimpleNamespace(rollout=SimpleNamespace(replicas=[], active=[]))
     team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
-    assert asyncio.run(Spawned.lost(team, error)) is answer
+    assert asyncio.run(RunProcesses.is_process_failure(team, error)) is answer
 
 
 class Notes:

@@ -55,7 +55,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     pools = {"rollout": [2], "actor": [1]}
     cfg = tiny_config(
@@ -72,8 +72,8 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
         ]
         return [sample.response_ids.tolist() for (sample,) in samples]
 
-    async def started(prepared) -> Spawned:
-        team = Spawned(prepared)
+    async def started(prepared) -> RunProcesses:
+        team = RunProcesses(prepared)
         await team.setup()
         await team.roles.sync((prepared.incarnation, 0))
         return team
@@ -82,18 +82,18 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
         prepared = launch.prepare(cfg, lambda line: None)
         team = await started(prepared)
         rollout = team.roles.rollout
-        found = [await answers(replica) for replica in rollout.all]
-        assert await answers(rollout.all[0], 7) == await answers(rollout.all[1], 7)
+        found = [await answers(replica) for replica in rollout.replicas]
+        assert await answers(rollout.replicas[0], 7) == await answers(rollout.replicas[1], 7)
         for _ in range(2):
-            pid = await rollout.all[0].__ray_call__.remote(lambda replica: os.getpid())
+            pid = await rollout.replicas[0].__ray_call__.remote(lambda replica: os.getpid())
             os.kill(pid, signal.SIGKILL)
-            rollout.lose(0, "killed by the test")
-            await rollout.returning[0]
-            found.append(await answers(rollout.all[0]))
+            rollout.mark_failed(0, "killed by the test")
+            await rollout.restart_tasks[0]
+            found.append(await answers(rollout.replicas[0]))
         await team.end()
         prepared.incarnation = 1
         team = await started(prepared)
-        found += [await answers(replica) for replica in team.roles.rollout.all]
+        found += [await answers(replica) for replica in team.roles.rollout.replicas]
         await team.end()
         for k in range(len(prompts)):
             kth = [tuple(one[k]) for one in found]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
-from one_step_off.cluster.remote_calls import every, named, within
+from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
-from one_step_off.rollout.health import State
+from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
 from one_step_off.training.trainer_group import TrainGroup
@@ -45,7 +45,7 @@ class Actor:
 def test_a_limit_names_what_it_waited_for():
     begin = time.perf_counter()
     with pytest.raises(PhaseTimeout, match=r"step 3, actor: no answer in 0\.05 s"):
-        asyncio.run(within(0.05, "step 3, actor", asyncio.sleep(60)))
+        asyncio.run(with_time_limit(0.05, "step 3, actor", asyncio.sleep(60)))
     assert time.perf_counter() - begin < 5
 
 
@@ -53,7 +53,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
     actors = [Actor(work=Method(1, delay=30)), Actor(work=ValueError("rank 1 broke"))]
 
     async def main():
-        await every(60, "actor", actors, "work")
+        await call_all(60, "actor", actors, "work")
 
     begin = time.perf_counter()
     with pytest.raises(RoleError, match="actor 1, work: ValueError: rank 1 broke"):
@@ -64,7 +64,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
 def healthy(group: RolloutGroup) -> RolloutGroup:
     """As after a sync."""
     for health in group.health:
-        health.to(State.HEALTHY)
+        health.transition_to(ReplicaState.HEALTHY)
     return group
 
 
@@ -95,7 +95,7 @@ class Slow:
             asyncio.Semaphore(slots),
             fails,
         )
-        self.rollout, self.vacancy, self.start = (
+        self.rollout, self.wait_for_capacity, self.start = (
             Method(self.make),
             Method(self.room),
             Method((slots, [])),
@@ -146,7 +146,7 @@ def routed(
 
     async def main():
         await group.setup()
-        return await healthy(group).generate(prompts, "step 0", group.train)
+        return await healthy(group).generate(prompts, "step 0", group.train_sampling)
 
     return asyncio.run(main())
 
@@ -207,12 +207,12 @@ def test_each_prompt_goes_to_the_replica_with_the_fewest_under_way():
         return [Prompt((0, row), np.arange(2), "", "") for row in numbers]
 
     async def main():
-        first = asyncio.create_task(group.generate(rows(0, 1, 2), "step 0", group.train))
+        first = asyncio.create_task(group.generate(rows(0, 1, 2), "step 0", group.train_sampling))
         await asyncio.sleep(0.1)
-        await group.generate(rows(3, 4), "validation", group.val)
+        await group.generate(rows(3, 4), "validation", group.val_sampling)
         assert [r.had for r in replicas] == [[0, 2], [1, 3, 4]]
         await first
-        await group.generate(rows(5, 6), "step 1", group.train)
+        await group.generate(rows(5, 6), "step 1", group.train_sampling)
         assert [r.had for r in replicas] == [[0, 2, 5], [1, 3, 4, 6]]
 
     asyncio.run(main())
@@ -226,7 +226,7 @@ def test_what_is_handed_out_at_once_is_seen_by_whoever_hands_out_next():
     group = healthy(RolloutGroup(replicas, cfg, False))
 
     async def main():
-        calls = (group.val, 0), (group.train, 1)
+        calls = (group.val_sampling, 0), (group.train_sampling, 1)
         ask = [
             group.generate([Prompt((0, row), np.arange(2), "", "")], f"step {row}", how)
             for how, row in calls
@@ -257,12 +257,12 @@ def test_samples_come_back_in_the_order_of_prompts_whatever_the_replicas_do():
         return [a_sample(p, i) for p in reversed(share) for i in reversed(range(sampling.n))]
 
     group = healthy(RolloutGroup([Actor(rollout=rollout) for _ in range(3)], cfg, seeded=True))
-    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train))
+    samples, seconds = asyncio.run(group.generate(prompts, "step 0", group.train_sampling))
     assert [(s.prompt_id, s.index) for s in samples] == [
         (p.id, i) for p in prompts for i in range(cfg.rollout.n)
     ]
     assert 0.0 < seconds < 5.0
-    assert group.train.seed != group.val.seed
+    assert group.train_sampling.seed != group.val_sampling.seed
 
 
 CONTROL = {
@@ -275,13 +275,13 @@ CONTROL = {
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
-    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0.3]], "spans": []}
+    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "bucket_wire": [[0, 0.3]], "spans": []}
     got = {
         "bytes": 8.0,
         "load": 0.2,
-        "each": [[0, 0.1]],
+        "bucket_wire": [[0, 0.1]],
         "spans": [["", "load", 1.0, 2.0]],
-        "raw": 0.05,
+        "bare_wire": 0.05,
     }
     rank = Actor(
         score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None, **CONTROL
@@ -292,7 +292,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
         for e in engines
     ]
     sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
-    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, replicas
+    sync.senders, sync.sending_ranks, sync.connected_replicas = actor.ranks, actor.ranks, replicas
     sync.total_bytes = 8
     return sync
 
@@ -302,25 +302,25 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     right = [np.array([-1.0])]
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
     rollout, sync.info = sync.rollout, {}
-    report = {"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}
-    for ranks in (sync.actor.ranks, rollout.all):
+    report = {"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}
+    for ranks in (sync.actor.ranks, rollout.replicas):
         for one in ranks:
             one.connect_sync = Method(None)
-    for i, replica in enumerate(rollout.all):
+    for i, replica in enumerate(rollout.replicas):
         replica.sync = Method(lambda stamp, i=i: had[i].append(stamp) or [dict(report)], delay=0.02)
 
     async def come_back():
         assert await sync.restore(1)
-        del rollout.returning[1]
+        del rollout.restart_tasks[1]
 
     async def main():
-        sync.last, sync.grouped = ((0, 3), right), []
-        rollout.returning[1] = asyncio.create_task(come_back())
+        sync.last_sent, sync.connected_replicas = ((0, 3), right), []
+        rollout.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
         assert had == {0: [], 1: []} and sync.lock.locked(), "the one is under way"
         await sync((0, 4))
         assert had == {0: [(0, 4)], 1: [(0, 3), (0, 4)]}
-        assert await rollout.serving() == [0, 1]
+        assert await rollout.wait_for_healthy() == [0, 1]
 
     asyncio.run(main())
 
@@ -335,7 +335,7 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
     ranks: list[Any] = [Actor(send_weights=late, **CONTROL), Actor(send_weights=first, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
-    sync.senders = sync.taking_part = sync.actor.ranks = ranks
+    sync.senders = sync.sending_ranks = sync.actor.ranks = ranks
 
     async def main():
         with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
@@ -353,7 +353,7 @@ def test_who_fails_since_the_sync_was_given_up_is_not_named_as_the_cause():
     )
     sync.actor.ranks[0].send_weights = Method(follows)
     cause = SyncError("receiver 0, phase load: too little memory")
-    sync.rollout.all[0].sync = Method(
+    sync.rollout.replicas[0].sync = Method(
         cause, delay=0.05
     )  # its answer comes by way of the engine, and later
     with pytest.raises(
@@ -373,7 +373,7 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
     ranks: list[Any] = [Actor(send_weights=hung, **CONTROL), Actor(send_weights=waited, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
-    sync.senders = sync.taking_part = sync.actor.ranks = ranks
+    sync.senders = sync.sending_ranks = sync.actor.ranks = ranks
     with pytest.raises(ProcessDied, match="version 3: trainer rank 0: it hangs"):
         asyncio.run(sync((0, 3)))
 
@@ -417,7 +417,7 @@ def test_weights_that_are_only_a_little_off_everywhere_are_caught_by_the_mean():
 
 def test_a_time_limit_of_the_work_itself_is_not_taken_for_ours():
     async def main():
-        await within(60, "x", Method(TimeoutError("inner limit")).remote())
+        await with_time_limit(60, "x", Method(TimeoutError("inner limit")).remote())
 
     with pytest.raises(TimeoutError, match="inner limit"):
         asyncio.run(main())
@@ -442,7 +442,7 @@ class RayLike(Exception):
 )
 def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
     with pytest.raises(kind, match=words):
-        asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
+        asyncio.run(name_failures("sync, rollout 1", Method(RayLike(cause)).remote()))
 
 
 @pytest.mark.parametrize(
@@ -463,7 +463,7 @@ def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
         f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}"
     )
     with pytest.raises(RoleError, match=words):
-        asyncio.run(named("sync, rollout 1", Method(died).remote()))
+        asyncio.run(name_failures("sync, rollout 1", Method(died).remote()))
 
 
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
@@ -487,7 +487,8 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
         actor.colocated = rollout
         prompts = [Prompt((0, 0), "", np.arange(2), "")]
         await asyncio.gather(
-            rollout.generate(prompts, "step 0", rollout.train), actor.update(Batch(0, [], (0, 0)))
+            rollout.generate(prompts, "step 0", rollout.train_sampling),
+            actor.update(Batch(0, [], (0, 0))),
         )
 
     asyncio.run(main())
@@ -538,7 +539,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
         prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(16)]
 
         async def main(group=group, prompts=prompts, land=land):
-            return await healthy(group).generate(prompts, "step 0", group.train, land)
+            return await healthy(group).generate(prompts, "step 0", group.train_sampling, land)
 
         samples, seconds = asyncio.run(main())
         assert len(samples) == 16 and 0.09 < seconds < 2.0
@@ -578,16 +579,18 @@ def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_
         if not stale:
             stale.append(True)
             group.syncing = True
-            group.health[0].to(State.STALE)
+            group.health[0].transition_to(ReplicaState.STALE)
             asyncio.get_running_loop().call_later(0.05, healthy, group)
 
     async def seen(prompts, sampling):
-        assert group.health[0].state is State.HEALTHY
+        assert group.health[0].state is ReplicaState.HEALTHY
         return await make(prompts, sampling)
 
     group._give, replica.rollout = at_that_moment, Method(seen)
     prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(4)]
-    samples, _ = asyncio.run(group.generate(prompts, "step 0", group.train, lambda samples: None))
+    samples, _ = asyncio.run(
+        group.generate(prompts, "step 0", group.train_sampling, lambda samples: None)
+    )
     assert len(samples) == 4 and stale and (group.loads[0].sent, group.loads[0].back) == (4, 4)
 
 
@@ -598,12 +601,12 @@ def test_a_replica_that_dies_behind_its_canary_is_not_taken_for_healthy():
     rollout = sync.rollout
 
     def dies(sequences):
-        rollout.health[0].state = State.DEAD
+        rollout.health[0].state = ReplicaState.DEAD
         return right
 
-    rollout.all[1].score = Method(dies)
+    rollout.replicas[1].score = Method(dies)
     asyncio.run(sync((0, 4)))
-    assert [health.state for health in rollout.health] == [State.DEAD, State.HEALTHY]
+    assert [health.state for health in rollout.health] == [ReplicaState.DEAD, ReplicaState.HEALTHY]
 
 
 def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_take():
@@ -611,7 +614,9 @@ def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_
         cfg = Config()
         cfg.trainer.step_timeout_s, cfg.rollout.n, cfg.pipeline.max_carry = 0.1, 1, 1
         group = healthy(RolloutGroup([Slow(0.2)], cfg, False))
-        work = group.generate([Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train, land)
+        work = group.generate(
+            [Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train_sampling, land
+        )
         if enough:
             assert len(asyncio.run(work)[0]) == 1
         else:

@@ -243,12 +243,12 @@ def test_a_greedy_response_beside_the_samples_where_the_estimator_needs_baseline
     own: Any = generated
     own.needs, wanted = ("baselines",), estimator != "grpo"
     group = RolloutGroup([], cfg, seeded=True)
-    assert (group.train.greedy, group.val.greedy) == (wanted, False)
+    assert (group.train_sampling.greedy, group.val_sampling.greedy) == (wanted, False)
     replica = RolloutReplica(cfg, 0, "cpu", [FakeScorer()])
     replica.tokenizer, replica._generate = SimpleNamespace(decode=lambda *_, **__: "x"), generated
     replica.stamp = (0, 0)
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(2)]
-    samples = asyncio.run(replica.rollout(prompts, group.train))
+    samples = asyncio.run(replica.rollout(prompts, group.train_sampling))
     found = [(s.prompt_id[1], s.index, s.log_probs[0], s.extra) for s in samples]
     greedy = {"greedy": True}
     assert found == [
@@ -556,16 +556,16 @@ def test_a_replica_says_when_it_has_room(loop):
     replica.stamp = (0, 0)
 
     async def main():
-        assert await asyncio.wait_for(replica.vacancy(3, 4), 5) == 0
+        assert await asyncio.wait_for(replica.wait_for_capacity(3, 4), 5) == 0
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(replica.vacancy(4, 4), 0.05)
-        room, begin = asyncio.create_task(replica.vacancy(4, 4)), time.perf_counter()
+            await asyncio.wait_for(replica.wait_for_capacity(4, 4), 0.05)
+        room, begin = asyncio.create_task(replica.wait_for_capacity(4, 4)), time.perf_counter()
         work = asyncio.create_task(
             replica.rollout([Prompt((0, 0), np.arange(2), "q", "1")], Sampling(2, 1.0, None))
         )
         assert await asyncio.wait_for(room, 5) >= 1 and time.perf_counter() - begin < 0.2
         await work
-        assert await replica.vacancy(4, 3) == 2
+        assert await replica.wait_for_capacity(4, 3) == 2
 
     asyncio.run(main())
 

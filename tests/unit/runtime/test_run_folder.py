@@ -129,7 +129,7 @@ def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
     """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
-    text = (ROOT / "docs" / "multinode.md").read_text() + (
+    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (
         ROOT / "shell" / "slurm_qwen_gsm8k.sh"
     ).read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
@@ -208,7 +208,7 @@ def test_the_question_leaves_nothing_behind(tmp_path):
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks import command_line
+    from benchmarks.common import command_line
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []

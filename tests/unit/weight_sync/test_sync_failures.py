@@ -40,7 +40,7 @@ async def fails(team: Team, folder, kind: type[Exception]) -> tuple[Exception, b
     begin = time.monotonic()
     with pytest.raises(kind) as caught:
         await asyncio.wait_for(team.pipeline(folder).fit(), 60)
-    another = await asyncio.wait_for(team.lost(caught.value), SOON_S)
+    another = await asyncio.wait_for(team.is_process_failure(caught.value), SOON_S)
     assert time.monotonic() - begin < 2 * SOON_S
     if not another:
         ready = [rank.__ray_ready__.remote() for rank in team.roles.actor.ranks]
@@ -71,7 +71,9 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
             for overlap in (True, False):
                 for version in (0, 1, STEPS):
                     await team.restore_beginning(overlap)
-                    victim = team.rollout.all[1] if who == "replica" else team.roles.actor.ranks[-1]
+                    victim = (
+                        team.rollout.replicas[1] if who == "replica" else team.roles.actor.ranks[-1]
+                    )
                     await victim.set_fault.remote(place, version, action)
                     folder = tmp_path / f"{number}-{overlap}-{version}"
                     error, another = await fails(team, folder, (SyncError, RoleError))
@@ -113,7 +115,7 @@ def test_only_the_replica_that_died_is_restarted_while_another_still_waits_for_t
         team = Team(1, 2, timeout_s=30.0, near=False)
         await team.connect()
         await team.restore_beginning(True)
-        await team.rollout.all[0].set_fault.remote("connect", None, "die")
+        await team.rollout.replicas[0].set_fault.remote("connect", None, "die")
         begin = time.monotonic()
         await asyncio.wait_for(team.pipeline(tmp_path).fit(), 100)
         assert team.respawned == [0], team.said
@@ -131,7 +133,7 @@ def test_a_replica_that_hangs_in_a_sync_is_restarted_and_the_run_goes_on(cluster
         await team.connect()
         for place in ("load", "score"):
             await team.restore_beginning(True)
-            await team.rollout.all[1].set_fault.remote(place, 1, "hang")
+            await team.rollout.replicas[1].set_fault.remote(place, 1, "hang")
             await asyncio.wait_for(team.pipeline(tmp_path / place).fit(), 100)
             assert team.respawned == [1], team.said
         team.kill()
@@ -157,7 +159,7 @@ def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(
             1 if replicas == 1 else 3
         ):  # with another one a run ends before it is back
             await team.restore_beginning(False)
-            await team.rollout.all[0].set_fault.remote("finish", None, "die")
+            await team.rollout.replicas[0].set_fault.remote("finish", None, "die")
             pipeline = team.pipeline(tmp_path / f"{run}")
             if replicas == 1:
                 with pytest.raises(
@@ -200,7 +202,7 @@ def test_busy_processes_are_not_taken_for_dead_ones(cluster, tmp_path):
         team = Team(1, 1, timeout_s=100.0, near=False)
         await team.connect()
         await team.restore_beginning(True)
-        (rank,), (replica,) = team.roles.actor.ranks, team.rollout.all
+        (rank,), (replica,) = team.roles.actor.ranks, team.rollout.replicas
         info = team.sync.info | {"epoch": 9, "receivers": 1, "near": [[]]}
         connecting, updating = replica.connect_sync.remote(info, 0), rank.update.remote(None)
         await asyncio.sleep(0.5)
