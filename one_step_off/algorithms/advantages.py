@@ -21,7 +21,7 @@ import numpy as np
 
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import Registry
-from one_step_off.data.samples import chunks, split_by_lengths
+from one_step_off.data.arrays import chunks, split_by_lengths
 
 TokenArrays = list[np.ndarray]
 

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.config.errors import ConfigError
-from one_step_off.data.samples import StalenessError
+from one_step_off.data.staleness import StalenessError
 
 T = TypeVar("T")
 

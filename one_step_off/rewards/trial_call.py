@@ -13,7 +13,7 @@ from typing import Any
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.user_code import find_user_line
-from one_step_off.data.prompt_stream import RunData
+from one_step_off.data.run_data import RunData
 from one_step_off.data.samples import Prompt
 from one_step_off.rewards.scoring import GRACE_S, RewardError, RewardFunctions, RewardItem, Scorer
 

@@ -37,7 +37,8 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.samples import PackedSamples, Prompt, Sample, Stamp
+from one_step_off.data.packing import PackedSamples
+from one_step_off.data.samples import Prompt, Sample, Stamp
 from one_step_off.rewards.scoring import (
     REWARD_FUNCTIONS,
     Reward,

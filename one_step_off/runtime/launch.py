@@ -40,7 +40,7 @@ from one_step_off.config.schema import Config
 from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import LOG_FOLDER, find_user_line
 from one_step_off.config.yaml_io import resolved_yaml
-from one_step_off.data import prompt_stream as data_room
+from one_step_off.data import run_data as data_room
 from one_step_off.monitoring import report
 from one_step_off.monitoring.console import RunConsole, end_facts, quiet_libraries, start_facts
 from one_step_off.monitoring.flops import Meter, shape_of

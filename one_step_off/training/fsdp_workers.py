@@ -39,7 +39,9 @@ from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, PackedShares, Sample, assert_staleness
+from one_step_off.data.packing import PackedShares
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats

@@ -11,7 +11,8 @@ import numpy as np
 
 from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
+from one_step_off.data.packing import PackedArrays, PackedSamples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
 
 T = TypeVar("T")
 
@@ -111,7 +112,7 @@ def put_batch(batch: Batch) -> Any:
             name: v and PackedArrays(v) for name, v in zip(TRAINER_FIELDS, now[1:], strict=True)
         }
         samples = PackedSamples(batch.samples)
-        samples.leave = "response", "extra"
+        samples.omitted_fields = "response", "extra"
         stored = ray.put(
             replace(
                 batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns

@@ -22,7 +22,8 @@ from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt, StalenessError, assert_staleness
+from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt
+from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.data.word_problems import make_products, make_puzzles
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import Reward

@@ -236,7 +236,7 @@ def test_reward_functions_do_what_the_pages_say(workplace: Path) -> None:
 
 def test_data_rows_do_what_the_pages_say(workplace: Path) -> None:
     from one_step_off.config.schema import DataConfig
-    from one_step_off.data.prompt_stream import Report, load_rows
+    from one_step_off.data.rows import DataReport, load_rows
 
     texts = [text for page in PAGES for language, text in fences(page) if language == "json"]
     truths = []
@@ -246,7 +246,7 @@ def test_data_rows_do_what_the_pages_say(workplace: Path) -> None:
         truths += [
             row.ground_truth
             for row in load_rows(
-                f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data")
+                f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, DataReport("data")
             )
         ]
     assert truths == ["7", "7"]

@@ -24,7 +24,8 @@ from one_step_off.checkpoint.checkpoints import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.main_ppo import main
 from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker

@@ -16,7 +16,8 @@ import transformers
 from one_step_off.algorithms import core_algos
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, Sample, StalenessError
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.data.staleness import StalenessError
 from one_step_off.training.fsdp_workers import PolicyWorker
 
 VOCAB = 67  # odd, so the rows of embedding and head do not divide evenly
