@@ -455,7 +455,7 @@ def test_correction_weights_by_hand():
         )
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="unknown rollout correction 'other'"):
         pl.correction_weights(proximal, mu, sequence, "other", 2.0)
 
 
