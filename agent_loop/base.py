@@ -23,7 +23,7 @@ from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 LOOPS = Registry("agent.loop", "module:Class")
 AGAIN = "That is wrong. Try again."

@@ -19,7 +19,7 @@ from one_step_off.config.errors import as_config_error
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.samples import Prompt
-from one_step_off.rewards.scoring import MAX_REWARD
+from one_step_off.rewards.reward import MAX_REWARD
 
 
 class NoAnswer(Exception):

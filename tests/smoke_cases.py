@@ -79,7 +79,7 @@ PROGRAM = [
     Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
     Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
     Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
-    # With what quickstart.md and report.md add. The next three look at it.
+    # With what first_run.md and looking_at_a_run.md add. The next three look at it.
     run(
         "plain",
         *(*SMALL, "actor.lr=1e-4", "trainer.test_freq=1", "trainer.save_freq=1", "--profile", "1"),
@@ -88,13 +88,13 @@ PROGRAM = [
     ),
     Smoke(
         "view",
-        "one_step_off.monitoring.view",
+        "one_step_off.view",
         ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
         after=("plain",),
     ),
     Smoke(
         "view_evaluation",
-        "one_step_off.monitoring.view",
+        "one_step_off.view",
         ("outputs/plain", "--val", "2", "--worst", "1"),
         after=("plain",),
     ),
@@ -157,8 +157,8 @@ PROGRAM = [
         "plan_runs",
         "one_step_off.plan",
         (TINY, *SMALL)
-        + ("--from", "outputs/planner/round0_in_turns")
-        + ("--from", "outputs/planner/round0_in_turns_a_quarter_of_the_batch")
+        + ("--from", "outputs/planner/round0_synchronous")
+        + ("--from", "outputs/planner/round0_synchronous_a_quarter_of_the_batch")
         + ("--gpus", "4"),
         prints="best:",
         after=("planner",),
@@ -318,7 +318,7 @@ WITHOUT = [
     Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
     Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
     Without(
-        "TRL is not installed; tests/unit/benchmarks/test_arms.py has its settings",
+        "TRL is not installed; tests/unit/benchmarks/test_trl_comparison.py has its settings",
         "benchmarks.trl_comparison",
     ),
     Without("kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"),

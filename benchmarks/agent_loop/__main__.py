@@ -1,10 +1,12 @@
-"""What the agent loop itself costs: CPU time per turn, idle share with slow rewards, throughput against the bare engine.
+"""What the agent loop itself costs: CPU time per turn, idle share with slow rewards, throughput
+against the bare engine.
 
     python -m benchmarks.agent_loop --out DIR [--conversations 500] [--reward-s 0.5] [--repeats 7]
 
-First with a stand-in for the engine that has a fixed number of slots and a fixed time per token, so that nothing but the
-loop differs. Then with vLLM: conversations of tiny:tools with its calculator, and single turns of a more usual length;
-beside them the very same requests, each after the one that it builds on, given to the engine alone; all in turns. Writes result.json and result.md into DIR.
+First with a stand-in for the engine that has a fixed number of slots and a fixed time per token, so
+that nothing but the loop differs. Then with vLLM: conversations of tiny:tools with its calculator,
+and single turns of a more usual length; beside them the very same requests, each after the one that
+it builds on, given to the engine alone; all in turns. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Generated
-from benchmarks.common.command_line import ROOT
+from benchmarks.common.paths import ROOT
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
@@ -37,7 +39,9 @@ CALL = tiny_qwen.CALL.format(expression="12 * 13")
 
 
 class FakeEngine:
-    """Calls the calculator as often as a conversation's row says, then answers; `busy` are its slot-seconds."""
+    """Calls the calculator as often as a conversation's row says, then answers; `busy` are its
+    slot-seconds.
+    """
 
     def __init__(self, tokenizer: Any, turns: list[int], slots: int, token_s: float) -> None:
         eos = [tokenizer.eos_token_id]
@@ -57,7 +61,9 @@ class FakeEngine:
 
 
 FIRST = 1000
-"""The first token of each prompt is this plus its row: no id of the vocabulary, so that none is taken for the end."""
+"""The first token of each prompt is this plus its row: no id of the vocabulary, so that none is
+taken for the end.
+"""
 
 
 class Scorer:
@@ -87,7 +93,9 @@ def bare(engine: FakeEngine) -> float:
 
 
 def looped(engine: FakeEngine, tokenizer: Any, workers: int, reward_s: float) -> dict[str, float]:
-    """Through a replica's agent loop: seconds until the last turn was generated, until all is scored, and CPU time."""
+    """Through a replica's agent loop: seconds until the last turn was generated, until all is
+    scored, and CPU time.
+    """
     cfg = Config()
     cfg.agent.loop, cfg.agent.tools, cfg.agent.max_turns = "tool", "calculator", 20
     cfg.agent.loop_kwargs = {"tool": {"taught": True}}
@@ -141,9 +149,11 @@ def measure(
 
 
 class Workload:
-    """Trajectories through the agent loop, and the very requests that they made, given to the engine alone.
+    """Trajectories through the agent loop, and the very requests that they made, given to the
+    engine alone.
 
-    `arms`: what each takes to its last token, in seconds; "bare vLLM" repeats what the arm before it asked for.
+    `arms`: what each takes to its last token, in seconds; "bare vLLM" repeats what the arm before
+    it asked for.
     """
 
     def __init__(
@@ -155,7 +165,9 @@ class Workload:
         self.arms = {"agent loop": self.replica([Scorer(0.0)]).rollout, "bare vLLM": self.bare}
 
     def replica(self, scorers: list[Scorer]) -> RolloutReplica:
-        """Another one on the started engine, which notes what it asks for, and when the last answer came."""
+        """Another one on the started engine, which notes what it asks for, and when the last answer
+        came.
+        """
         new = RolloutReplica(self.cfg, 0, "cpu", scorers)
         new.tokenizer, new.stamp, new.engine = (
             self.started.tokenizer,
@@ -204,7 +216,9 @@ class Workload:
 
 
 async def on_vllm(repeats: int, reward_s: float) -> dict[str, dict[str, list[float]]]:
-    """Seconds until the last token was made, by workload and arm, of each repeat; one of each before that warms up."""
+    """Seconds until the last token was made, by workload and arm, of each repeat; one of each
+    before that warms up.
+    """
     from one_step_off.runtime.launch import prepare
 
     cfg = load_config(

@@ -1,13 +1,16 @@
-"""What a step costs the driver beside the work of replicas and trainers, which take fixed times here.
+"""What a step costs the driver beside the work of replicas and trainers, which take fixed times
+here.
 
     python -m benchmarks.overhead --out DIR [--replicas 1 8 64 512] [--samples 64 1024 8192 16384] [--tokens 512]
-                                  [--against CHECKOUT] [--repeats 1] [--profile] [--no-loggers] [--full]
+                                  [--against CHECKOUT] [--repeats 1] [--profile] [--no-loggers]
+                                  [--full]
 
-Pipeline, groups, weight sync, tracker and loggers are the real ones. Replicas and ranks are stand-ins in this process
-that answer after a fixed time with samples made beforehand. Each cell of the table is a process of its own: CPU seconds
-of the driver per step, less what the stand-ins take when they are asked the same alone; and by how much a step, and its
-generation, take longer than the fixed times. `--against`: another checkout, measured by turns with this one. What Ray
-itself costs is in `benchmarks.overhead_ray`. Writes result.json, result.md and overhead.png into DIR.
+Pipeline, groups, weight sync, tracker and loggers are the real ones. Replicas and ranks are
+stand-ins in this process that answer after a fixed time with samples made beforehand. Each cell of
+the table is a process of its own: CPU seconds of the driver per step, less what the stand-ins take
+when they are asked the same alone; and by how much a step, and its generation, take longer than the
+fixed times. `--against`: another checkout, measured by turns with this one. What Ray itself costs
+is in `benchmarks.overhead_ray`. Writes result.json, result.md and overhead.png into DIR.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ GROUP = 8  # samples of a prompt
 
 @dataclass
 class Cell:
-    """One measurement. `slots`: what a replica's engine works on at once; `buckets`: of a weight sync; times in seconds;
-    `full`: with critic and reference model, and GAE."""
+    """One measurement. `slots`: what a replica's engine works on at once; `buckets`: of a weight
+    sync; times in seconds; `full`: with critic and reference model, and GAE."""
 
     replicas: int
     samples: int
@@ -75,7 +78,9 @@ class Cell:
 
     @property
     def fixed_s(self) -> float:
-        """What a step takes if the driver costs nothing: one step off, with the sync beside training."""
+        """What a step takes if the driver costs nothing: one step off, with the sync beside
+        training.
+        """
         return max(self.train_s * (1 + 0.1 * self.full), self.sync_s + self.generate_s)
 
 
@@ -159,7 +164,9 @@ class Vacancy:
 
 
 class Rank:
-    """Stands in for one training process of any role. `given`: the log-probs or values of its share of the batch."""
+    """Stands in for one training process of any role. `given`: the log-probs or values of its share
+    of the batch.
+    """
 
     def __init__(self, number: int, cell: Cell, given: list[np.ndarray], log: list) -> None:
         share = {i: given[i] for i in range(number, cell.samples, cell.ranks)}
@@ -195,8 +202,10 @@ class Rank:
 
 
 def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
-    """The samples of every prompt that the run will ask for, stamped with the version that will be asked. Every sample has
-    arrays of its own, as after unpickling; only those of versions are made anew for each step."""
+    """The samples of every prompt that the run will ask for, stamped with the version that will be
+    asked. Every sample has arrays of its own, as after unpickling; only those of versions are made
+    anew for each step.
+    """
     rng, shape, found = np.random.default_rng(0), (cell.samples, cell.tokens), {}
     ids, logs = rng.integers(0, 32000, shape, np.int32), -rng.random(shape, np.float32)
     masks, text = np.ones(shape, bool), "so it is 27 " * (cell.tokens // 4)
@@ -302,7 +311,9 @@ async def alone(calls: list[tuple[Remote, tuple]]) -> float:
 
 
 def measure(cell: Cell) -> dict[str, Any]:
-    """Run the pipeline once. Per step, medians: `cpu_ms`, `excess_ms` of the step, `generate_excess_ms`, `phases_ms` (means)."""
+    """Run the pipeline once. Per step, medians: `cpu_ms`, `excess_ms` of the step,
+    `generate_excess_ms`, `phases_ms` (means).
+    """
     with tempfile.TemporaryDirectory() as folder:
         pipeline, log = built(cell, folder)
         gc.collect()
@@ -345,8 +356,8 @@ def measure(cell: Cell) -> dict[str, Any]:
 
 
 def summarised(cell: Cell, marks: list[tuple], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """From what stood on the clocks (wall, CPU, calls, phases) at the end of each step. The first steps warm up, and the last
-    one generates nothing."""
+    """From what stood on the clocks (wall, CPU, calls, phases) at the end of each step. The first
+    steps warm up, and the last one generates nothing."""
     first, used = marks[WARM_UP - 1], marks[WARM_UP - 1 : -1]
     steps = len(used) - 1
     walls = [b[0] - a[0] - cell.fixed_s for a, b in zip(used, used[1:], strict=False)]

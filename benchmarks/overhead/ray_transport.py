@@ -1,11 +1,13 @@
-"""What Ray itself costs the driver in a step: samples from replicas, the batch to the ranks, log-probs back; and bytes.
+"""What Ray itself costs the driver in a step: samples from replicas, the batch to the ranks,
+log-probs back; and bytes.
 
     python -m benchmarks.overhead_ray --out DIR [--samples 8192] [--tokens 512] [--repeats 5] [--against CHECKOUT]
 
-A local Ray with one actor, which stands in for all replicas (samples of one answer, or of one answer per prompt) and for
-a rank (it takes the batch and gives log-probs of all of it). CPU seconds of the driver's process, seconds until all is
-there, and bytes as pickled, medians. `--against`: another checkout, by turns with this one. The rest of a step's cost is
-in `benchmarks.overhead`. Writes result.json and result.md into DIR.
+A local Ray with one actor, which stands in for all replicas (samples of one answer, or of one
+answer per prompt) and for a rank (it takes the batch and gives log-probs of all of it). CPU seconds
+of the driver's process, seconds until all is there, and bytes as pickled, medians. `--against`:
+another checkout, by turns with this one. The rest of a step's cost is in `benchmarks.overhead`.
+Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations

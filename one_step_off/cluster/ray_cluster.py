@@ -124,7 +124,7 @@ def hide_worker_death_reports() -> None:
         if WORKER_DIED not in first_line:
             print_lines(data, ignore_prefix=ignore_prefix)
 
-    print_other_lines.hides_worker_deaths = True  # type: ignore[attr-defined]
+    setattr(print_other_lines, "hides_worker_deaths", True)  # noqa: B010 (a function has no such field)
     worker_module.print_to_stdstream = print_other_lines
 
 

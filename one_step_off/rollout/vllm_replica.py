@@ -39,14 +39,9 @@ from one_step_off.config.user_code import (
 )
 from one_step_off.data.packing import PackedSamples
 from one_step_off.data.samples import Prompt, Sample, Stamp
-from one_step_off.rewards.scoring import (
-    REWARD_FUNCTIONS,
-    Reward,
-    RewardError,
-    RewardItem,
-    Score,
-    named_functions,
-)
+from one_step_off.rewards.functions import named_functions
+from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
+from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def test_every_documented_command_has_a_smallest_form() -> None:
 def test_every_benchmark_has_a_smallest_form() -> None:
     folder = ROOT / "benchmarks"
     programs = {path.parent.name for path in folder.glob("*/__main__.py")}
-    programs |= {path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()}
+    programs |= {path.stem for path in folder.glob("*.py") if "__name__ ==" in path.read_text()}
     listed = {case.program for case in BENCHMARKS} | {without.program for without in WITHOUT}
     assert programs == {name.partition(".")[2] for name in listed if name.startswith("benchmarks.")}
 

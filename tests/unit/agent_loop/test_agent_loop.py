@@ -26,7 +26,7 @@ from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt
 from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.data.word_problems import make_products, make_puzzles
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"

@@ -1,4 +1,6 @@
-"""The bookkeeping of the overhead's benchmark, at small sizes; of its seconds nothing is asserted."""
+"""The bookkeeping of the overhead's benchmark, at small sizes; of its seconds nothing is
+asserted.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ def test_a_small_cell_counts_what_was_asked(how):
     )
     found = overhead.measure(cell)
     assert found["steps"] == 3, "of six steps two warm up and the last one generates nothing"
-    # per step: prompts (or one call per replica), sync and canary of 2 replicas, and of 2 ranks send, canary, release
-    # and update; a watch may have asked whether the replicas are there
+    # per step: prompts (or one call per replica), sync and canary of 2 replicas, and of 2 ranks
+    # send, canary, release and update; a watch may have asked whether the replicas are there
     wanted = (2 if "routing" in how else 4) + 2 * 2 + 2 * 4 + (2 * 3 if "full" in how else 0)
     assert wanted <= found["calls"] <= wanted + 1
     assert found["stand_in_ms"] > 0 and found["with_stand_ins_ms"] > found["cpu_ms"]

@@ -631,7 +631,7 @@ GSM8K = os.environ.get("ONE_STEP_OFF_GSM8K", "")
     reason="ONE_STEP_OFF_GSM8K does not name a folder with gsm8k_train.jsonl and gsm8k_test.jsonl",
 )
 def test_real_gsm8k() -> None:
-    from one_step_off.rewards.scoring import gsm8k
+    from one_step_off.rewards.verifiers import gsm8k
 
     files = [str(Path(GSM8K, f"gsm8k_{split}.jsonl")) for split in ("train", "test")]
     start = time.monotonic()

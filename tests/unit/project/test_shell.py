@@ -34,7 +34,7 @@ def tool(path: Path, text: str) -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A checkout whose Python and Ray write down how they were called."""
-    for name in ("shell", "config", "one_step_off"):
+    for name in ("shell", "config", "constraints", "one_step_off"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "setup.cfg", tmp_path)
     log = f'echo "$(basename "$0") $* [RAY_ADDRESS=${{RAY_ADDRESS:-}}]" >>{tmp_path}/log'

@@ -29,7 +29,8 @@ from one_step_off.data.staleness import assert_staleness
 from one_step_off.main_ppo import main
 from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
+from one_step_off.rewards.reward import RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.vllm_replica import RewardQueue, RolloutReplica, Room, Sampling
 from one_step_off.runtime.replay import describe_quantities
 from tests.unit.ray_trainer.test_ray_trainer import World, build, train_all

@@ -21,7 +21,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, RewardItem
+from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.vllm_replica import (
     Place,

@@ -227,13 +227,15 @@ def checkout(tmp_path: Path) -> Path:
     """A copy of what setup.sh reads, so that no real venv is touched."""
     root = tmp_path / "checkout"
     shutil.copytree(ROOT / "shell", root / "shell")
-    (root / "one_step_off").mkdir()
+    shutil.copytree(ROOT / "constraints", root / "constraints")
     for name in (
         "setup.cfg",
         "pyproject.toml",
         "one_step_off/__init__.py",
+        "one_step_off/config/__init__.py",
         "one_step_off/config/hardware.py",
     ):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     return root
 
@@ -276,7 +278,7 @@ def test_setup_never_mixes_two_vllms(checkout: Path) -> None:
     (checkout / ".venv" / ".setup-done").write_text("gpu\n123 4\n")
     (checkout / ".venv" / "left-over").touch()
     again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python)
-    assert "was not made for cpu; making it anew" in again.stdout and "setup: ready" in again.stdout
+    assert "was made for another EXTRA; creating it again" in again.stdout and "setup: ready" in again.stdout
     assert not (checkout / ".venv" / "left-over").exists()
 
 

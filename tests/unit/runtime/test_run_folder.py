@@ -208,12 +208,12 @@ def test_the_question_leaves_nothing_behind(tmp_path):
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks.common import command_line
+    from benchmarks.common import runs
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []
-    monkeypatch.setattr(command_line, "run_process", lambda command, cores: asked.append(command))
-    command_line.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
+    monkeypatch.setattr(runs, "run_process", lambda command, cores: asked.append(command))
+    runs.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
     assert run_folder.replaced_by(load_config([word for word in asked[0] if "=" in word])) is None
 
 
