@@ -251,7 +251,7 @@ _BOUNDS = {
 }
 
 
-def _checked_value(key: ConfigKey, value: Any) -> Any:
+def checked_value(key: ConfigKey, value: Any) -> Any:
     """The value of a key, converted to its type and within its bounds. Raises ConfigError."""
     if value is None and key.default in (None, ""):
         return key.default
@@ -308,7 +308,7 @@ def load_config(argv: list[str]) -> Config:
     cfg = Config()
     for key in KEYS.values():
         with located_config_error(locations.get(key.dotted, "")):
-            value = _checked_value(key, tree[key.section][key.name])
+            value = checked_value(key, tree[key.section][key.name])
         setattr(getattr(cfg, key.section), key.name, value)
     return cfg
 

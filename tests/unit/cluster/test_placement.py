@@ -13,7 +13,7 @@ import pytest
 from one_step_off.cluster import placement
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.runtime.processes import KEEPING
+from one_step_off.runtime.processes import CPU_TRAINER_MALLOC
 from one_step_off.runtime.validation import validate
 
 BASE = (
@@ -111,4 +111,4 @@ def test_a_trainer_on_cpus_keeps_the_memory_that_its_threads_free():
 
     pages = (64 << 20) // resource.getpagesize()
     assert faults() > 19 * pages, "else there is nothing to keep"
-    assert faults(GLIBC_TUNABLES=KEEPING) < 2 * pages
+    assert faults(GLIBC_TUNABLES=CPU_TRAINER_MALLOC) < 2 * pages

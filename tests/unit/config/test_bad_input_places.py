@@ -17,10 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off.checkpoint.manifest import file_facts
 from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
+from one_step_off.runtime.failure_report import report_failure
 from tests.bad_input import base, refused, without_privileges, write
 
 # --- folders and disks -------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     err = capsys.readouterr().err
     assert err == f"error: {tmp_path}/new: No space left on device; name another folder\n"
     monkeypatch.setattr(Path, "write_text", full)
-    said = launch.report_failure(launch.Config(), RuntimeError("what happened"))
+    said = report_failure(Config(), RuntimeError("what happened"))
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
     assert "error.log" not in said and "No space left on device" in said, (
         "a file that is not there is not named"
@@ -287,7 +289,7 @@ def test_a_ray_that_does_not_start(error, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="Ray does not start: .*; check RAY_ADDRESS, and that TMPDIR"
     ):
-        launch.start_ray(launch.Config())
+        launch.start_ray(Config())
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
@@ -399,7 +401,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start anew"
+GOOD_ONE = "name a good one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
@@ -428,7 +430,7 @@ def test_checkpoints_that_are_none(files, parts, models, tmp_path, capsys):
     if files and files.keys() == {"state.json"}:
         write(
             folder,
-            {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))},
+            {"manifest.json": json.dumps({"format": 2, "shape": {}} | file_facts(folder))},
         )
     refused(
         [*base(tmp_path, models()), f"trainer.resume={folder}"],

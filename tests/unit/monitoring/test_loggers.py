@@ -16,7 +16,7 @@ from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.monitoring import loggers
-from one_step_off.monitoring.loggers import Loggers, open_loggers, started_first
+from one_step_off.monitoring.loggers import Loggers, open_loggers, start_remote_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.validation import validate
 from tests.unit.monitoring.test_console import on_a_terminal
@@ -52,7 +52,9 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
     # one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
-    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, started_first(cfg, steps[0] > 0))
+    found = open_loggers(
+        cfg, steps[0], PROMPTS.get, said.append, start_remote_loggers(cfg, steps[0] > 0)
+    )
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
     found.evaluation(figures, [sample(text="held out")])
     for step in steps:
@@ -194,8 +196,8 @@ def test_a_logger_that_cannot_start_is_told():
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
     import threading
 
-    monkeypatch.setattr(loggers, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(loggers, "_QUEUE", 1)
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loggers, "MAX_PENDING_JOBS", 1)
     said: list[str] = []
     found, gate = Loggers(said.append), threading.Event()
     found.add("slow", gate.wait)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import socket
 from pathlib import Path
 
 import psutil
@@ -137,7 +138,7 @@ def test_stores_listen_at_their_own_address_alone():
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
-    with launch.socket.create_server(("127.0.0.1", 0)) as s:
+    with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
     try:
@@ -152,7 +153,7 @@ def test_code_of_models_runs_only_where_it_is_asked_for():
     and pickles have no such switch at all."""
     assert Config().model.trust_remote_code is False
     loads = {"from_pretrained": 0, "from_config": 0, "load_dataset": 0}
-    for path in [*(ROOT / "one_step_off").glob("*.py"), *(ROOT / "agent_loop").glob("*.py")]:
+    for path in [*(ROOT / "one_step_off").rglob("*.py"), *(ROOT / "agent_loop").rglob("*.py")]:
         text = path.read_text()
         for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             name = getattr(node.func, "attr", "")
