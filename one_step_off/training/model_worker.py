@@ -28,8 +28,11 @@ from one_step_off.algorithms import batching, core_algos
 from one_step_off.algorithms.advantages import TokenArrays
 from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
-from one_step_off.config.schema import Config, TrainedConfig, role_settings
-from one_step_off.data.samples import Batch, PackedShares, Sample
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
+from one_step_off.data.packing import PackedShares
+from one_step_off.data.samples import Batch, Sample
 from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
 from one_step_off.training.update_stats import PhaseTimer

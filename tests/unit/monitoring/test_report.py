@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import yaml
 
-from one_step_off.config.loading import resolved_yaml
 from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.monitoring import report
 from one_step_off.monitoring.loggers import LogEntry, SampleDump

@@ -21,7 +21,8 @@ import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
 from one_step_off.cluster import ray_cluster
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.monitoring import loggers
 from one_step_off.runtime import launch, run_folder
 from one_step_off.runtime.failure_report import report_failure

@@ -11,9 +11,11 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from one_step_off.config.loading import load_config, resolved_yaml
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
