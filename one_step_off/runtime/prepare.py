@@ -23,6 +23,7 @@ from one_step_off.config.placement import resolved_device
 from one_step_off.config.schema import Config
 from one_step_off.data import run_data
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
+from one_step_off.models.torch_packages import check_torch_companions
 from one_step_off.rewards import trial_call
 from one_step_off.runtime.weight_checks import check_weights
 
@@ -93,6 +94,7 @@ def prepare(
     Raises:
         ConfigError: bad input, in one line that says how to fix it.
     """
+    check_torch_companions()
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
