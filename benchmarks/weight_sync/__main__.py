@@ -1,12 +1,15 @@
-"""Ways to bring a trainer's weights into vLLM, in one run and in turns, against a raw broadcast of the same bytes.
+"""Ways to bring a trainer's weights into vLLM, in one run and in turns, against a raw broadcast of
+the same bytes.
 
     python -m benchmarks.weight_sync --out DIR [--model tiny|0.5b|7b|32b] [--ranks N] [--replicas N] [--tp N]
-                                     [--arms raw per-tensor gather sharded delta shared file vllm] [--repeats N]
+                                     [--arms raw per-tensor gather sharded delta shared file vllm]
+                                     [--repeats N]
     python -m benchmarks.weight_sync --exposed --out DIR [--repeats N] [--steps N] [--settings "training longer" ...]
 
-Real Ray, FSDP2 and vLLM; every arm uses the same processes (benchmarks/weight_sync/arms.py says what each does). Each update is
-checked by the canary, and an arm's first one starts from weights that fail it. Writes result.json, result.md and
-weight_sync.png into DIR. `--exposed` measures what a sync adds to the steps of a run (benchmarks/weight_sync/exposed.py).
+Real Ray, FSDP2 and vLLM; every arm uses the same processes (benchmarks/weight_sync/arms.py says
+what each does). Each update is checked by the canary, and an arm's first one starts from weights
+that fail it. Writes result.json, result.md and weight_sync.png into DIR. `--exposed` measures what
+a sync adds to the steps of a run (benchmarks/weight_sync/exposed.py).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import transformers
 
-from benchmarks.common.processes import forget_peak, memory
+from benchmarks.common.processes import memory, reset_peak_memory
 from benchmarks.weight_sync import arms as sync_arms
 from benchmarks.weight_sync import exposed as sync_exposed
 from benchmarks.weight_sync import trainer as sync_trainer
@@ -51,7 +54,7 @@ async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) ->
     await arm.prepare()
     before = {pid: memory(pid, "VmRSS") for side in pids.values() for pid in side}
     for pid in before:
-        forget_peak(pid)
+        reset_peak_memory(pid)
     await arm.setup()
     await arm.run(version)
     return {
@@ -63,9 +66,9 @@ async def with_memory(team: sync_arms.Team, arm: sync_arms.Arm, version: int) ->
 async def start(
     team: sync_arms.Team, arms: list[sync_arms.Arm], version: int
 ) -> tuple[int, dict[str, Any]]:
-    """Each arm's setup and first updates, from weights that the canary tells from the engine's. Returns the version
-    reached, and of each arm memory and what the canary found. Raises RuntimeError: an arm did not load, or the canary
-    is blind."""
+    """Each arm's setup and first updates, from weights that the canary tells from the engine's.
+    Returns the version reached, and of each arm memory and what the canary found. Raises
+    RuntimeError: an arm did not load, or the canary is blind."""
     found: dict[str, Any] = {}
     for arm in arms:
         loads = arm.name != "raw"
@@ -91,8 +94,10 @@ async def start(
 async def repeats(
     team: sync_arms.Team, arms: list[sync_arms.Arm], version: int, args: argparse.Namespace
 ) -> tuple[int, dict[str, list[sync_arms.Took]]]:
-    """The arms in turns, each repeat beginning with another one, after one that does not count: in it delta sends what
-    the starts of all arms have changed. Returns the version reached, and what each run took."""
+    """The arms in turns, each repeat beginning with another one, after one that does not count: in
+    it delta sends what the starts of all arms have changed. Returns the version reached, and what
+    each run took.
+    """
     runs: dict[str, list[sync_arms.Took]] = {arm.name: [] for arm in arms}
     for repeat in range(-1, args.repeats):
         version += 1
@@ -108,7 +113,9 @@ async def repeats(
 
 
 def together(arms: list[sync_arms.Arm], apart: bool) -> list[list[sync_arms.Arm]]:
-    """Those that hold their buffers at the same time: all of them, or one beside the raw broadcast."""
+    """Those that hold their buffers at the same time: all of them, or one beside the raw
+    broadcast.
+    """
     raw, *others = arms
     return [[raw, arm] for arm in others] or [arms] if apart else [arms]
 

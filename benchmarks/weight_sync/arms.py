@@ -1,7 +1,8 @@
-"""The arms of the weight-sync benchmark, as the driver sees them: `setup` once, then `run(version)` as often as wanted.
+"""The arms of the weight-sync benchmark, as the driver sees them: `setup` once, then `run(version)`
+as often as wanted.
 
-All of them work on the same trainer ranks and engines. Every update but the raw broadcast begins with the engine's pause
-and ends when it may generate again.
+All of them work on the same trainer ranks and engines. Every update but the raw broadcast begins
+with the engine's pause and ends when it may generate again.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ LIMIT_S = 600.0
 
 @dataclass
 class Took:
-    """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's time by phase, which follow
-    one another (the slowest receiver's of each), `sender` likewise of rank 0's (the product's: the slowest sender's),
-    `extra` other figures, as "wire": the product's seconds on the wire, beside the phases."""
+    """One run of an arm: `seconds` until the engines may generate again, `split` of a receiver's
+    time by phase, which follow one another (the slowest receiver's of each), `sender` likewise of
+    rank 0's (the product's: the slowest sender's), `extra` other figures, as "wire": the product's
+    seconds on the wire, beside the phases.
+    """
 
     seconds: float
     split: dict[str, float]
@@ -52,7 +55,9 @@ class Team:
     sync: WeightSync
 
     def __init__(self, roles: Roles, device: str, canary: list[np.ndarray], host: str) -> None:
-        """`device`: cpu or cuda; `canary`: token sequences that engine and trainer score; `host`: where they meet."""
+        """`device`: cpu or cuda; `canary`: token sequences that engine and trainer score; `host`:
+        where they meet.
+        """
         self.actor = roles.actor
         self.rollout = roles.rollout
         self.sync = roles.sync
@@ -67,7 +72,9 @@ class Team:
         self.receivers = len(self.replicas) * self.cfg.rollout.tensor_parallel_size
 
     async def join(self) -> None:
-        """Form the group {trainer rank 0} u engines, which the arms without one of their own use."""
+        """Form the group {trainer rank 0} u engines, which the arms without one of their own
+        use.
+        """
         plans = await self.trainers("weight_plan")
         bucket = self.cfg.weight_sync.bucket_mb << 20
         self.total_bytes = BucketPlan.build([plan for plan in plans if plan], bucket).total_bytes
@@ -104,7 +111,9 @@ class Team:
         )
 
     async def canary_diff(self, version: int) -> float | None:
-        """How far engines and trainer are apart on the canary, nats; None: further than the product's limit."""
+        """How far engines and trainer are apart on the canary, nats; None: further than the
+        product's limit.
+        """
         try:
             trainer = await self.sync.score_canary()
             figures = await self.sync._check_canary((0, version), trainer, self.rollout.active)
@@ -114,8 +123,8 @@ class Team:
 
 
 class Arm:
-    """One way to bring the weights over. `said`: what it does, for the table. `changes`: its first updates, each after
-    the sign of one in so many elements has changed."""
+    """One way to bring the weights over. `said`: what it does, for the table. `changes`: its first
+    updates, each after the sign of one in so many elements has changed."""
 
     name, said = "", ""
     changes: tuple[int, ...] = (2,)
@@ -242,7 +251,9 @@ class VLLMOnNCCL(Arm):
 
 
 class Product(Arm):
-    """`WeightSync` with some keys of weight_sync, `keys`; or with all receivers on the senders' device, `near`."""
+    """`WeightSync` with some keys of weight_sync, `keys`; or with all receivers on the senders'
+    device, `near`.
+    """
 
     keys: dict[str, Any] = {}
     near = False

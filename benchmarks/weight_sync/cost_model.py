@@ -3,8 +3,8 @@
     python -m benchmarks.sync_model                                estimates for GPU clusters that nobody measured
     python -m benchmarks.sync_model --check A/result.json B/...    the model against what benchmarks.weight_sync measured
 
-The estimates print their assumptions. `--check` takes the speeds of this machine from the first files (two: costs per
-byte and per tensor) and predicts the arm "sharded" of all of them.
+The estimates print their assumptions. `--check` takes the speeds of this machine from the first
+files (two: costs per byte and per tensor) and predicts the arm "sharded" of all of them.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ def payload(model: Model, layout: Layout) -> float:
 
 
 def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
-    """Seconds that each stage is busy, were it alone: pack (the busiest sender), wire, load (each receiver).
+    """Seconds that each stage is busy, were it alone: pack (the busiest sender), wire, load (each
+    receiver).
 
-    wire: `at_once` parts at a time; each passes its sender's card, the receivers' cards and, through a node's devices in
-    a chain, the link between them. More replicas lengthen the chain, not the time: a broadcast is pipelined. load:
-    checksum, joining the rows of several senders, then the receiver's own share.
+    wire: `at_once` parts at a time; each passes its sender's card, the receivers' cards and,
+    through a node's devices in
+    a chain, the link between them. More replicas lengthen the chain, not the time: a broadcast is
+    pipelined. load: checksum, joining the rows of several senders, then the receiver's own share.
     """
     size, travels = model.size, payload(model, layout)
     senders = 1 if layout.gather else layout.senders
@@ -108,8 +110,10 @@ def phases(machine: Machine, model: Model, layout: Layout) -> dict[str, float]:
 
 
 def total(machine: Machine, model: Model, layout: Layout) -> float:
-    """Seconds of a whole sync: the longest stage, and the first bucket's way through the others. Not pipelined (the
-    receiver loads and then receives on): what is received and loaded adds up, and only packing goes on beside it."""
+    """Seconds of a whole sync: the longest stage, and the first bucket's way through the others.
+    Not pipelined (the receiver loads and then receives on): what is received and loaded adds up,
+    and only packing goes on beside it.
+    """
     each = phases(machine, model, layout)
     if not layout.pipelined:
         each = {"pack": each["pack"], "receive": each["wire"] + each["load"]}
@@ -121,12 +125,14 @@ def total(machine: Machine, model: Model, layout: Layout) -> float:
 
 
 def step(generate: float, train: float, sync: float, overlap: bool) -> float:
-    """Seconds of a step, one step off. Overlapped, the trainer starts at once: only generation waits for its weights."""
+    """Seconds of a step, one step off. Overlapped, the trainer starts at once: only generation
+    waits for its weights.
+    """
     return max(generate + sync, train) if overlap else sync + max(generate, train)
 
 
-# The link: 400 Gb/s with what a broadcast is taken to get of it. The others: data sheets of an H100 with a guess of
-# what copies and casts get of its memory. tensor_s is the least known of all.
+# The link: 400 Gb/s with what a broadcast is taken to get of it. The others: data sheets of an H100
+# with a guess of what copies and casts get of its memory. tensor_s is the least known of all.
 H100 = Machine(
     link=0.85 * 50 * GB,
     links=8,
@@ -186,7 +192,9 @@ def cards(machine: Machine = H100) -> str:
 
 
 def _two(points: list[tuple[float, float, float]]) -> tuple[float, float]:
-    """Costs (per item, per byte), none negative, of seconds = items * a + bytes * b, through the two extreme points."""
+    """Costs (per item, per byte), none negative, of seconds = items * a + bytes * b, through the
+    two extreme points.
+    """
     points = sorted(points, key=lambda point: point[1])
     (i, x, s), (j, y, t) = points[0], points[-1]
     determinant = i * y - j * x

@@ -1,4 +1,6 @@
-"""The engine's side of the weight-sync benchmark's own arms: an extension of vLLM's worker, and of the replica."""
+"""The engine's side of the weight-sync benchmark's own arms: an extension of vLLM's worker, and of
+the replica.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class BenchExtension(SyncWorkerExtension):
         return os.getpid()
 
     def bench_engine(self, arm: str, vllms: bool = False) -> None:
-        """From now on the arm's own transfer engine stands in its place: another of the product's, or vLLM's."""
+        """From now on the arm's own transfer engine stands in its place: another of the product's,
+        or vLLM's.
+        """
         if not hasattr(self, "bench_engines"):
             self.bench_engines: dict[str, Any] = {}
         if arm not in self.bench_engines:
@@ -90,7 +94,9 @@ class BenchExtension(SyncWorkerExtension):
         return {"wire": time.perf_counter() - begin}
 
     def bench_each(self, tensors: list[list[Any]]) -> dict[str, float]:
-        """The other end of `sync_trainer.send_each`: (name, dtype, shape) of each tensor to come."""
+        """The other end of `sync_trainer.send_each`: (name, dtype, shape) of each tensor to
+        come.
+        """
         model, seconds, mark = self.model_runner.get_model(), {}, time.perf_counter()
 
         def lap(phase: str) -> None:

@@ -1,7 +1,9 @@
-"""What a weight sync adds to the steps of a real run: step time less that of the same run with a sync that costs nothing.
+"""What a weight sync adds to the steps of a real run: step time less that of the same run with a
+sync that costs nothing.
 
-Run by `python -m benchmarks.weight_sync --exposed`. Whole runs of the pipeline one step off, the arms in turns, in two
-settings: generation takes longer than training, and the other way round. A random model of 47M parameters in fp32.
+Run by `python -m benchmarks.weight_sync --exposed`. Whole runs of the pipeline one step off, the
+arms in turns, in two settings: generation takes longer than training, and the other way round. A
+random model of 47M parameters in fp32.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command_line import ROOT, run_arm
-from benchmarks.throughput.cases import UNEVALUATED
+from benchmarks.common.paths import ROOT
+from benchmarks.common.runs import NO_EVALUATION, run_arm
 from benchmarks.weight_sync.report import spread
 from one_step_off.config.schema import WeightSyncConfig
 from one_step_off.models import tiny_qwen
@@ -30,7 +32,7 @@ SHAPE = {
 STEPS, WARMUP = 9, 2
 CONFIG = str(ROOT / "config/gsm8k_tiny_cpu.yaml")
 COMMON = [
-    *UNEVALUATED,
+    *NO_EVALUATION,
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
 ]
@@ -77,8 +79,8 @@ def arms() -> tuple[dict[str, tuple[str, list[str]]], dict[str, str]]:
 
 
 def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
-    """Of one setting: per arm the medians of its runs' medians, and what it exposes over the run without a sync of the
-    same repeat. `runs`: per arm and repeat the rows after the warm-up."""
+    """Of one setting: per arm the medians of its runs' medians, and what it exposes over the run
+    without a sync of the same repeat. `runs`: per arm and repeat the rows after the warm-up."""
     each = {
         arm: {
             name: [statistics.median(row[column] for row in rows) for rows in own]
@@ -97,7 +99,9 @@ def summarise(runs: dict[str, list[list[dict[str, Any]]]]) -> dict[str, Any]:
 
 
 def longer(setting: str, found: dict[str, Any]) -> str:
-    """How much longer the one phase is than the other, without a sync; and whether that is what was wanted."""
+    """How much longer the one phase is than the other, without a sync; and whether that is what was
+    wanted.
+    """
     order = ("T_gen", "T_train") if setting.startswith("generation") else ("T_train", "T_gen")
     ratio = found[ZERO][order[0]]["median"] / found[ZERO][order[1]]["median"]
     wanted = (
@@ -140,8 +144,8 @@ def table(result: dict[str, Any]) -> str:
 
 
 def measure(out: Path, repeats: int, steps: int, settings: list[str], against: list[str]) -> None:
-    """Run `steps` steps without a sync and of the arms `against` it in these settings, summarise, write exposed.json and
-    exposed.md into `out`."""
+    """Run `steps` steps without a sync and of the arms `against` it in these settings, summarise,
+    write exposed.json and exposed.md into `out`."""
     runnable, skipped = arms()
     runnable = {arm: how for arm, how in runnable.items() if arm in (ZERO, *against)}
     kept: dict[str, dict[str, list[Any]]] = {s: {arm: [] for arm in runnable} for s in settings}

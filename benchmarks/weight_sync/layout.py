@@ -1,4 +1,6 @@
-"""What the weight-sync benchmark sends: models by their shapes, from how many ranks to how many engines."""
+"""What the weight-sync benchmark sends: models by their shapes, from how many ranks to how many
+engines.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from typing import Any
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 
-# Of the models' config.json; 7b and 32b are Qwen2.5's layers, but fewer of them and less vocabulary.
+# Of the models' config.json; 7b and 32b are Qwen2.5's layers, but fewer of them and less
+# vocabulary.
 SHAPE_05B = {
     "hidden_size": 896,
     "num_hidden_layers": 24,
@@ -52,7 +55,9 @@ EXTENSION = {"worker_extension_cls": "benchmarks.weight_sync.engine.BenchExtensi
 
 @dataclass(frozen=True)
 class Layout:
-    """What is sent from how many trainer ranks to how many engines; the names are those of the flags."""
+    """What is sent from how many trainer ranks to how many engines; the names are those of the
+    flags.
+    """
 
     model: str = "tiny"
     ranks: int = 1

@@ -1,9 +1,11 @@
-"""LoRA's two ways into vLLM: rows merged by the trainer, as the program has it, or adapters alone into vLLM's own LoRA.
+"""LoRA's two ways into vLLM: rows merged by the trainer, as the program has it, or adapters alone
+into vLLM's own LoRA.
 
     python -m benchmarks.lora --out DIR [--model tiny|0.5b] [--repeats 5]
 
-Real Ray, FSDP2 and vLLM in bf16, all linear layers, rank 8; a trainer rank and an engine for each way, measured in
-turns after one update. The second way is nowhere but here. Writes result.json and result.md into DIR.
+Real Ray, FSDP2 and vLLM in bf16, all linear layers, rank 8; a trainer rank and an engine for each
+way, measured in turns after one update. The second way is nowhere but here. Writes result.json and
+result.md into DIR.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.backends import make_batch
+from benchmarks.common.batches import random_batch
 from benchmarks.weight_sync.layout import Layout, make_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
@@ -130,7 +132,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, dict[str, 
         await asyncio.gather(teams[name].actor.setup(), teams[name].rollout.setup())
         await teams[name].sync.connect()
         await teams[name].sync((0, 0))  # an update waits until the weights before it have been sent
-        await teams[name].actor.update(make_batch("0.5b"))
+        await teams[name].actor.update(random_batch(4, 2, 32))
     for k in range(repeats + 1):
         for name, team in teams.items():
             sync, work = (

@@ -11,7 +11,9 @@ from one_step_off.rollout.vllm_replica import RolloutReplica
 
 
 class BenchReplica(RolloutReplica):
-    """The last five methods have the names and arguments that vLLM's `RayVLLMWeightSyncClient` calls."""
+    """The last five methods have the names and arguments that vLLM's `RayVLLMWeightSyncClient`
+    calls.
+    """
 
     @property
     def first_receiver(self) -> int:
@@ -46,7 +48,9 @@ class BenchReplica(RolloutReplica):
         return time.perf_counter() - begin
 
     async def restamp(self, stamp: Stamp) -> None:
-        """Say that the weights are of another version, without any: the stand-in for a sync that costs nothing."""
+        """Say that the weights are of another version, without any: the stand-in for a sync that
+        costs nothing.
+        """
         await self.engine.update_weight_version(f"{stamp[0]}.{stamp[1]}")
         self.stamp = stamp
 
@@ -60,7 +64,9 @@ class BenchReplica(RolloutReplica):
         await self.engine.init_weight_transfer_engine(request)
 
     async def start_weight_update(self) -> None:
-        """Generation must pause for it: an engine step amid the three calls would meet half-loaded layers."""
+        """Generation must pause for it: an engine step amid the three calls would meet half-loaded
+        layers.
+        """
         self.pause_s = await self._pause()
         await self.engine.start_weight_update()
 

@@ -88,7 +88,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
-    """Bars: what fills a receiver's time in each arm, its whole, and the raw broadcast as a line."""
+    """Bars: what fills a receiver's time in each arm, its whole, and the raw broadcast as a
+    line.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

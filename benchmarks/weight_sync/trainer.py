@@ -1,4 +1,5 @@
-"""The trainer's side of the weight-sync benchmark's own arms: functions that Ray calls on the product's worker processes.
+"""The trainer's side of the weight-sync benchmark's own arms: functions that Ray calls on the
+product's worker processes.
 
 They know FSDP2 alone. `worker` is a rank of the actor, after its `setup`.
 """
@@ -32,7 +33,9 @@ def process(worker: Any) -> int:
 
 
 def metadata(worker: Any) -> list[tuple[str, str, list[int]]]:
-    """Name, dtype on the wire and shape of every tensor, in the order of `whole` (no collective)."""
+    """Name, dtype on the wire and shape of every tensor, in the order of `whole` (no
+    collective).
+    """
     return [
         (name, worker.cfg.model.dtype, list(p.shape)) for name, p in worker.model.named_parameters()
     ]
@@ -40,7 +43,9 @@ def metadata(worker: Any) -> list[tuple[str, str, list[int]]]:
 
 @torch.no_grad()
 def whole(worker: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor in the rollout's dtype, gathered one after the other (collective; all ranks get it)."""
+    """Every tensor in the rollout's dtype, gathered one after the other (collective; all ranks get
+    it).
+    """
     for name, parameter in worker.model.named_parameters():
         yield name, parameter.full_tensor().to(getattr(torch, worker.cfg.model.dtype))
 
@@ -53,7 +58,9 @@ def _rows(worker: Any) -> Iterator[torch.Tensor]:
 
 @torch.no_grad()
 def flip(worker: Any, every: int, version: int) -> None:
-    """Make weights `version`: the sign of one in `every` elements changes, which the canary sees."""
+    """Make weights `version`: the sign of one in `every` elements changes, which the canary
+    sees.
+    """
     for local in _rows(worker):
         local[version % every :: every].neg_()
     worker.version = version
@@ -61,8 +68,10 @@ def flip(worker: Any, every: int, version: int) -> None:
 
 @torch.no_grad()
 def nudge(worker: Any, share: float, version: int) -> None:
-    """Make weights `version`: a `share` of the elements, anywhere, moves to a neighbouring bf16 value or the one after
-    it, as an optimiser step at a learning rate of RL does; too little for the canary."""
+    """Make weights `version`: a `share` of the elements, anywhere, moves to a neighbouring bf16
+    value or the one after it, as an optimiser step at a learning rate of RL does; too little for
+    the canary.
+    """
     random = torch.Generator().manual_seed(1000 * version + worker.rank)
     factor = 1 + 2**-7 if version % 2 else 1 - 2**-7
     for local in _rows(worker):
@@ -73,7 +82,9 @@ def nudge(worker: Any, share: float, version: int) -> None:
 
 
 def select(worker: Any, arm: str, keys: dict[str, Any]) -> None:
-    """Give the worker what `connect_sync` left in it for this arm, and the keys of weight_sync that the arm has."""
+    """Give the worker what `connect_sync` left in it for this arm, and the keys of weight_sync that
+    the arm has.
+    """
     state = vars(worker)
     kept = state.setdefault("bench_arms", {"": {k: v for k, v in state.items() if k != "version"}})
     plain, last = kept[""], state.get("bench_arm")
@@ -146,7 +157,9 @@ def raw(worker: Any) -> float:
 
 
 def send_each(worker: Any) -> dict[str, float]:
-    """Gather and broadcast one tensor after the other (collective; rank 0 sends). Returns seconds: gather, send."""
+    """Gather and broadcast one tensor after the other (collective; rank 0 sends). Returns seconds:
+    gather, send.
+    """
     gather = send = 0.0
     mark = time.perf_counter()
     for _, tensor in whole(worker):
@@ -159,7 +172,9 @@ def send_each(worker: Any) -> dict[str, float]:
 
 
 def write_file(worker: Any, folder: str) -> dict[str, float]:
-    """Gather everything and write it as safetensors (collective; rank 0 writes). Returns seconds: gather, write."""
+    """Gather everything and write it as safetensors (collective; rank 0 writes). Returns seconds:
+    gather, write.
+    """
     begin = time.perf_counter()
     tensors = {name: tensor.cpu() for name, tensor in whole(worker) if worker.rank == 0}
     gathered = time.perf_counter()

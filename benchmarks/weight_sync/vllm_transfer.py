@@ -1,7 +1,9 @@
-"""vLLM's own weight transfer for the benchmark: its NCCL engine, on CPUs with gloo in the place of its communicator.
+"""vLLM's own weight transfer for the benchmark: its NCCL engine, on CPUs with gloo in the place of
+its communicator.
 
-What is replaced on CPUs: `PyNcclCommunicator` by `GlooCommunicator`, the streams by ones that do nothing, and two calls
-of `torch.accelerator`, which fail without one. Packing, buffers, order, loading and the three calls are vLLM's.
+What is replaced on CPUs: `PyNcclCommunicator` by `GlooCommunicator`, the streams by ones that do
+nothing, and two calls of `torch.accelerator`, which fail without one. Packing, buffers, order,
+loading and the three calls are vLLM's.
 """
 
 from __future__ import annotations
@@ -83,8 +85,8 @@ def stand_ins(device: torch.device) -> Iterator[None]:
 
 
 class Source(WeightSource):
-    """The trainer's tensors, gathered one by one in the rollout's dtype, as vLLM's `ModuleSource` does without the
-    dtype. `seconds`: in gathering, since it was set to 0."""
+    """The trainer's tensors, gathered one by one in the rollout's dtype, as vLLM's `ModuleSource`
+    does without the dtype. `seconds`: in gathering, since it was set to 0."""
 
     def __init__(self, worker: Any) -> None:
         self.worker, self.seconds = worker, 0.0
@@ -125,8 +127,8 @@ def send(worker: Any) -> dict[str, float]:
 
 
 class TimedEngine(NCCLWeightTransferEngine):
-    """The receiving end, with its phases timed: `report`, seconds. On GPUs, where broadcasts are only enqueued,
-    "wire" is 0 and "load" has both."""
+    """The receiving end, with its phases timed: `report`, seconds. On GPUs, where broadcasts are
+    only enqueued, "wire" is 0 and "load" has both."""
 
     def init_transfer_engine(self, init_info: Any) -> None:
         """As vLLM's."""

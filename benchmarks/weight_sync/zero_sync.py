@@ -1,5 +1,5 @@
-"""A run whose weight syncs cost nothing: after the first one only the replicas' stamp moves. Its engines keep old weights,
-so it is for timing alone (benchmarks/sync_exposed.py).
+"""A run whose weight syncs cost nothing: after the first one only the replicas' stamp moves. Its
+engines keep old weights, so it is for timing alone (benchmarks/sync_exposed.py).
 
     python -m benchmarks.weight_sync.zero_sync config=FILE [section.key=value ...]
 """

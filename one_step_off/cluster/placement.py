@@ -9,8 +9,9 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.cluster.core_binding import pin_process
-from one_step_off.config.loading import process_cores, processes_per_node
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import process_cores, processes_per_node
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import redirect_output
 
 RESERVE_TIMEOUT_S = 60.0

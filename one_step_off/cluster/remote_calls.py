@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
-from one_step_off.config.schema import ConfigError
-from one_step_off.data.samples import StalenessError
+from one_step_off.config.errors import ConfigError
+from one_step_off.data.staleness import StalenessError
 
 T = TypeVar("T")
 

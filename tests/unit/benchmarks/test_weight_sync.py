@@ -47,7 +47,8 @@ def test_a_faster_machine_is_never_slower_and_a_larger_model_never_faster(how: d
 def test_the_limits_of_the_model():
     free = replace(H100, tensor_s=0.0, message_s=0.0, fixed_s=0.0)
     fast = {speed: math.inf for speed in SPEEDS if speed not in ("link", "within")}
-    # Nothing but one card counts: all bytes over its speed. Eight senders at once fill eight cards, sixteen no more.
+    # Nothing but one card counts: all bytes over its speed. Eight senders at once fill eight cards,
+    # sixteen no more.
     wire = replace(free, **fast, within=math.inf)
     assert sync_model.total(wire, MODEL, replace(LAYOUT, at_once=1)) == pytest.approx(
         MODEL.size / H100.link

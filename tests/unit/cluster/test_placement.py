@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from one_step_off.cluster import placement
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
-from one_step_off.runtime.processes import KEEPING
+from one_step_off.runtime.processes import CPU_TRAINER_MALLOC
 from one_step_off.runtime.validation import validate
 
 BASE = (
@@ -130,4 +130,4 @@ def test_a_trainer_on_cpus_keeps_the_memory_that_its_threads_free():
 
     pages = (64 << 20) // resource.getpagesize()
     assert page_faults() > 19 * pages, "without the setting every block is mapped again"
-    assert page_faults(GLIBC_TUNABLES=KEEPING) < 2 * pages
+    assert page_faults(GLIBC_TUNABLES=CPU_TRAINER_MALLOC) < 2 * pages

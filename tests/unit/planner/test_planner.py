@@ -8,12 +8,11 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from benchmarks.planner import __main__ as planner
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import load_config, resolved_yaml
+from one_step_off.config.loading import load_config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.planner import planner as plan
 
 GPUS = [
@@ -256,43 +255,3 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
     assert main([*GPUS, "--from", str(folder)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: --from {folder}: ") and err.count("\n") == 1
-
-
-def test_published_tables_and_paper() -> None:
-    """What docs/measured/planner.md shows of them."""
-    said = planner.published()
-    assert "| FSDP2, one step off on 4 + 12 | 520 | 458 (-12%) | 45 | 13 |" in said
-    assert "| 30B-A3B, 16 GB200 | 221 | 301 | 0.73 | does not fit: slower than in turns |" in said
-    page = (Path(__file__).parents[3] / "docs/measured/planner.md").read_text()
-    for line in said.splitlines():
-        assert line in page, f"docs/measured/planner.md lacks {line}"
-    assert "| hours between two stops | 49.5 | 3.1 |" in planner.paper()
-
-
-def test_the_table_of_a_validation() -> None:
-    figures = dict.fromkeys(planner.FIGURES.values(), 0.5)
-    rounds = [
-        {
-            "measured": {"one step off": figures},
-            "predicted": {"one step off": figures | {"median/time/step_s": 0.52}},
-        }
-    ]
-    assert "| one step off | 0.500 | 0.520 | +4.0% | 50%, 50% | 50%, 50% |" in planner.table(rounds)
-
-
-def test_an_arm_is_predicted_by_its_own_keys() -> None:
-    config = str(Path(__file__).parents[3] / "config/gsm8k_tiny_cpu.yaml")
-    work, arms = (
-        planner.Work(16, np.full((1, 16), 20), 0.0, 0.0, 1e-3, 0.0, 1e-4, 0.0),
-        planner.arms_of(16),
-    )
-    steps = {
-        name: planner.predict(work, config, keys)["median/time/step_s"]
-        for name, keys in arms.items()
-    }
-    generate, train = 20 * 256e-3, 256 * 20 * 1e-4
-    assert steps["in turns"] == pytest.approx(generate + train)
-    assert steps["one step off"] == pytest.approx(generate)
-    assert steps["one step off, half of the batch"] == pytest.approx(generate / 2)
-    assert steps["one step off, responses of 10 tokens at most"] == pytest.approx(generate / 2)
-    assert steps["colocated, two of each"] == pytest.approx((generate + train) / 2)

@@ -13,8 +13,10 @@ import pytest
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample
+from one_step_off.data.staleness import StalenessError
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
