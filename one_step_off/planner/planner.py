@@ -138,10 +138,10 @@ def _has_static_routing(cfg: Config) -> bool:
 def report(work: Any, results: list[Simulated]) -> None:
     """Print what was assumed, the table, and the best in one line."""
     print(
-        f"assumed: {work.decode_s:.3g} s for a token, {work.sequence_s:.3g} s more for each sequence "
-        f"beside it; training\n"
-        f"  {work.train_fixed_s:.3g} s however many GPUs, and {work.train_token_s:.3g} s a token and "
-        f"GPU; sync {work.sync_s:.3g} s on every split;\n"
+        f"assumed: {work.decode_s:.3g} s for a token, {work.sequence_s:.3g} s more for each "
+        f"sequence beside it; training\n"
+        f"  {work.train_fixed_s:.3g} s however many GPUs, and {work.train_token_s:.3g} s a token "
+        f"and GPU; sync {work.sync_s:.3g} s on every split;\n"
         f"  responses of {work.lengths.mean():.0f} tokens, {work.lengths.max()} at most; in the "
         "colocated arrangement devices change hands at once"
     )
@@ -197,7 +197,8 @@ def _check_roles(cfg: Config) -> None:
     for role, pool in roles.items():
         if role != "rollout" and pool != roles["actor"]:
             raise ConfigError(
-                f"placement.roles.{role}={pool}: only two pools are planned; put it into the actor's"
+                f"placement.roles.{role}={pool}: only two pools are planned; "
+                "put it into the actor's"
             )
 
 
