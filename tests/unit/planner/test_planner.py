@@ -101,7 +101,8 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
 
 
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
-    """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
+    """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts
+    of 30."""
     folder.mkdir(parents=True)
     cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]

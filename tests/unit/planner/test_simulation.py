@@ -105,7 +105,8 @@ def test_colocated_all_devices_do_both() -> None:
 
 
 def test_the_optimizer_waits_for_weights_that_are_still_sent() -> None:
-    """A sync longer than all training: the step is sync and generation, and its wait is no training."""
+    """A sync longer than all training: the step is sync and generation, and its wait is no
+    training."""
     work = replace(
         ALIKE, sync_s=100.0, canary_s=0.0, train_fixed_s=1.0, train_token_s=0.0, before_step=0.5
     )
