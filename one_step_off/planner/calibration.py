@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 
 WARM_UP = 3
 """The first steps of a calibrating run, which are left out."""

@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError, data_parallel_size
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.placement import resolved_device
+from one_step_off.config.roles import data_parallel_size
+from one_step_off.config.schema import Config
 from one_step_off.planner.calibration import by_runs, by_times, devices, run_calibration
 from one_step_off.runtime.validation import validate
 

@@ -13,7 +13,8 @@ import pytest
 
 from one_step_off import checkpoint
 from one_step_off.checkpoint.manifest import file_facts
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 
 FILES = [

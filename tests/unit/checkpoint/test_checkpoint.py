@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from one_step_off import checkpoint
 from one_step_off.checkpoint import finding, sample_files
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 from tests.unit.checkpoint.checkpoint_helpers import run_config, save
 

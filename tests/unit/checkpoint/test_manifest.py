@@ -10,7 +10,7 @@ import shutil
 import pytest
 
 from one_step_off import checkpoint, main_ppo
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.runtime import launch
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.checkpoint_helpers import FILES, assert_refused, save
@@ -132,7 +132,7 @@ def test_a_run_verifies_before_any_engine_starts(models, tmp_path, capsys):
         path = save(cfg, step, stream=prepared.data.stream.state_dict())
     os.truncate(path / "actor" / "__0_0.distcp", 1024)
     warnings: list[str] = []
-    assert launch.prepare(cfg, warnings.append).resume_from == path.parent / "step_000001"
+    assert launch.prepare(cfg, warnings.append).resume_point.path == path.parent / "step_000001"
     assert any(
         "warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line
         for line in warnings

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from one_step_off import checkpoint
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from tests.unit.checkpoint.checkpoint_helpers import assert_refused, rewrite_manifest
 
 

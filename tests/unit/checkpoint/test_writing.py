@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
 from one_step_off import checkpoint
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
 from tests.unit.checkpoint.checkpoint_helpers import checkpoint_names, save, save_worker
 from tests.unit.training.fsdp_helpers import config, make_batch, whole

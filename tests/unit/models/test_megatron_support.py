@@ -3,7 +3,7 @@
 import pytest
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.models.megatron_support import read_config
 from tests.unit.training.fsdp_helpers import config
 

@@ -22,11 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
 from one_step_off.monitoring import loggers
+from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.training.trainer_group import TrainGroup
 from tests.unit.training.fsdp_helpers import (
@@ -129,7 +131,7 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
     said: list[str] = []
     tracker = Tracker(str(tmp_path), 9, io.StringIO())
     tracker.loggers = loggers.open_loggers(
-        cfg, 0, lambda _: None, said.append, loggers.started_first(cfg, False)
+        cfg, 0, lambda _: None, said.append, loggers.start_remote_loggers(cfg, False)
     )
     z = np.zeros(2)
     tracker.evaluation(
@@ -159,9 +161,11 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
 
 def test_the_newest_figures_replace_the_older():
     server = loggers.Prometheus(port := free_port())
-    server.write({"reward/mean": 0.25, "ratio/mean": 1.0}, 3)
-    server.write({"val/version": 4.0, "val/pass@4": 0.5}, 4)
-    server.write({"reward/mean": 0.75}, 5)
+    step_3 = {"reward/mean": 0.25, "ratio/mean": 1.0}
+    evaluation = {"val/version": 4.0, "val/pass@4": 0.5}
+    server.write(LogEntry(step_3, 3, is_evaluation=False, samples=[]))
+    server.write(LogEntry(evaluation, 4, is_evaluation=True, samples=[]))
+    server.write(LogEntry({"reward/mean": 0.75}, 5, is_evaluation=False, samples=[]))
     assert gauges(port) == {
         "one_step_off_reward_mean": 0.75, "one_step_off_ratio_mean": 1.0, "one_step_off_step": 5.0,
         "one_step_off_val_version": 4.0, "one_step_off_val_pass_4": 0.5,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.data.samples import StalenessError
+from one_step_off.data.staleness import StalenessError
 from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.planner.simulation import SimulatedTrainer, Work, simulate
 

@@ -9,7 +9,7 @@ import transformers
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed (the extra megatron)")
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
 from one_step_off.training.megatron_workers import WORKERS
 from tests.unit.training.fsdp_helpers import config, start

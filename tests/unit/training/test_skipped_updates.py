@@ -203,7 +203,7 @@ def test_a_replay_tells_what_it_finds(model_folders, tmp_path):
     batch.ref_log_probs = None
     write_batch(batch, tmp_path / "step_000004")
     team = SimpleNamespace(groups={"actor": Group()})
-    prepared = SimpleNamespace(resume_from=None, state=None)
+    prepared = SimpleNamespace(resume_point=None)
     try:
         again = read_batch(tmp_path / "step_000004")
         asyncio.run(replay_update(again, prepared, team, Tracker(str(tmp_path / "t"), 0, out=out)))
