@@ -52,4 +52,4 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
 def _require_section_type(name: str, section: Any, section_type: Any) -> None:
     if not isinstance(section, section_type):
         shown = loading.format_value(section)
-        raise ConfigError(f"{name}={shown}: must be a {section_type.__name__}")
+        raise ConfigError(f"{name}={shown}: must be an object of {section_type.__name__}")
