@@ -15,9 +15,9 @@ from one_step_off.config.validation import (
 
 
 def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> None:
-    """Check what belongs together, what the config names on disk, and what the machine must have. `num_gpus`: of this
-    machine; None: counted here, where it matters. Without `machine` it may have too few. Raises ConfigError: the first
-    fault found."""
+    """Check what belongs together, what the config names on disk, and what the machine must have.
+    `num_gpus`: of this machine; None: counted here, where it matters. Without `machine` it may have
+    too few. Raises ConfigError: the first fault found."""
     if num_gpus is None:
         num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)

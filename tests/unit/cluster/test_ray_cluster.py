@@ -1,4 +1,5 @@
-"""The patches of Ray: they must fail here, and not in a run, when Ray changes what they build on."""
+"""The patches of Ray: they must fail here, and not in a run, when Ray changes what they build
+on."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def print_function(monkeypatch):
 
 
 def test_the_patches_were_written_for_this_ray():
-    """Another release: read the patched functions again, adjust them if need be, and name the release in them."""
+    """Another release: read the patched functions again, adjust them if need be, and name the
+    release in them."""
     major, minor, *_ = ray.__version__.split(".")
     release = f"Ray {major}.{minor}"
     assert release in ray_cluster.hide_worker_death_reports.__doc__

@@ -1,4 +1,5 @@
-"""The report of a run in a real browser, out of folders that the real Tracker wrote, and out of broken ones."""
+"""The report of a run in a real browser, out of folders that the real Tracker wrote, and out of
+broken ones."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def sample(step: int, index: int, text: str = "#### 4", length: int = 3) -> Samp
 def make_run(
     folder: Path, steps: int = 12, first: int = 0, text: str = "#### 4", **more: float | None
 ) -> Tracker:
-    """A run of made-up timings: generation, sync and update of one second each; from `first` on after an hour's pause."""
+    """A run of made-up timings: generation, sync and update of one second each; from `first` on
+    after an hour's pause."""
     tracker = Tracker(str(folder), steps, io.StringIO())
     (folder / "config.yaml").write_text(resolved_yaml(Config()))
     (folder / "versions.json").write_text(json.dumps({"torch": "2.13", "device": "cpu"}))

@@ -1,4 +1,5 @@
-"""The Python API without engines: what it refuses, callbacks, and what it returns. A real run is in e2e/test_notebook.py."""
+"""The Python API without engines: what it refuses, callbacks, and what it returns. A real run is in
+e2e/test_notebook.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The command line as a user meets it: exit codes, one line on stderr, no heavy import before an answer; the scripts' choices."""
+"""The command line as a user meets it: exit codes, one line on stderr, no heavy import before an
+answer; the scripts' choices."""
 
 from __future__ import annotations
 
@@ -278,7 +279,10 @@ def test_setup_never_mixes_two_vllms(checkout: Path) -> None:
     (checkout / ".venv" / ".setup-done").write_text("gpu\n123 4\n")
     (checkout / ".venv" / "left-over").touch()
     again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python)
-    assert "was made for another EXTRA; creating it again" in again.stdout and "setup: ready" in again.stdout
+    assert (
+        "was made for another EXTRA; creating it again" in again.stdout
+        and "setup: ready" in again.stdout
+    )
     assert not (checkout / ".venv" / "left-over").exists()
 
 
@@ -311,7 +315,8 @@ def test_setup_refuses(checkout: Path, argv: list[str], env: dict[str, str], par
 def would_train(
     tmp_path: Path, gpus: int, **env: str
 ) -> tuple[subprocess.CompletedProcess, list[str]]:
-    """Run run_qwen_gsm8k.sh from tmp_path; the process and the arguments that the program would get."""
+    """Run run_qwen_gsm8k.sh from tmp_path; the process and the arguments that the program would
+    get."""
     root = tmp_path / "checkout"
     script(root / "shell" / "run_qwen_gsm8k.sh", (ROOT / "shell" / "run_qwen_gsm8k.sh").read_text())
     script(root / "shell" / "setup.sh", FAKE_SETUP)

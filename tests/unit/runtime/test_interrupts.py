@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: to a run in the main thread's event loop, and to one in a thread of its own, as in a notebook."""
+"""Ctrl-C and SIGTERM: to a run in the main thread's event loop, and to one in a thread of its own,
+as in a notebook."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Run:
         self.thread: threading.Thread | None = None
 
     async def main(self, signals: list[int]) -> str:
-        """Send the signals to this process, one after another, and wait until the pipeline is to stop."""
+        """Send the signals to this process, one after another, and wait until the pipeline is to
+        stop."""
         self.thread = threading.current_thread()
         with stop_on_interrupt(self.runner, self.pipeline, self.grace_s, self.lines.append) as stop:
             for number in signals:

@@ -1,4 +1,5 @@
-"""What is refused after the config and before any engine: models and data that only their files can tell of."""
+"""What is refused after the config and before any engine: models and data that only their files can
+tell of."""
 
 from __future__ import annotations
 
@@ -175,7 +176,8 @@ def test_prepared_runs_know_their_canary_and_steps(models, tmp_path):
 
 @pytest.mark.parametrize(("inside_s", "cancelled"), [(0.0, False), (0.3, True)])
 def test_the_grace_limit_ends_the_run_but_nothing_after_it(tmp_path, inside_s, cancelled):
-    """Ctrl-C in the last step: the run ends by itself, and what follows must not be cut off by the old limit."""
+    """Ctrl-C in the last step: the run ends by itself, and what follows must not be cut off by the
+    old limit."""
     pipeline = SimpleNamespace(stopping=False)
 
     async def main() -> bool:
@@ -291,7 +293,8 @@ def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_models_of_other_roles_are_checked_before_anything_starts(models, tmp_path):
-    """Critic and reference must read the policy's tokens; a reward model may have tokens of its own."""
+    """Critic and reference must read the policy's tokens; a reward model may have tokens of its
+    own."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     other = Path(changed(models(), tmp_path))

@@ -1,4 +1,5 @@
-"""What must not leak: secrets into files and screens, and a run's sockets onto the network; and whose code runs."""
+"""What must not leak: secrets into files and screens, and a run's sockets onto the network; and
+whose code runs."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ def test_secrets_are_masked_and_nothing_else(text, shown, monkeypatch):
 
 
 def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypatch):
-    """config.yaml, error.log, the dry run, TensorBoard's text and the line of an error, of one run that holds three."""
+    """config.yaml, error.log, the dry run, TensorBoard's text and the line of an error, of one run
+    that holds three."""
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     arguments = base(tmp_path, models())
     arguments = [
@@ -147,8 +149,8 @@ def test_stores_listen_at_their_own_address_alone():
 
 
 def test_code_of_models_runs_only_where_it_is_asked_for():
-    """Every call that could run a repository's code is given model.trust_remote_code, which is false by default; data sets
-    and pickles have no such switch at all."""
+    """Every call that could run a repository's code is given model.trust_remote_code, which is
+    false by default; data sets and pickles have no such switch at all."""
     assert Config().model.trust_remote_code is False
     loads = {"from_pretrained": 0, "from_config": 0, "load_dataset": 0}
     for path in [*(ROOT / "one_step_off").rglob("*.py"), *(ROOT / "agent_loop").rglob("*.py")]:
