@@ -117,7 +117,9 @@ def run_round(
     for arm in alternated(list(arms), number):
         begin = time.perf_counter()
         rows = run_arm(args.config, [], folders[arm], arms[arm])[plan.WARM_UP :]
-        measured[arm] = {name: value for name, value in speed_summary(rows).items() if name in FIGURES}
+        measured[arm] = {
+            name: value for name, value in speed_summary(rows).items() if name in FIGURES
+        }
         step = measured[arm][STEP]
         seconds = time.perf_counter() - begin
         print(f"round {number + 1}, {arm}: {step:.3f} s/step (run of {seconds:.0f} s)", flush=True)

@@ -9,7 +9,7 @@ A case is one combination of the flags --models, --lengths, --batches and --spli
 not given keeps what the config has. Each arm of a case is a whole run of `one_step_off.main_ppo`
 without evaluation, on all cores (or GPUs) that this process may use. The arms differ only in
 placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap. Each repeat runs every
-arm once and starts with another arm. docs/benchmarks.md tells how to read the result.
+arm once and starts with another arm. docs/measured/throughput.md tells how to read the result.
 
 Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the run folders.
 """

@@ -35,7 +35,7 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
 from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.trl_comparison.report import OURS, figures, headline, plot, summarize, table
-from benchmarks.trl_comparison.trl_arm import role_settings
+from benchmarks.trl_comparison.trl_arm import grpo_config_fields
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
@@ -148,7 +148,7 @@ def trl_settings(args: argparse.Namespace, keys: list[str]) -> dict[str, Any]:
     """
     cfg = load_config([f"config={args.config}", *keys])
     validate(cfg)
-    settings = role_settings(cfg)
+    settings = grpo_config_fields(cfg)
     steps = cfg.trainer.total_steps
     if steps - args.warmup < 2:
         raise ValueError(f"--warmup {args.warmup} leaves none of {steps} steps; raise --steps")

@@ -21,7 +21,6 @@ from typing import Any
 from benchmarks.common.command_line import Parser
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
-from one_step_off.rewards.scoring import REWARD_FUNCTIONS
 
 
 def _check_comparable(cfg: Config) -> None:
@@ -90,7 +89,7 @@ def _training_settings(cfg: Config) -> dict[str, Any]:
     }
 
 
-def role_settings(cfg: Config, vllm: bool = False) -> dict[str, Any]:
+def grpo_config_fields(cfg: Config, vllm: bool = False) -> dict[str, Any]:
     """The fields of TRL's GRPOConfig that mean the same as the config.
 
     Args:
@@ -133,6 +132,7 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's reward function in the form that TRL calls: all samples at once."""
+    from one_step_off.rewards.scoring import REWARD_FUNCTIONS
 
     function = REWARD_FUNCTIONS.find(cfg.reward.function).function
 
@@ -224,7 +224,7 @@ def main() -> None:
 
     if args.threads:
         torch.set_num_threads(args.threads)
-    settings = role_settings(cfg, args.vllm)
+    settings = grpo_config_fields(cfg, args.vllm)
     rows = train(cfg, settings, folder)
     lines = [json.dumps(row) + "\n" for row in rows]
     (folder / "metrics.jsonl").write_text("".join(lines))

@@ -162,7 +162,7 @@ def _check_callbacks(callbacks: Sequence[StepCallback]) -> None:
 
 def read_result(folder: Path) -> RunResult:
     """The results of the run in a folder that has ended."""
-    from one_step_off.checkpoint import checkpoints
+    from one_step_off import checkpoint
     from one_step_off.monitoring.report import parse_objects, read_lines, read_text
 
     report = folder / "report.html"
@@ -175,5 +175,5 @@ def read_result(folder: Path) -> RunResult:
         summary=summaries[0] if summaries else {},
         report=report if report.is_file() else None,
         hf_model=hf_model if hf_model.is_dir() else None,
-        checkpoints=checkpoints.finished(folder / "checkpoints"),
+        checkpoints=checkpoint.finished(folder / "checkpoints"),
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from one_step_off.checkpoint import checkpoints
+from one_step_off import checkpoint
 from one_step_off.cluster.resource_usage import watch_usage
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
@@ -123,7 +123,7 @@ def _prepare_restart(
     beginning of the run."""
     cfg = prepared.cfg
     cfg_with_auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
-    newest = checkpoints.find(cfg_with_auto, tracker.log)
+    newest = checkpoint.find(cfg_with_auto, tracker.log)
     if newest is not None:
         state.resume_point = load_resume_point(newest)
     if state.resume_point is not None:
@@ -178,7 +178,7 @@ async def train_model(
     cfg = prepared.cfg
     console = tracker.console
     resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
-    checkpointer = checkpoints.Checkpointer(cfg, processes.save_state)
+    checkpointer = checkpoint.Checkpointer(cfg, processes.save_state)
     pipeline = Pipeline(
         cfg,
         processes.roles,
@@ -254,7 +254,7 @@ async def load_checkpoint(
     if not prepared.cfg.trainer.val_only:
         total_steps = prepared.data.stream.total_steps
         tracker.log(f"resuming from step {resume_point.step} of {total_steps}, from {path}")
-    samples = checkpoints.read_samples(path) if state["has_samples"] else None
+    samples = checkpoint.read_samples(path) if state["has_samples"] else None
     unfinished_prompts = []
     for saved_id in state["carried"]:
         prompt_id = tuple(saved_id)
@@ -282,7 +282,7 @@ def open_files(
         remote_loggers: see `loggers.start_remote_loggers`.
     """
     cfg = prepared.cfg
-    checkpoints.put_aside(cfg, resume_point.path if resume_point else None)
+    checkpoint.put_aside(cfg, resume_point.path if resume_point else None)
     first_step = 0
     evaluations: list[dict[str, float]] = []
     unwritten: dict[str, float] = {}

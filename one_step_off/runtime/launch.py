@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from one_step_off import checkpoint
 from one_step_off.algorithms import schedule
-from one_step_off.checkpoint import checkpoints
 from one_step_off.cluster.ray_cluster import cleanup_after_run, require_cluster, start_ray
 from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
@@ -140,7 +140,7 @@ def _count_parameters_and_set_meter(prepared: Prepared, tracker: Tracker) -> int
     """Give the tracker what it needs to count FLOPs and passes. Returns the parameters, None if
     they are not known."""
     cfg = prepared.cfg
-    model = checkpoints.empty_models(cfg).get("actor")
+    model = checkpoint.empty_models(cfg).get("actor")
     num_parameters = None
     shape = None
     if model is not None:
@@ -201,7 +201,7 @@ def run_on_ray(
 
 
 def _how_to_resume(cfg: Config) -> str:
-    saved = checkpoints.finished(checkpoints.folder_of(cfg))
+    saved = checkpoint.finished(checkpoint.folder_of(cfg))
     if not saved:
         return "no checkpoint"
     if cfg.trainer.resume == "auto":

@@ -13,9 +13,9 @@ import numpy as np
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
+from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.checkpoint import checkpoints
 from one_step_off.config.schema import Config, ConfigError, as_config_error
 from one_step_off.config.validation import check_engine_names, resolved_device
 from one_step_off.data import prompt_stream
@@ -74,7 +74,7 @@ class Prepared:
 
 def load_resume_point(path: Path) -> ResumePoint:
     """The resume point of a checkpoint that has been verified."""
-    return ResumePoint(path, checkpoints.read_state(path))
+    return ResumePoint(path, checkpoint.read_state(path))
 
 
 def prepare(
@@ -116,7 +116,7 @@ def prepare(
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     canary = _canary_sequences(cfg, data)
-    resume_path = checkpoints.find(cfg, print_line)
+    resume_path = checkpoint.find(cfg, print_line)
     resume_point = load_resume_point(resume_path) if resume_path else None
     if resume_point:
         data.stream.load_state_dict(resume_point.state["stream"])

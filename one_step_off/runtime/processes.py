@@ -10,7 +10,7 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
-from one_step_off.checkpoint.checkpoints import TRAINED
+from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
@@ -92,7 +92,7 @@ class RunProcesses:
         replicas = [] if trainers_only else self._create_replicas()
         self.groups = {
             role: self._create_group(role)
-            for role in (TRAINED if trainers_only else WORKERS)
+            for role in (TRAINED_ROLES if trainers_only else WORKERS)
             if role in pool_of_role
         }
         rollout = self._create_rollout_group(replicas)
@@ -192,9 +192,9 @@ class RunProcesses:
             self.cfg,
             lock,
             self.host,
-            find=self.prepared.data.find,
-            ours=self.prepared.tokenizer,
-            theirs=load_section_tokenizer(self.cfg, role),
+            find_prompt=self.prepared.data.find,
+            policy_tokenizer=self.prepared.tokenizer,
+            reward_tokenizer=load_section_tokenizer(self.cfg, role),
         )
 
     def _worker_class(self, role: str) -> type:
@@ -285,11 +285,15 @@ class RunProcesses:
     async def save_state(self, folder: str) -> asyncio.Future:
         """Let every role that learns copy its part of a checkpoint. The part is written when the
         answer is awaited."""
-        copies = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
+        copies = [
+            self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
         writes = await asyncio.gather(*copies)
         return asyncio.gather(*writes)
 
     async def load_state(self, folder: str) -> None:
         """Load a checkpoint's state into every role that learns; after `setup`."""
-        loads = [self.groups[role].load_state(folder) for role in TRAINED if role in self.groups]
+        loads = [
+            self.groups[role].load_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
         await asyncio.gather(*loads)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.checkpoint import checkpoints
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 from one_step_off.monitoring.console import RunConsole
@@ -27,7 +27,7 @@ SHOWN_NOT_FINITE = 3
 def replay(cfg: Config, folder: str) -> int:
     """Repeat the update of the batch in `folder` and print what it finds; returns the exit code.
     Raises ConfigError."""
-    batch = checkpoints.read_batch(Path(folder))
+    batch = checkpoint.read_batch(Path(folder))
     resume_path = _newest_checkpoint_until(cfg, batch.step)
     cfg.trainer.resume = str(resume_path) if resume_path else "never"
     cfg.trainer.output_dir = folder
@@ -44,7 +44,7 @@ def replay(cfg: Config, folder: str) -> int:
 def _newest_checkpoint_until(cfg: Config, step: int) -> Path | None:
     earlier = [
         path
-        for path in checkpoints.finished(checkpoints.folder_of(cfg))
+        for path in checkpoint.finished(checkpoint.folder_of(cfg))
         if int(path.name.removeprefix("step_")) <= step
     ]
     return earlier[-1] if earlier else None

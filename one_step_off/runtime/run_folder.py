@@ -14,7 +14,7 @@ from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
-from one_step_off.checkpoint import checkpoints
+from one_step_off import checkpoint
 from one_step_off.config.loading import resolved_yaml
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import LOG_FOLDER
@@ -62,11 +62,11 @@ def next_step(folder: Path) -> int:
 
 
 def resumes(cfg: Config) -> bool:
-    """Whether the run resumes from a checkpoint in its own folder; `checkpoints.find` decides which
+    """Whether the run resumes from a checkpoint in its own folder; `checkpoint.find` decides which
     one, and whether it is good."""
-    own_checkpoints = checkpoints.folder_of(cfg)
+    own_checkpoints = checkpoint.folder_of(cfg)
     if cfg.trainer.resume == "auto":
-        return bool(checkpoints.finished(own_checkpoints))
+        return bool(checkpoint.finished(own_checkpoints))
     if cfg.trainer.resume == "never":
         return False
     return Path(cfg.trainer.resume).resolve().parent == own_checkpoints.resolve()
@@ -81,7 +81,7 @@ def replaced_by(cfg: Config) -> str | None:
     if resumes(cfg):
         return _dropped_by(cfg)
     steps = count_finished_steps(folder)
-    saved = checkpoints.finished(checkpoints.folder_of(cfg))
+    saved = checkpoint.finished(checkpoint.folder_of(cfg))
     if not steps and not saved:
         return None
     content = f"a run of {steps} steps" if steps else f"the checkpoint {saved[-1].name} of a run"
@@ -97,7 +97,7 @@ def _dropped_by(cfg: Config) -> str | None:
     """What a run would drop that goes back to an earlier checkpoint of its own folder, as
     `replaced_by`. With "auto" that is only what no checkpoint holds, and intended."""
     folder = Path(cfg.trainer.output_dir)
-    saved = [path.name for path in checkpoints.finished(checkpoints.folder_of(cfg))]
+    saved = [path.name for path in checkpoint.finished(checkpoint.folder_of(cfg))]
     chosen = Path(cfg.trainer.resume).name
     # A checkpoint that does not exist is refused when it is read.
     if cfg.trainer.resume == "auto" or chosen not in saved:

@@ -1,16 +1,7 @@
-"""The contract between a training back end and the rest of the program, and with it that of the weight stream.
+"""`WeightPiece`: the unit of the weight sync, a block of one tensor as the Hugging Face checkpoint names it.
 
-A back end knows nothing of vLLM, the receiver knows nothing of FSDP or Megatron. Between them stand
-`WeightPiece`s: blocks of tensors, named as the Hugging Face checkpoint names them.
-
-A back end has a class per role, as `fsdp_workers.py` does, where the methods are described:
-
-    every role     free_address, setup
-    actor, critic  update, save_state, load_state, and the number `version`
-    actor          score, weight_plan, weight_tensors, save_hf
-    actor, ref     log_prob, log_prob_and_squares
-    critic         values
-    reward_model   score_sequences
+A training back end knows nothing of vLLM, and the receiver knows nothing of FSDP or Megatron. Between them stand
+`WeightPiece`s. What else a back end offers is listed in `training/worker_interface.py`.
 """
 
 from dataclasses import dataclass, replace

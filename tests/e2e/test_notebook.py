@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("ipykernel")
-from jupyter_client.manager import start_new_kernel  # noqa: E402 (comes with ipykernel)
+from jupyter_client.manager import start_new_kernel
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reference" / "python_api.md"

@@ -16,7 +16,7 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop.__main__ import FakeEngine, looped
+from benchmarks.agent_loop.stand_in_engine import StandInEngine, serve_through_loop
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
 from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
@@ -589,8 +589,8 @@ def test_500_conversations_at_once_cost_little(tokenizer):
     """Through a replica, with places, reward queue and judging; uneven lengths, and an engine that takes its time."""
     rng = random.Random(0)
     lengths = [rng.randrange(0, 12) for _ in range(500)]
-    engine = FakeEngine(tokenizer, lengths, slots=64, token_s=5e-4)
-    cost = looped(engine, tokenizer, workers=4, reward_s=0.0)["cpu_ms_per_turn"]
+    engine = StandInEngine(tokenizer, lengths, slots=64, token_s=5e-4)
+    cost = serve_through_loop(engine, tokenizer, reward_workers=4, reward_s=0.0)["cpu_ms_per_turn"]
     assert engine.requests == sum(lengths) + len(lengths)
     print(f"{cost:.2f} ms of CPU per turn")
     assert cost < 5, "CPU time, and some times what a quiet machine needs"

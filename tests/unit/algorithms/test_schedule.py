@@ -18,7 +18,7 @@ from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime import launch
 from one_step_off.runtime.prepare import ResumePoint
 from tests.conftest import tiny_config
-from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, single  # noqa: F401
+from tests.unit.training.fsdp_helpers import config, make_batch
 
 
 def rate(step: int, decay: Decay, kind: str, warmup: int = 2, floor: float = 0.1) -> float:
@@ -118,11 +118,11 @@ def test_what_is_kept_is_read():
     )
 
 
-def test_a_worker_goes_on_with_the_rate_that_it_had(checkpoints, single, tmp_path):  # noqa: F811
+def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single, tmp_path):
     """Saved in a run of 10 steps (as `start` has it) and loaded in one of 40; the one that is not is told the old rate."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
+    cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
     cfg.trainer.total_steps = 10
-    worker, batch = single(cfg), make_batch(checkpoints["tied"])
+    worker, batch = start_single(cfg), make_batch(model_folders["tied"])
     for _ in range(3):
         worker.update(batch)
     os.makedirs(tmp_path / "saved")
@@ -130,16 +130,16 @@ def test_a_worker_goes_on_with_the_rate_that_it_had(checkpoints, single, tmp_pat
     worker.saved()
     unbroken = worker.update(batch)["actor/lr"]
     assert unbroken == pytest.approx(1e-3 * (1 - 3 / 9))
-    longer = single(cfg)
-    longer._total_steps = 40
+    longer = start_single(cfg)
+    longer.total_steps = 40
     longer.load_state(str(tmp_path / "saved"))
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken)
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken * (1 - 1 / 36))
 
 
-def started(single, cfg):  # noqa: F811
-    worker = single(cfg)
-    worker._total_steps = cfg.trainer.total_steps
+def started(start_single, cfg):
+    worker = start_single(cfg)
+    worker.total_steps = cfg.trainer.total_steps
     return worker
 
 
@@ -152,43 +152,43 @@ def saved_after(worker, batch, steps: int, folder) -> list[float]:
     return rates
 
 
-def resumed_from(folder, single, cfg):  # noqa: F811
-    worker = started(single, cfg)
+def resumed_from(folder, start_single, cfg):
+    worker = started(start_single, cfg)
     worker.load_state(str(folder))
     return worker
 
 
-def test_constant_then_cool_down(checkpoints, single, tmp_path):  # noqa: F811
+def test_constant_then_cool_down(model_folders, start_single, tmp_path):
     """The decay begins where it is asked for, at the peak, however many constant steps there were; and it is not refused."""
-    cfg, said = config(checkpoints["tied"], actor__lr=1e-3), []
+    cfg, said = config(model_folders["tied"], actor__lr=1e-3), []
     cfg.trainer.total_steps = 4
-    batch = make_batch(checkpoints["tied"])
-    worker = started(single, cfg)
+    batch = make_batch(model_folders["tied"])
+    worker = started(start_single, cfg)
     assert saved_after(worker, batch, 4, tmp_path / "constant") == [1e-3] * 4
     cfg.actor.lr_schedule, cfg.trainer.total_steps = "linear", 9
     schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, said.append)
     assert said == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
                     "at step 8 with 0"]  # fmt: skip
-    cooling = resumed_from(tmp_path / "constant", single, cfg)
+    cooling = resumed_from(tmp_path / "constant", start_single, cfg)
     rates = saved_after(cooling, batch, 2, tmp_path / "cooling")
-    rates += [resumed_from(tmp_path / "cooling", single, cfg).update(batch)["actor/lr"]]
+    rates += [resumed_from(tmp_path / "cooling", start_single, cfg).update(batch)["actor/lr"]]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3]), "resumed again it goes on"
     schedule.report_resumed_schedules(cfg, tmp_path / "cooling", 9, said.append)
     assert len(said) == 1
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
-def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, tmp_path):  # noqa: F811
+def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_single, tmp_path):
     """A trainer step has two optimiser steps, then one, or the reverse: the rate is continuous, and ends with the run."""
     cfg = config(
-        checkpoints["tied"],
+        model_folders["tied"],
         actor__lr=1e-3,
         actor__lr_schedule="linear",
         actor__ppo_mini_batch_size=first,
     )
     cfg.trainer.total_steps = 6
-    batch = make_batch(checkpoints["tied"])
-    worker = started(single, cfg)
+    batch = make_batch(model_folders["tied"])
+    worker = started(start_single, cfg)
     saved_after(worker, batch, 3, tmp_path / "saved")
     done, per_step = 3 * 4 // first, 4 // then
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
@@ -198,7 +198,7 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
         len(said) == 1
         and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
     )
-    worker = resumed_from(tmp_path / "saved", single, cfg)
+    worker = resumed_from(tmp_path / "saved", start_single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
     step = worker.decay
     assert core_algos.learning_rate(
@@ -215,32 +215,34 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
     assert last == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_longer_critic_warmup_and_more_epochs(checkpoints, single, tmp_path):  # noqa: F811
+def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp_path):
     """The actor's remaining optimiser steps are counted, not those of a run that had these settings from its beginning."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
+    cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
     cfg.trainer.total_steps = 10
-    worker = started(single, cfg)
-    saved_after(worker, make_batch(checkpoints["tied"]), 2, tmp_path / "saved")
+    worker = started(start_single, cfg)
+    saved_after(worker, make_batch(model_folders["tied"]), 2, tmp_path / "saved")
     cfg.trainer.critic_warmup, cfg.actor.ppo_epochs = 4, 3
-    assert resumed_from(tmp_path / "saved", single, cfg).decay == Decay(
+    assert resumed_from(tmp_path / "saved", start_single, cfg).decay == Decay(
         2 + 6 * 3, 2, pytest.approx(2 / 9)
     )
 
 
-def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(checkpoints, single, tmp_path):  # noqa: F811
+def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(
+    model_folders, start_single, tmp_path
+):
     """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is still exactly the same."""
     cfg = config(
-        checkpoints["tied"],
+        model_folders["tied"],
         actor__lr=1e-3,
         actor__lr_schedule="cosine",
         actor__ppo_mini_batch_size=2,
     )
     cfg.trainer.total_steps = 6
-    whole, fewer = make_batch(checkpoints["tied"]), make_batch(checkpoints["tied"], prompts=1)
-    worker = started(single, cfg)
+    whole, fewer = make_batch(model_folders["tied"]), make_batch(model_folders["tied"], prompts=1)
+    worker = started(start_single, cfg)
     saved_after(worker, fewer, 2, tmp_path / "saved")
     unbroken = [worker.update(whole)["actor/lr"] for _ in range(2)]
-    again = resumed_from(tmp_path / "saved", single, cfg)
+    again = resumed_from(tmp_path / "saved", start_single, cfg)
     assert (
         again.optimizer_steps == 2
         and [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.trl_comparison import __main__ as trl_comparison
 from benchmarks.trl_comparison import report
-from benchmarks.trl_comparison.trl_arm import role_settings
+from benchmarks.trl_comparison.trl_arm import grpo_config_fields
 from one_step_off.config.loading import load_config
 
 TINY = "config=config/gsm8k_tiny_cpu.yaml"
@@ -18,7 +18,7 @@ MACHINE = {"cpu": "X", "cores": [0, 1], "memory_gib": 1, "load_before": [0.0], "
 
 
 def test_trl_gets_what_the_config_says() -> None:
-    settings = role_settings(load_config([TINY, "trainer.total_steps=7"]))
+    settings = grpo_config_fields(load_config([TINY, "trainer.total_steps=7"]))
     assert settings["generation_batch_size"] == 256
     assert settings["per_device_train_batch_size"] == 256
     assert settings["num_generations"] == 16
@@ -28,9 +28,9 @@ def test_trl_gets_what_the_config_says() -> None:
     assert settings["warmup_steps"] == 5
     assert settings["loss_type"] == "dapo"
     assert not settings["use_vllm"]
-    assert role_settings(load_config([TINY]), vllm=True)["vllm_max_model_length"] == 160
+    assert grpo_config_fields(load_config([TINY]), vllm=True)["vllm_max_model_length"] == 160
     with pytest.raises(ValueError, match="actor.ppo_epochs=2: this comparison needs 1"):
-        role_settings(load_config([TINY, "actor.ppo_epochs=2"]))
+        grpo_config_fields(load_config([TINY, "actor.ppo_epochs=2"]))
 
 
 def test_missing_trl_is_one_line(
@@ -76,7 +76,7 @@ def test_trl_table_and_headline(tmp_path: Path) -> None:
         "arms": arms,
         "failed": {"TRL, vLLM colocate": "AttributeError: x"},
         "headline": headline,
-        "trl_settings": role_settings(load_config([TINY])),
+        "trl_settings": grpo_config_fields(load_config([TINY])),
     }
     text = report.table(result)
     assert "| one_step_off | 0.640 (0.500 to 0.800) | 400 (320 to 512) |" in text

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off.checkpoint.manifest import file_facts
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
@@ -400,7 +400,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start anew"
+GOOD_ONE = "name a good one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
@@ -429,7 +429,7 @@ def test_checkpoints_that_are_none(files, parts, models, tmp_path, capsys):
     if files and files.keys() == {"state.json"}:
         write(
             folder,
-            {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))},
+            {"manifest.json": json.dumps({"format": 2, "shape": {}} | file_facts(folder))},
         )
     refused(
         [*base(tmp_path, models()), f"trainer.resume={folder}"],

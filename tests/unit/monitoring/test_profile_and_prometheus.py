@@ -31,12 +31,10 @@ from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.training.trainer_group import TrainGroup
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
-    checkpoints,
+from tests.unit.training.fsdp_helpers import (
     config,
     free_port,
     make_batch,
-    single,
     start,
 )
 
@@ -44,14 +42,12 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
-    checkpoints,  # noqa: F811
-    single,  # noqa: F811
-    tmp_path,
+    model_folders, start_single, tmp_path
 ):
-    path = checkpoints["tied"]
+    path = model_folders["tied"]
     batch = make_batch(path)
-    plain = single(config(path)).update(batch)
-    worker = single(config(path))
+    plain = start_single(config(path)).update(batch)
+    worker = start_single(config(path))
     profiled = worker.update(batch, True, str(tmp_path / "run" / "profile"))
     assert worker.version == 1
     for name in ("actor/loss", "actor/grad_norm"):
@@ -79,8 +75,10 @@ def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
-def test_each_rank_of_megatron_writes_its_own_profile(checkpoints, tmp_path):  # noqa: F811
-    mp.spawn(profiled_megatron_rank, (checkpoints["untied"], free_port(), str(tmp_path)), nprocs=2)
+def test_each_rank_of_megatron_writes_its_own_profile(model_folders, tmp_path):
+    mp.spawn(
+        profiled_megatron_rank, (model_folders["untied"], free_port(), str(tmp_path)), nprocs=2
+    )
     assert {path.name for path in tmp_path.iterdir()} == {
         f"actor_rank_{rank}.json.gz" for rank in (0, 1)
     }

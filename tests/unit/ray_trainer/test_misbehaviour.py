@@ -20,7 +20,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.checkpoint.checkpoints import read_batch, write_batch
+from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.checkpoint import write_batch
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.runtime import launch
 from one_step_off.runtime.replay import replay

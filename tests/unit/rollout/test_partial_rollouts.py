@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.checkpoint.checkpoints import Checkpointer
+from one_step_off.checkpoint import Checkpointer
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample, StalenessError

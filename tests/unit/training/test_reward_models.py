@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.checkpoint import write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample

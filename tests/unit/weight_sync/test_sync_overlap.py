@@ -20,7 +20,7 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.weight_piece import WeightPiece
-from tests.unit.training.test_fsdp_workers import config, free_port, make_batch, start
+from tests.unit.training.fsdp_helpers import config, free_port, make_batch, start
 
 RANKS, RECEIVERS, LIMIT_S = 2, 2, 30.0
 
