@@ -20,8 +20,8 @@ from one_step_off.config.schema import Config, ConfigError, as_config_error
 from one_step_off.config.validation import check_engine_names, resolved_device
 from one_step_off.data import prompt_stream
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
+from one_step_off.models.weight_checks import check_weights
 from one_step_off.rewards import trial_call
-from one_step_off.runtime.weight_checks import check_weights
 
 # Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
 CANARY_TOKENS = 32

@@ -1,4 +1,4 @@
-"""Checks of models with the trainer's code: can the back end load them, do they fit into memory?"""
+"""Checks of a model's weights: can the back end load them, and do they fit into memory?"""
 
 import contextlib
 import os
