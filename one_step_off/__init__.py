@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from one_step_off.config.schema import Config, ConfigError
+    from one_step_off.config.errors import ConfigError
+    from one_step_off.config.schema import Config
     from one_step_off.monitoring.callbacks import StopTraining
     from one_step_off.runtime.api import RunResult, load_config, train
 
@@ -20,7 +21,7 @@ __all__ = ["Config", "ConfigError", "RunResult", "StopTraining", "load_config", 
 
 _MODULES = {
     "Config": "one_step_off.config.schema",
-    "ConfigError": "one_step_off.config.schema",
+    "ConfigError": "one_step_off.config.errors",
     "RunResult": "one_step_off.runtime.api",
     "StopTraining": "one_step_off.monitoring.callbacks",
     "load_config": "one_step_off.runtime.api",

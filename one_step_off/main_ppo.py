@@ -7,9 +7,14 @@ import sys
 from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import USAGE, help_text, load_config, placement_text, resolved_yaml
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import mask_secrets, missing_hardware
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.help import USAGE, help_text
+from one_step_off.config.loading import load_config
+from one_step_off.config.placement import placement_text
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
+from one_step_off.config.validation import missing_hardware
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import validate
 

@@ -21,7 +21,8 @@ from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.partial_rollouts import Pool
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup

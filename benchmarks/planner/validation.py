@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.common.runs import alternated, run_arm
 from one_step_off.config.loading import load_config
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.placement import resolved_device
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate

@@ -27,7 +27,8 @@ from one_step_off.ray_trainer import Roles
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.coordinator import RECEIVING, SENDING, WeightSync
+from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.report import GATHERING_PHASES, RECEIVER_PHASES
 
 LIMIT_S = 600.0
 
@@ -287,7 +288,8 @@ class Product(Arm):
         expected, self.expected = self.expected, None
         found = await self.sync((0, version), expected)
         split, sender = (
-            {k: found[f"sync/{k}_s"] for k in names} for names in (RECEIVING, SENDING[:-1])
+            {k: found[f"sync/{k}_s"] for k in names}
+            for names in (RECEIVER_PHASES, GATHERING_PHASES)
         )
         others = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
         extra = {k: found[f"sync/{k}"] for k in others if f"sync/{k}" in found}

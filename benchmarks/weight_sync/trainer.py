@@ -110,7 +110,7 @@ def forget(worker: Any, arm: str) -> None:
 def leave(end: Any) -> None:
     """Close one end of the product's stream, and end its thread."""
     end.close()
-    end.wire.stop()
+    end.wire_thread.stop()
 
 
 def give_back() -> None:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
-from one_step_off.config.schema import Config, ConfigError, role_settings
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FIXED_KEYS = (

@@ -15,7 +15,8 @@ from typing import Any
 
 import xxhash
 
-from one_step_off.config.schema import Config, first_line
+from one_step_off.config.errors import first_line
+from one_step_off.config.schema import Config
 from one_step_off.training.worker_interface import TRAINED_ROLES
 
 FORMAT = 2

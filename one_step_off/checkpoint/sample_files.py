@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from one_step_off.config.schema import as_config_error
+from one_step_off.config.errors import as_config_error
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 
 ARRAY_TYPES = {

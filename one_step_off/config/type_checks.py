@@ -8,7 +8,9 @@ import dataclasses
 from typing import Any
 
 from one_step_off.config import loading
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
 
 
 def checked_copy(cfg: Config) -> Config:
@@ -27,7 +29,7 @@ def checked_copy(cfg: Config) -> Config:
     _refuse_unknown_attributes(checked)
     for key in loading.KEYS.values():
         section = getattr(checked, key.section)
-        value = loading._checked(key, getattr(section, key.name))
+        value = loading.checked_value(key, getattr(section, key.name))
         setattr(section, key.name, value)
     return checked
 
@@ -53,5 +55,5 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
 
 def _require_section_type(name: str, section: Any, section_type: Any) -> None:
     if not isinstance(section, section_type):
-        shown = loading.format_value(section)
+        shown = format_value(section)
         raise ConfigError(f"{name}={shown}: must be an object of {section_type.__name__}")

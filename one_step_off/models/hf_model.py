@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, role_model_path
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.roles import role_model_path
+from one_step_off.config.schema import Config
 
 SCALAR_ROLES = ("critic", "reward_model")
 SCALAR_HEAD = "score"

@@ -7,13 +7,10 @@ from typing import Any
 import transformers
 from transformers.utils.hub import has_file
 
-from one_step_off.config.schema import (
-    BackendConfig,
-    Config,
-    ConfigError,
-    role_model_path,
-    role_settings,
-)
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.role_sections import BackendConfig
+from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.schema import Config
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 UNSUPPORTED_SWITCHES = ("use_sliding_window", "attention_bias", "mlp_bias")

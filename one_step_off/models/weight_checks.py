@@ -6,9 +6,10 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.config.loading import processes_per_node
-from one_step_off.config.schema import Config, ConfigError, role_model_path, role_settings
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import processes_per_node, resolved_device
+from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.schema import Config
 
 # Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
 TRAINED_PARAMETER_BYTES = 16

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import Task
 from rich.text import Text
 
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.summary import parts_text, reward_parts
 
 NAME_WIDTH = 13  # columns of the names in `table`

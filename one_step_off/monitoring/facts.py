@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.loading import placement_text
+from one_step_off.config.placement import placement_text
 from one_step_off.config.schema import Config
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, sample_files
 

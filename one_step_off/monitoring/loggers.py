@@ -16,8 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from one_step_off.config.loading import parse_yaml, resolved_yaml
-from one_step_off.config.schema import Config, as_config_error
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
 
 SAMPLE_FOLDER = "samples"

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.schema import ConfigError, as_config_error, first_line
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.text import mask_secrets
 from one_step_off.monitoring.loggers import STEP_PREFIX, sample_files
 from one_step_off.monitoring.summary import Row, speed_summary
 

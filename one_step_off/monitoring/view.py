@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.monitoring.loggers import EVALUATION_PREFIX, STEP_PREFIX, sample_files
 from one_step_off.monitoring.summary import parts_text
 

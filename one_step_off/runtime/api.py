@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config import loading
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.config.type_checks import checked_copy
 from one_step_off.monitoring.callbacks import StepCallback
 from one_step_off.runtime.validation import validate
-
-CONFIG_FOLDER = Path(__file__).parents[1] / "shipped_configs"
 
 
 @dataclass(frozen=True)
@@ -68,26 +67,11 @@ def load_config(
     """
     if isinstance(overrides, str):
         raise ConfigError(f"overrides={overrides!r}: must be a list of texts, as ['actor.lr=1e-5']")
-    arguments = [] if config is None else [f"config={_config_path(config)}"]
+    arguments = [] if config is None else [f"config={config}"]
     arguments += overrides
     for name, value in settings.items():
         arguments += _setting_arguments(name, value)
     return loading.load_config(arguments)
-
-
-def _config_path(config: str | Path) -> str:
-    """The path of a config, which may be a name."""
-    text = str(config)
-    is_path = isinstance(config, Path) or "/" in text or text.endswith((".yaml", ".yml"))
-    if is_path:
-        return text
-    shipped = CONFIG_FOLDER / f"{text}.yaml"
-    if not shipped.is_file():
-        names = ", ".join(sorted(path.stem for path in CONFIG_FOLDER.glob("*.yaml")))
-        raise ConfigError(
-            f"config={text}: no such config; give the path of a YAML file or one of {names}"
-        )
-    return str(shipped)
 
 
 def _setting_arguments(name: str, value: Any) -> list[str]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from one_step_off import checkpoint
 from one_step_off.cluster.resource_usage import watch_usage
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt

@@ -5,9 +5,10 @@ import os
 import traceback
 from pathlib import Path
 
-from one_step_off.config.schema import Config, ConfigError, first_line
+from one_step_off.config.errors import ConfigError, first_line
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
 from one_step_off.config.user_code import find_user_line
-from one_step_off.config.validation import mask_secrets
 
 # Errors of a full or read-only disk. One that comes from writing names no file.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

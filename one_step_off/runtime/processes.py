@@ -15,7 +15,7 @@ from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, Sy
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.config.schema import load_section_tokenizer, role_settings
+from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer

@@ -15,9 +15,10 @@ from importlib import metadata
 from pathlib import Path
 
 from one_step_off import checkpoint
-from one_step_off.config.loading import resolved_yaml
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import LOG_FOLDER
+from one_step_off.config.yaml_io import resolved_yaml
 
 CHECKPOINT_PREFIX = "step_"
 OTHER_WAYS = "name another trainer.output_dir, or replace it with trainer.overwrite=true"

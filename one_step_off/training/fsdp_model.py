@@ -26,7 +26,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
-from one_step_off.config.schema import Config, ConfigError, TrainedConfig, role_settings
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
 from one_step_off.models.hf_model import SCALAR_HEAD, empty_model, logits_of, read_checkpoint
 from one_step_off.training import lora
 from one_step_off.training.token_outputs import in_chunks

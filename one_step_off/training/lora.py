@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from one_step_off.config.schema import ConfigError, ModelConfig, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.schema import ModelConfig
 
 ADAPTER_NAME = "default"
 """peft's name of the one adapter."""

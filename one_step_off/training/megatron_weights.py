@@ -21,7 +21,9 @@ from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, role_model_path
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.roles import role_model_path
+from one_step_off.config.schema import Config
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import TokenOutputs
-from one_step_off.config.schema import TrainedConfig
+from one_step_off.config.role_sections import TrainedConfig
 from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.critic_role import CriticRole

@@ -18,8 +18,9 @@ import numpy as np
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, PackedArrays, PromptLookup, Sample
-from one_step_off.rewards.scoring import MAX_REWARD, RewardError
+from one_step_off.data.packing import PackedArrays
+from one_step_off.data.samples import Batch, PromptLookup, Sample
+from one_step_off.rewards.reward import MAX_REWARD, RewardError
 from one_step_off.training.trainer_group import TrainGroup, merged
 
 LONGEST_BACKOFF_S = 10.0

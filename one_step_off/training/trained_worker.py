@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from one_step_off.algorithms import batching, core_algos
-from one_step_off.data.samples import Batch, assert_staleness
+from one_step_off.data.samples import Batch
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.training.model_worker import WorkItem, token_ids_of
 from one_step_off.training.update_stats import Figures, PhaseTimer, UpdateStats
 from one_step_off.training.worker_checkpoint import CheckpointedWorker

@@ -11,7 +11,8 @@ import numpy as np
 
 from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
+from one_step_off.data.packing import PackedArrays, PackedSamples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
 
 T = TypeVar("T")
 
@@ -155,7 +156,7 @@ def put_batch(batch: Batch) -> Any:
     if all(map(operator.is_, contents, stored_contents)):
         return reference
     samples = PackedSamples(batch.samples)
-    samples.leave = ("response", "extra")
+    samples.omitted_fields = ("response", "extra")
     columns = {}
     for name in TRAINER_FIELDS:
         values = getattr(batch, name)

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from one_step_off.config.schema import first_line, load_section_tokenizer
+from one_step_off.config.errors import first_line
+from one_step_off.config.roles import load_section_tokenizer
 from one_step_off.models import hf_model
 from one_step_off.training import lora
 from one_step_off.training.trained_worker import TrainedWorker

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from one_step_off.algorithms import schedule
-from one_step_off.config.schema import ConfigError, first_line
+from one_step_off.config.errors import ConfigError, first_line
 from one_step_off.models import safe_unpickling
 from one_step_off.training.model_worker import ModelWorker
 

@@ -42,7 +42,7 @@ def _role(name: str) -> Test:
 
 
 def _later_bucket(args: tuple, kwargs: dict) -> bool:
-    return args[0].bucket >= 1
+    return args[0].bucket_number >= 2
 
 
 def _second(args: tuple) -> int:
@@ -87,7 +87,7 @@ POINTS = [
     Point("generating", "driver", f"{PIPELINE}:Pipeline._collect"),
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
     Point("before the sync", "driver", f"{COORDINATOR}:WeightSync.__call__"),
-    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._metrics"),
+    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._collect_metrics"),
     Point(
         "in the canary",
         "driver",
@@ -120,14 +120,14 @@ POINTS = [
     Point(
         "in the header",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
+        f"{RECEIVER}:WeightReceiver._receive_headers",
         version=_second,
         corrupt=_other_plan,
     ),
     Point(
         "before the first bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
+        f"{RECEIVER}:WeightReceiver._receive_headers",
         "after",
         version=_second,
     ),
@@ -136,7 +136,7 @@ POINTS = [
     Point(
         "after the last bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._check_sums",
+        f"{RECEIVER}:WeightReceiver._verify_checksums",
         corrupt=_other_sum,
     ),
     Point(

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import core_algos, schedule
 from one_step_off.algorithms.schedule import Decay, DecayPlan, SavedSchedule
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime import launch
 from one_step_off.runtime.prepare import ResumePoint
 from tests.conftest import tiny_config
@@ -35,7 +36,7 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(
     kind, warmup, total, per_step, resumes, floor
 ):
     """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
-    step has the lowest rate. `resumes`: trainer steps made, those to come, and optimiser steps in each from then on."""
+    step has the lowest rate. `resumes`: trainer steps made, those to come, and optimizer steps in each from then on."""
     plan, step, trainer_step = DecayPlan(kind, total, 0, per_step), 0, 0
     decay = schedule.new_decay(plan, warmup)
     for made, to_come, now_per_step in resumes:
@@ -179,7 +180,7 @@ def test_constant_then_cool_down(model_folders, start_single, tmp_path):
 
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
 def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_single, tmp_path):
-    """A trainer step has two optimiser steps, then one, or the reverse: the rate is continuous, and ends with the run."""
+    """A trainer step has two optimizer steps, then one, or the reverse: the rate is continuous, and ends with the run."""
     cfg = config(
         model_folders["tied"],
         actor__lr=1e-3,
@@ -196,7 +197,7 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
     schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, said.append)
     assert (
         len(said) == 1
-        and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
+        and f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in said[0]
     )
     worker = resumed_from(tmp_path / "saved", start_single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
@@ -216,7 +217,7 @@ def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_s
 
 
 def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp_path):
-    """The actor's remaining optimiser steps are counted, not those of a run that had these settings from its beginning."""
+    """The actor's remaining optimizer steps are counted, not those of a run that had these settings from its beginning."""
     cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
     cfg.trainer.total_steps = 10
     worker = started(start_single, cfg)
@@ -227,7 +228,7 @@ def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp
     )
 
 
-def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(
+def test_steps_that_made_fewer_optimizer_steps_do_not_bend_the_decay(
     model_folders, start_single, tmp_path
 ):
     """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is still exactly the same."""
@@ -265,21 +266,23 @@ def test_what_is_said(tmp_path):
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, said.append)
     assert said == [], "of the same length"
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
-    assert said == ["actor.lr_schedule=linear: was for 11 optimiser steps, and is for 21 now; it goes on from its rate at "
+    assert said == ["actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; it continues from its rate at "
                     "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
     with pytest.raises(
         ConfigError,
-        match=r"at step 11 it had come to its end, a rate of 0, and would stay there; set actor",
+        match=r"at step 11 it had reached its end, a rate of 0, and would stay there; set actor",
     ):
         schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
     cfg.actor.min_lr_ratio = 0.1
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
-    assert said[1].endswith("it goes on from its rate at step 11, 1e-05, to 1e-05, without a jump")
+    assert said[1].endswith(
+        "it continues from its rate at step 11, 1e-05, to 1e-05, without a jump"
+    )
     saved_at(tmp_path / "old", 5, None)
     schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
     assert (
-        re.search("warning: .* does not tell its length; the rate may jump", said[2])
+        re.search("warning: .* does not record its length; the rate may jump", said[2])
         and len(said) == 3
     )
     cfg.actor.lr_schedule = "constant"
@@ -290,7 +293,7 @@ def test_what_is_said(tmp_path):
     for total in (11, 21):
         schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, said.append)
     assert len(said) == 5 and all(
-        "does not tell its schedule, and counts as linear" in line for line in said[3:]
+        "does not record its schedule, which is taken to be linear" in line for line in said[3:]
     )
     cfg.actor.min_lr_ratio, cfg.actor.ppo_epochs = 0.0, 2
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, said.append)
@@ -324,7 +327,7 @@ def test_a_run_says_it_before_any_engine_starts(
     if step == 11 and not val_only:
         with pytest.raises(
             ConfigError,
-            match="actor.lr_schedule=cosine: was for 11 optimiser steps, and is for 21 now",
+            match="actor.lr_schedule=cosine: was for 11 optimizer steps, and is for 21 now",
         ):
             launch.run(cfg)
         assert not ran and not os.path.exists(f"{own_dir}/config.yaml")

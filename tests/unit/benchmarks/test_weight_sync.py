@@ -226,7 +226,7 @@ def test_an_arm_leaves_nothing_in_a_worker():
         stop = close
 
     own, end = worker(), Thread()
-    end.wire = end  # ty: ignore[missing-attribute]
+    end.wire_thread = end  # ty: ignore[missing-attribute]
     sync_trainer.forget(own, "raw")  # it never had anything
     sync_trainer.select(own, "a", {"bucket_mb": 1})
     own.sender, own.mirror, own.version = end, [1], 3

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from one_step_off import checkpoint
 from one_step_off.checkpoint import finding, sample_files
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from one_step_off import checkpoint, main_ppo
 from one_step_off.checkpoint.manifest import file_facts
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.ray_trainer import Stopped
 from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate

@@ -14,7 +14,8 @@ import ray
 from ray._private import ray_constants, services, worker
 
 from one_step_off.cluster import ray_cluster
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 
 RAYLET = Path(ray.__file__).parent / "core/src/ray/raylet/raylet"
 

@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from one_step_off.checkpoint.manifest import file_facts
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
 from one_step_off.runtime.failure_report import report_failure
@@ -341,24 +342,24 @@ def test_the_machine_and_what_it_reaches(argv, parts, models, tmp_path, capsys, 
 # --- functions of the user's own ---------------------------------------------------------------------------------
 
 FUNCTIONS = [
-    ("syntax", "def f(:\n", "reward.function=bad_input_own:f", ["SyntaxError", "mend it"]),
-    ("raises", "1 / 0\n", "reward.function=bad_input_own:f", ["ZeroDivisionError", "mend it"]),
-    ("exits", "import sys; sys.exit(3)\n", "reward.function=bad_input_own:f", ["SystemExit", "mend it"]),
-    ("missing import", "import no_such_module\n", "reward.function=bad_input_own:f", ["no_such_module", "mend it"]),
-    ("missing file", "open('/nowhere/x')\n", "reward.function=bad_input_own:f", ["FileNotFoundError", "mend it"]),
+    ("syntax", "def f(:\n", "reward.function=bad_input_own:f", ["SyntaxError", "fix the module"]),
+    ("raises", "1 / 0\n", "reward.function=bad_input_own:f", ["ZeroDivisionError", "fix the module"]),
+    ("exits", "import sys; sys.exit(3)\n", "reward.function=bad_input_own:f", ["SystemExit", "fix the module"]),
+    ("missing import", "import no_such_module\n", "reward.function=bad_input_own:f", ["no_such_module", "fix the module"]),
+    ("missing file", "open('/nowhere/x')\n", "reward.function=bad_input_own:f", ["FileNotFoundError", "fix the module"]),
     ("no such name", "def g(): pass\n", "reward.function=bad_input_own:f", ["has no attribute 'f'", "check the name"]),
     ("no function", "f = 3\n", "reward.function=bad_input_own:f", ["a int, not callable", "name a function"]),
     ("coroutine", "async def f(**_): pass\n", "reward.function=bad_input_own:f", ["asynchronous", "plain function"]),
     ("too few arguments", "def f(x): pass\n", "reward.function=bad_input_own:f", ["called as f(prompt=", "add **kwargs"]),
-    ("an estimator that raises", "1 / 0\n", "algorithm.adv_estimator=bad_input_own:f", ["ZeroDivisionError", "mend it"]),
+    ("an estimator that raises", "1 / 0\n", "algorithm.adv_estimator=bad_input_own:f", ["ZeroDivisionError", "fix the module"]),
     ("an estimator that is none", "f = 3\n", "algorithm.adv_estimator=bad_input_own:f", ["not callable", "name a function"]),
     ("a loss that is none", "f = 3\n", "algorithm.policy_loss=bad_input_own:f", ["not callable", "name a function"]),
-    ("a loss that exits", "raise SystemExit\n", "algorithm.policy_loss=bad_input_own:f", ["SystemExit", "mend it"]),
+    ("a loss that exits", "raise SystemExit\n", "algorithm.policy_loss=bad_input_own:f", ["SystemExit", "fix the module"]),
     ("a loop that is none", "f = 3\n", "agent.loop=bad_input_own:f", ["agent.loop"]),
     ("a loop that raises", "1 / 0\n", "agent.loop=bad_input_own:f", ["agent.loop", "ZeroDivisionError"]),
     ("a tool without types", "def f(x):\n    '''Doc.'''\n", "agent.tools=bad_input_own:f agent.loop=tool", ["agent.tools", "docstring"]),
-    ("not UTF-8", b"x = '\xff'\n", "reward.function=bad_input_own:f", ["SyntaxError", "mend it"]),
-    ("zero bytes", b"x = 1\0\n", "reward.function=bad_input_own:f", ["mend it"]),
+    ("not UTF-8", b"x = '\xff'\n", "reward.function=bad_input_own:f", ["SyntaxError", "fix the module"]),
+    ("zero bytes", b"x = 1\0\n", "reward.function=bad_input_own:f", ["fix the module"]),
 ]  # fmt: skip
 
 

@@ -12,7 +12,8 @@ import ray
 import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime.prepare import prepare
 from tests.conftest import tiny_config
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from one_step_off.config.loading import resolved_yaml
 from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.monitoring.loggers import LogEntry, SampleDump
 from one_step_off.monitoring.tracker import Tracker

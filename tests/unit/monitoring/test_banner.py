@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from one_step_off.config.loading import load_config, resolved_yaml
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt
 from one_step_off.monitoring.facts import (

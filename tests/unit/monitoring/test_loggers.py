@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.monitoring import loggers
 from one_step_off.monitoring.loggers import Loggers, open_loggers, start_remote_loggers
@@ -210,14 +211,14 @@ def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name):
-    from one_step_off.config import validation as config_checks
+    from one_step_off.config import packages
 
     cfg = config(tmp_path, **{name: True})
     cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
     cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
-    honest = config_checks.is_installed
+    honest = packages.is_installed
     monkeypatch.setattr(
-        config_checks, "is_installed", lambda package: package != name and honest(package)
+        packages, "is_installed", lambda package: package != name and honest(package)
     )
     with pytest.raises(
         ConfigError,
@@ -227,7 +228,7 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
-    from one_step_off.config.validation import is_installed
+    from one_step_off.config.packages import is_installed
 
     (tmp_path / "some_logger").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

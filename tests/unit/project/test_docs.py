@@ -17,8 +17,9 @@ import yaml
 
 from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import FLAGS
 from one_step_off.monitoring.summary import speed_summary
 from one_step_off.runtime.validation import validate
@@ -231,7 +232,8 @@ def test_python(text: str, working_directory: Path) -> None:
 
 def test_reward_functions_do_what_the_pages_say(working_directory: Path) -> None:
     from one_step_off.config.schema import RewardConfig
-    from one_step_off.rewards.scoring import RewardItem, Scorer
+    from one_step_off.rewards.reward import RewardItem
+    from one_step_off.rewards.scoring import Scorer
 
     def score(function: str, response: str, **kwargs: Any) -> float:
         scorer = Scorer(RewardConfig(function, 5.0, kwargs))
@@ -245,14 +247,14 @@ def test_reward_functions_do_what_the_pages_say(working_directory: Path) -> None
 
 def test_data_rows_do_what_the_pages_say(working_directory: Path) -> None:
     from one_step_off.config.schema import DataConfig
-    from one_step_off.data.prompt_stream import Report, load_rows
+    from one_step_off.data.rows import DataReport, load_rows
 
     texts = [text for page in PAGES for language, text in fences(page) if language == "json"]
     ground_truths = []
     for i, text in enumerate(texts):
         json.loads(text)
         (working_directory / f"{i}.jsonl").write_text(text)
-        rows = load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data"))
+        rows = load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, DataReport("data"))
         ground_truths += [row.ground_truth for row in rows]
     assert ground_truths == ["7", "7"]
 

@@ -93,7 +93,7 @@ def test_texts_stay_as_they_are(text):
 @pytest.mark.parametrize(
     ("arguments", "settings", "words"),
     [
-        (["no_such"], {}, "config=no_such: no such config; .* gsm8k_tiny_cpu"),
+        (["no_such"], {}, "config=no_such: No such file.*gsm8k_tiny_cpu"),
         (["nowhere.yaml"], {}, "config=nowhere.yaml: No such file"),
         (["gsm8k_tiny_cpu", "actor.lr=1"], {}, "overrides='actor.lr=1': must be a list"),
         (["gsm8k_tiny_cpu", ["actor.lr"]], {}, "argument actor.lr: must be"),

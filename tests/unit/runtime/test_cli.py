@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import FLAGS, main
 from one_step_off.runtime import failure_report, launch
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import ray
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.monitoring import loggers
 from one_step_off.runtime import launch, run_folder
 from one_step_off.runtime.failure_report import report_failure

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import attempts
 from one_step_off.runtime.prepare import Prepared

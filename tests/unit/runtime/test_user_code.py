@@ -14,11 +14,13 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import import_object
-from one_step_off.config.schema import Config, ConfigError, RewardConfig
+from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
+from one_step_off.rewards.reward import RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
 from one_step_off.runtime.failure_report import report_failure
 

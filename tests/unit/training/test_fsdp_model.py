@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.models.hf_model import check_head, check_layout, logits_of
 from tests.unit.training.fsdp_helpers import (
     MODELS,

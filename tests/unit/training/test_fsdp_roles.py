@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
 from tests.unit.training.fsdp_helpers import (
     assert_gradients_equal,

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
 from one_step_off.training import lora
 from one_step_off.training.fsdp_workers import PolicyWorker

@@ -22,7 +22,7 @@ if importlib.util.find_spec("megatron") is None:
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.models.megatron_support import read_config
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
