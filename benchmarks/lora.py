@@ -26,7 +26,8 @@ from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Roles
 from one_step_off.rollout import vllm_replica as vllm_rollout
-from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime import launch
 from one_step_off.runtime import processes as roles
 from one_step_off.runtime.processes import Spawned
@@ -81,9 +82,9 @@ class AdapterReplica(RolloutReplica):
         vllm_rollout.engine_args = lambda *args: plain(*args) | own
         return await super().start(former)
 
-    async def _run(self, ids: np.ndarray, params: Any) -> Any:
-        self.requests += 1
-        what = {"prompt_token_ids": ids.tolist()}, params, str(self.requests)
+    async def _request(self, ids: np.ndarray, params: Any) -> Any:
+        self.started_requests += 1
+        what = {"prompt_token_ids": ids.tolist()}, params, str(self.started_requests)
         return [out async for out in self.engine.generate(*what, lora_request=self.lora)][-1]
 
 

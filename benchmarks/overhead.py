@@ -41,6 +41,7 @@ from one_step_off.monitoring.flops import Meter, ModelShape
 from one_step_off.monitoring.loggers import open_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
+from one_step_off.rollout import batch_sources
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as groups
@@ -194,10 +195,10 @@ def ready_samples(cell: Cell, stream: PromptStream) -> dict[Any, list[Sample]]:
 
 def sync_of(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> WeightSync:
     """The weight sync, connected."""
-    sync = WeightSync(actor, rollout, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
+    sync = WeightSync(actor, rollout.supervisor, [np.arange(8)] * 3, "127.0.0.1", [[]] * cell.ranks)
     sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, list(rollout.replicas)
     sync.info, sync.total_bytes = {}, 10**9
-    for health in rollout.health:
+    for health in rollout.supervisor.health:
         health.transition_to(ReplicaState.HEALTHY)
     return sync
 
@@ -232,8 +233,8 @@ def built(cell: Cell, folder: str) -> tuple[Pipeline, list]:
 
 
 PHASES = {
-    "check stamps": (ray_trainer, "assert_versions"),
-    "advantages": (Pipeline, "_advantages"),
+    "check stamps": (batch_sources, "assert_versions"),
+    "advantages": (ray_trainer, "fill_advantages"),
     "record": (Tracker, "step"),
     "report of the sync": (WeightSync, "_metrics"),
 }

@@ -257,7 +257,7 @@ class Product(Arm):
         actor.cfg = copy.deepcopy(team.cfg)
         sync_trainer.configure(actor.cfg, self.keys)
         near = list(range(len(team.replicas))) if self.near else []
-        self.sync = WeightSync(actor, team.rollout, team.canary, team.host, [near for _ in team.ranks])
+        self.sync = WeightSync(actor, team.rollout.supervisor, team.canary, team.host, [near for _ in team.ranks])
         await self.sync.connect()
 
     async def run(self, version: int) -> Took:

@@ -204,7 +204,7 @@ class Team:
         self.on_respawn: Any = lambda replica: None
         canary = [np.arange(4, dtype=np.int32)]
         places = [list(range(replicas)) if near else [] for _ in workers]
-        self.sync = WeightSync(actor, self.rollout, canary, "127.0.0.1", places)
+        self.sync = WeightSync(actor, self.rollout.supervisor, canary, "127.0.0.1", places)
         self.roles = Roles(actor, self.rollout, self.sync)
         self.groups = {"actor": actor}
 
@@ -224,14 +224,14 @@ class Team:
 
     async def restore_beginning(self, overlap: bool) -> None:
         """As when the processes had just started, but for the groups between them."""
-        while any(not task.done() for task in self.rollout.restart_tasks.values()):
+        while any(not task.done() for task in self.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.05)
         self.cfg.weight_sync.overlap = overlap
         ranks = self.roles.actor.ranks
         await asyncio.gather(*(rank.restore_beginning.remote(overlap) for rank in ranks))
         for replica in self.rollout.replicas:
             await replica.set_fault.remote("nowhere", None, "")
-        self.sync.last, self.rollout.syncing = None, False
+        self.sync.last, self.rollout.supervisor.syncing = None, False
         self.respawned.clear()
 
     def pipeline(self, folder: Any) -> Pipeline:

@@ -25,7 +25,7 @@ from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 
 LONGEST_S = 1e9  # no phase is to meet a limit of time, and nobody is asked whether he is there
 NO_IDS, ZERO, TRAINED = (
@@ -189,7 +189,7 @@ class Trainer:
         await (expected or self.expect())
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.replicas):
-            replica.stamp, self.rollout.health[i].state = stamp, ReplicaState.HEALTHY
+            replica.stamp, self.rollout.supervisor.health[i].state = stamp, ReplicaState.HEALTHY
         self.sent.set()
         return {"time/sync_s": now() - begin}
 
@@ -218,7 +218,7 @@ def simulate(
     async def run(folder: str) -> dict[str, Any]:
         actors = [Replica(work, seed) for _ in range(rollout or trainer)]
         group = RolloutGroup(actors, cfg, False, None if rollout else asyncio.Lock())
-        group.replica_capacity = min(group.replica_capacity, work.places)
+        group.router.replica_capacity = min(group.router.replica_capacity, work.places)
         actor = Trainer(work, trainer, group)
         stream, tracker = (
             PromptStream(prompts, work.prompts, False, seed, steps),

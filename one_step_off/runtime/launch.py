@@ -247,7 +247,7 @@ def _check_files(cfg: Config, section: str) -> tuple[str, Any]:
     from transformers import AutoConfig
     from transformers.utils.hub import has_file
 
-    from one_step_off.rollout.vllm_replica import longest_sequence
+    from one_step_off.rollout.engine_args import longest_sequence
 
     path = getattr(cfg, section).path
     name = f"{section}.path={path}"

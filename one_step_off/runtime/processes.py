@@ -19,8 +19,10 @@ from one_step_off.config.schema import settings_of, tokenizer_of
 from one_step_off.config.user_code import LOGS
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
-from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.replica_supervisor import NoReplica
+from one_step_off.rollout.sampling import engine_seed
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.launch import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
@@ -107,7 +109,7 @@ class Spawned:
             *replicas,
             *(rank for group in self.groups.values() for rank in group.ranks),
         ]
-        sync = WeightSync(actor, rollout, prepared.canary, self.host, self._near())
+        sync = WeightSync(actor, rollout.supervisor, prepared.canary, self.host, self._near())
         models = {role: group for role, group in self.groups.items() if role != "actor"}
         if cfg.reward_model.url:
             models["reward_model"] = RemoteRewardModel(cfg, prepared.data.find)

@@ -176,13 +176,13 @@ class Layout:
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
+        while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
         roles.sync.last = None
         if joins:
             roles.sync.grouped = []
-        roles.rollout.syncing = False
+        roles.rollout.supervisor.syncing = False
         self.cfg.weight_sync.overlap = overlap
         self.prepared.data.stream.load_state_dict(self.beginning)
 

@@ -107,7 +107,7 @@ def _maybe(point, args, kwargs):
         return
     victim = (
         _engine_of(os.getpid())
-        if point.kind == "engine" and "vllm_rollout" in point.where
+        if point.kind == "engine" and "vllm_replica" in point.where
         else os.getpid()
     )
     if victim is None:

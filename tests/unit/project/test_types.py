@@ -30,8 +30,8 @@ from benchmarks.weight_sync import Layout, make_config
     [
         (ROLES.format("return roles.rollout.replicas"), ""),
         (
-            ROLES.format("return roles.rollout.replicas"),
-            "`RolloutGroup` has no attribute `replicas`",
+            ROLES.format("return roles.rollout.workers"),
+            "`RolloutGroup` has no attribute `workers`",
         ),
         (ROLES.format("return roles.sync.send(1)"), "`WeightSync` has no attribute `send`"),
         (ROLES.format("return roles.actor.save_hf()"), "missing-argument"),

@@ -28,7 +28,11 @@ from one_step_off.main_ppo import main
 from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
-from one_step_off.rollout.vllm_replica import RewardQueue, RolloutReplica, Room, Sampling
+from one_step_off.rollout.concurrency import ConcurrencyLimiter
+from one_step_off.rollout.reward_queue import RewardQueue
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.trajectory_run import TrajectoryRun
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.replay import findings
 from tests.unit.ray_trainer.test_ray_trainer import World, build, train_all
 
@@ -104,7 +108,10 @@ def sample_of(replica: RolloutReplica, sampling: Sampling | None = None, index: 
     try:
         return asyncio.run(bounded())
     finally:
-        assert replica.room._value == replica.cfg.agent.max_concurrency and replica.room.away == 1
+        assert (
+            replica.limiter._value == replica.cfg.agent.max_concurrency
+            and replica.limiter.idle_trajectories == 1
+        )
 
 
 @pytest.mark.parametrize("on_error", POLICIES)
@@ -174,7 +181,7 @@ def test_only_who_kills_its_process_alone_and_again_is_to_blame(deadly, workers)
         )
 
     with mock.patch(
-        "one_step_off.rollout.vllm_replica.asyncio.sleep", lambda s, sleep=asyncio.sleep: sleep(0)
+        "one_step_off.rollout.reward_queue.asyncio.sleep", lambda s, sleep=asyncio.sleep: sleep(0)
     ):
         found = asyncio.run(asyncio.wait_for(main(), 5))
     assert [f for i, f in enumerate(found) if i not in deadly] == [
@@ -249,7 +256,9 @@ def test_a_loop_that_fails_while_new_weights_arrive_is_an_error_of_its_sample():
     """With partial rollouts trajectories live on in a sync, and tools go on in it."""
     replica = replica_of("fine", "zero")
     replica.stamp, replica.incarnation = None, 3
-    sample = replica._unmade(PROMPT, 1, ValueError("the tool broke"), {})
+    sample = TrajectoryRun(replica, PROMPT, 1, Sampling(2, 1.0, None)).failed_sample(
+        ValueError("the tool broke")
+    )
     assert (
         sample.incarnation == 3
         and sample.reward == 0.0
@@ -321,7 +330,7 @@ def test_slow_generation_and_slow_scoring_are_not_the_loops_time(on_error):
 def test_the_wait_for_a_place_is_not_the_loops_time():
     replica = replica_of("fine", "stop")
     replica.cfg.agent.timeout_s = replica.cfg.agent.tool_timeout_s = 0.02
-    replica.room, engine = Room(1), replica._generate
+    replica.limiter, engine = ConcurrencyLimiter(1), replica._generate
 
     async def slowly(*args):
         await asyncio.sleep(0.2)

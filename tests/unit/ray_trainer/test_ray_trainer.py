@@ -18,7 +18,7 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample, StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 
 
 class World:
@@ -222,7 +222,7 @@ def test_groups_that_score_alike_are_replaced_a_bounded_number_of_times(tmp_path
     assert len(set(used + replaced)) == len(used + replaced)
     launched = [e[2] for e in world.events if e[:2] == ("begin", "generate")]
     assert all(sum(what.startswith(f"step {n}") for what in launched) <= 3 for n in range(3))
-    assert any("in place of" in what for what in launched)
+    assert any("instead of" in what for what in launched)
 
 
 def train_all(pipeline: Pipeline) -> list:
@@ -299,8 +299,8 @@ def test_greedy_responses_do_not_make_a_dull_group_informative(tmp_path):
 
     pipeline.roles.rollout.generate = generate
     asyncio.run(pipeline.fit())
-    assert [e[2] for e in world.events if "in place of" in str(e)].count(
-        "step 0, in place of 3 prompts"
+    assert [e[2] for e in world.events if "instead of" in str(e)].count(
+        "step 0, instead of 3 prompts"
     ) == 2
 
 
@@ -381,7 +381,7 @@ def test_an_update_begins_beside_the_sync_of_its_own_weights(tmp_path, overlap):
     world = World(random.Random(0))
     world.delays.random = lambda: 1.0
     pipeline = build(tmp_path, world, 6, 1)
-    pipeline.overlap = overlap and pipeline.overlap
+    pipeline.overlap_sync = overlap and pipeline.overlap_sync
     asyncio.run(pipeline.fit())
     for step in range(1, 6):
         assert (

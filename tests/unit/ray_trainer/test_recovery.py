@@ -18,9 +18,10 @@ from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, Sy
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.ray_trainer import Pipeline, Resumed
-from one_step_off.rollout import replica_group as groups
+from one_step_off.rollout import replica_supervisor
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
-from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.processes import Spawned
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
@@ -46,27 +47,27 @@ def test_the_dead_serve_only_after_a_start_and_a_sync(way):
 
 
 def test_silence_makes_suspect_then_faulty_and_an_answer_clears_it():
-    health = ReplicaHealth(silent_s=60, stuck_s=600)
+    health = ReplicaHealth(heartbeat_timeout_s=60, progress_timeout_s=600)
     health.transition_to(ReplicaState.HEALTHY)
-    health.begin(100.0)
-    health.missed()
-    assert health.state is ReplicaState.SUSPECT and not health.fault(159.0)
+    health.reset_timeouts(100.0)
+    health.heartbeat_missed()
+    assert health.state is ReplicaState.SUSPECT and not health.failure_reason(159.0)
     health.heartbeat(159.5, 4, 2)
-    assert health.state is ReplicaState.HEALTHY and not health.fault(219.0)
-    assert health.fault(220.0) == "no heartbeat in 60 s"
+    assert health.state is ReplicaState.HEALTHY and not health.failure_reason(219.0)
+    assert health.failure_reason(220.0) == "no heartbeat in 60 s"
 
 
 def test_one_that_works_and_finishes_nothing_is_faulty_but_an_idle_one_is_not():
     busy, idle = ReplicaHealth(60, 600), ReplicaHealth(60, 600)
     for health in (busy, idle):
         health.transition_to(ReplicaState.HEALTHY)
-        health.begin(0.0)
+        health.reset_timeouts(0.0)
     for now in range(0, 1300, 50):
         busy.heartbeat(now, 7 if now < 650 else 8, 3)
         idle.heartbeat(now, 7, 0)
-        assert not idle.fault(now)
-        assert bool(busy.fault(now)) == (600 < now < 650 or now > 1250), now
-    assert busy.fault(1251.0) == "it works, and has finished nothing in 600 s"
+        assert not idle.failure_reason(now)
+        assert bool(busy.failure_reason(now)) == (600 < now < 650 or now > 1250), now
+    assert busy.failure_reason(1251.0) == "it has requests, and finished none in 600 s"
 
 
 class Lossy(WeightSync):
@@ -90,7 +91,7 @@ class Lossy(WeightSync):
         group = TrainGroup("actor", [trainer], cfg)
         rollout = RolloutGroup(
             actors, cfg, True, respawn=respawn or (lambda i: self.replica(i, answers))
-        )
+        ).supervisor
         rollout.child_processes = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = self.taking_part = group.ranks
@@ -133,9 +134,9 @@ def test_a_replica_that_dies_in_a_sync_is_left_out_and_gets_the_same_weights_whe
         await sync((0, 2))
         assert sync.rollout.active == [0, 2], "it has not started yet"
         await asyncio.sleep(0.2)
-        assert sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is ReplicaState.HEALTHY, (
-            "by a sync of its own"
-        )
+        assert (
+            sync.regrouped[2:] == [[1]] and sync.rollout.health[1].state is ReplicaState.HEALTHY
+        ), "by a sync of its own"
         await sync((0, 3))
         assert sync.rollout.active == [0, 1, 2] and sync.regrouped[3:] == [[0, 1, 2]]
         assert sync.rollout.restarts == 1
@@ -170,7 +171,9 @@ def test_the_only_replica_comes_back_to_the_very_sync_it_died_in_though_nothing_
     async def main():
         sync = Lossy(1, {0: 1})
         sync.cfg.keep_sent = False
-        assert (await sync((0, 1)))["sync/bytes"] == 8 and await sync.rollout.wait_for_healthy() == [0]
+        assert (await sync((0, 1)))[
+            "sync/bytes"
+        ] == 8 and await sync.rollout.wait_for_healthy() == [0]
 
     asyncio.run(main())
 
@@ -189,11 +192,14 @@ def test_a_replica_that_cannot_be_started_anew_is_left_out_and_the_last_one_ends
         await sync((0, 1))
         await asyncio.sleep(0.05)
         await sync((0, 2))
-        assert await sync.rollout.wait_for_healthy() == [1] and "left out from now on" in sync.lines[-1]
+        assert (
+            await sync.rollout.wait_for_healthy() == [1]
+            and "excluded from now on" in sync.lines[-1]
+        )
         sync.broken[1] = 1
         await sync((0, 3))
 
-    with pytest.raises(NoReplica, match="none could be started anew: no seat left; no seat left"):
+    with pytest.raises(NoReplica, match="none could be restarted: no seat left; no seat left"):
         asyncio.run(main())
 
 
@@ -243,7 +249,7 @@ def test_a_trainer_found_dead_when_a_replica_comes_back_ends_the_attempt():
             restored.append(i)
             raise TrainerDied("weight sync of version 3: trainer rank 0: it hangs")
 
-        group.restore = restore
+        group.supervisor.restore = restore
         watch = asyncio.create_task(group.watch())
         await group.generate(PROMPTS, "step 0", group.train_sampling)
         with pytest.raises(TrainerDied, match="trainer rank 0: it hangs"):
@@ -258,7 +264,11 @@ class Dying:
 
     def __init__(self, at: int = -1, hangs: bool = False) -> None:
         self.at, self.hangs, self.had, self.gone = at, hangs, [], False
-        self.rollout, self.ping, self.wait_for_capacity = Method(self.make), Method(self.answer), Method(0)
+        self.rollout, self.ping, self.wait_for_capacity = (
+            Method(self.make),
+            Method(self.answer),
+            Method(0),
+        )
         self.start, self.stop, self.alive = Method((8, [])), Method(None), Method(self.answer)
 
     async def make(self, prompts, sampling):
@@ -287,13 +297,13 @@ def group_of(replicas: list[Dying], routing: str, respawn=None) -> RolloutGroup:
     group = RolloutGroup(replicas, cfg, False, respawn=respawn or (lambda i: Dying()))
 
     async def restore(i: int) -> bool:
-        group.health[i].transition_to(ReplicaState.HEALTHY)
-        group.health[i].begin(time.monotonic())
+        group.supervisor.health[i].transition_to(ReplicaState.HEALTHY)
+        group.supervisor.health[i].reset_timeouts(time.monotonic())
         return True
 
-    group.restore = restore
-    for health in healthy(group).health:
-        health.begin(time.monotonic())
+    group.supervisor.restore = restore
+    for health in healthy(group).supervisor.health:
+        health.reset_timeouts(time.monotonic())
     return group
 
 
@@ -303,7 +313,7 @@ PROMPTS = [Prompt((0, row), np.arange(2), "", "") for row in range(12)]
 @pytest.mark.parametrize("routing", ["static", "least_loaded"])
 @pytest.mark.parametrize("hangs", [False, True])
 def test_what_a_lost_replica_had_not_returned_is_made_by_the_others(routing, hangs, monkeypatch):
-    monkeypatch.setattr(groups, "PING_S", 0.05)
+    monkeypatch.setattr(replica_supervisor, "PING_S", 0.05)
 
     async def main():
         replicas = [Dying(), Dying(at=4, hangs=hangs), Dying()]
@@ -317,7 +327,7 @@ def test_what_a_lost_replica_had_not_returned_is_made_by_the_others(routing, han
         assert (
             group.restarts == 1
             and group.replicas[1] is not replicas[1]
-            and group.health[1].state is ReplicaState.HEALTHY
+            and group.supervisor.health[1].state is ReplicaState.HEALTHY
         )
         await group.generate(PROMPTS, "step 1", group.train_sampling)
         assert group.replicas[1].had or routing == "least_loaded", "it serves again"
@@ -348,11 +358,14 @@ def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
         async def restore(i: int) -> bool:
             return False
 
-        group.restore = restore
+        group.supervisor.restore = restore
         samples, _ = await group.generate(PROMPTS, "step 0", group.train_sampling)
         assert len(samples) == 24
-        await asyncio.wait([group.restart_tasks[1]])
-        assert lives == [1] * groups.ATTEMPTS and group.active == [0] == await group.wait_for_healthy()
+        await asyncio.wait([group.supervisor.restart_tasks[1]])
+        assert (
+            lives == [1] * remote_calls.ATTEMPTS
+            and group.active == [0] == await group.supervisor.wait_for_healthy()
+        )
 
     asyncio.run(main())
 
@@ -368,7 +381,7 @@ def test_an_idle_replica_that_dies_is_noticed_by_its_heartbeat():
         assert (
             group.restarts == 1
             and group.replicas[0] is not replicas[0]
-            and await group.wait_for_healthy() == [0, 1]
+            and await group.supervisor.wait_for_healthy() == [0, 1]
         )
         watch.cancel()
 
@@ -381,7 +394,7 @@ def test_a_prompt_that_replicas_die_of_ends_in_a_named_error_and_not_in_a_loop(r
         group = group_of([Dying(at=4), Dying(at=4)], routing, respawn=lambda i: Dying(at=4))
         with pytest.raises(
             ProcessDied,
-            match="step 0, rollout .: 3 replicas in a row were lost with the same prompts",
+            match="step 0, rollout .: 3 replicas in a row failed with the same prompts",
         ):
             await asyncio.wait_for(group.generate(PROMPTS, "step 0", group.train_sampling), 5)
 
@@ -391,7 +404,7 @@ def test_a_prompt_that_replicas_die_of_ends_in_a_named_error_and_not_in_a_loop(r
 def test_in_a_shared_pool_a_lost_replica_ends_this_life_of_the_run():
     async def main():
         group = group_of([Dying(at=4)], "static")
-        group.shares_pool = True
+        group.supervisor.shares_pool = True
         with pytest.raises(ProcessDied, match="rollout 0"):
             await group.generate(PROMPTS, "step 0", group.train_sampling)
 

@@ -11,7 +11,8 @@ import pytest
 
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rollout.vllm_replica import Sampling, engine_args, engine_seed
+from one_step_off.rollout.engine_args import engine_args
+from one_step_off.rollout.sampling import Sampling, engine_seed
 from tests.conftest import tiny_config
 
 PLACES = [(seed, incarnation, replica, start) for seed in (0, 1) for incarnation in (0, 1, 2) for replica in range(9)
@@ -87,8 +88,8 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
         for _ in range(2):
             pid = await rollout.replicas[0].__ray_call__.remote(lambda replica: os.getpid())
             os.kill(pid, signal.SIGKILL)
-            rollout.mark_failed(0, "killed by the test")
-            await rollout.restart_tasks[0]
+            rollout.supervisor.mark_failed(0, "killed by the test")
+            await rollout.supervisor.restart_tasks[0]
             found.append(await answers(rollout.replicas[0]))
         await team.end()
         prepared.incarnation = 1

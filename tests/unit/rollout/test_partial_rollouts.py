@@ -20,8 +20,8 @@ from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt, Sample, StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
-from one_step_off.rollout.partial_rollouts import Pool
-from one_step_off.rollout.replica_group import NoReplica
+from one_step_off.rollout.partial_rollouts import PartialRolloutPool
+from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.ray_trainer.test_ray_trainer import FakeActor, FakeRollout, FakeSync, World
@@ -51,7 +51,12 @@ def sample(p: Prompt, index: int, versions: list[int], length: int | None = None
 @given(st.data(), st.integers(1, 5), st.integers(0, 3), st.integers(0, 10**6))
 def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size, max_carry, seed):
     over = data.draw(st.floats(1.0, 1 + max_carry))
-    chance, pool, steps, rows = random.Random(seed), Pool(size, max_carry), 8, iter(range(10**6))
+    chance, pool, steps, rows = (
+        random.Random(seed),
+        PartialRolloutPool(size, max_carry),
+        8,
+        iter(range(10**6)),
+    )
     begun, taken, flying = [], [], []
     for step in range(
         1, steps + 1
@@ -61,16 +66,16 @@ def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size,
             : 1 + early
         ]:  # the next prompts may be begun before this step's are complete
             most = math.ceil(((version == step) + over) * size)
-            new = [prompt(next(rows)) for _ in range(most - len(pool.flights))]
+            new = [prompt(next(rows)) for _ in range(most - len(pool.unfinished))]
             pool.begin(new, version, version + 1)
             begun += [p.id for p in new]
             flying += new
         while not pool.choose(step):
             assert flying, "everything is complete, and the step still waits"
             p = flying.pop(chance.randrange(len(flying)))
-            pool.land([sample(p, 0, [0])])
-        due = {f.prompt.id: f.due for f in pool.flights.values()}
-        there = {f.prompt.id for f in pool.flights.values() if f.samples}
+            pool.add_complete([sample(p, 0, [0])])
+        due = {f.prompt.id: f.last_step for f in pool.unfinished.values()}
+        there = {f.prompt.id for f in pool.unfinished.values() if f.samples}
         samples = pool.take(step)
         assert len(samples) == size
         assert {s.prompt_id for s in samples} <= there
@@ -80,33 +85,33 @@ def test_every_prompt_is_taken_once_and_in_time_whatever_lands_first(data, size,
         )
         taken += [s.prompt_id for s in samples]
     assert len(taken) == len(set(taken)), "a prompt was trained on twice"
-    assert set(taken) | set(pool.flights) == set(begun), "a prompt was lost"
+    assert set(taken) | set(pool.unfinished) == set(begun), "a prompt was lost"
 
 
 def test_the_first_complete_groups_win_unless_one_is_due():
-    pool = Pool(2, 1)
+    pool = PartialRolloutPool(2, 1)
     pool.begin([prompt(r) for r in range(4)], 0, 1)
     for row in (3, 1):
-        pool.land([sample(prompt(row), 0, [0])])
+        pool.add_complete([sample(prompt(row), 0, [0])])
     samples = pool.take(1)
     assert [s.prompt_id[1] for s in samples] == [1, 3]
     assert all("carried" not in s.extra for s in samples)
     pool.begin([prompt(4), prompt(5)], 1, 2)
     for row in (4, 5):
-        pool.land([sample(prompt(row), 0, [1])])
+        pool.add_complete([sample(prompt(row), 0, [1])])
     assert pool.choose(2) == [], "0 and 2 are due in step 2, and not there"
     for row in (0, 2):
-        pool.land([sample(prompt(row), 0, [0, 1])])
+        pool.add_complete([sample(prompt(row), 0, [0, 1])])
     samples = pool.take(2)
     assert [s.prompt_id[1] for s in samples] == [0, 2] and [
         s.extra["carried"] for s in samples
     ] == [1, 1]
-    assert pool.missing == 0 and list(pool.flights) == [(0, 4), (0, 5)]
+    assert pool.generating == 0 and list(pool.unfinished) == [(0, 4), (0, 5)]
 
 
 def test_figures_tell_who_was_carried_and_that_short_ones_came_first():
-    pool = Pool(2, 1)
-    first = pool.figures([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
+    pool = PartialRolloutPool(2, 1)
+    first = pool.metrics([sample(prompt(0), 0, [0], 4), sample(prompt(1), 0, [0], 4)], 1)
     assert first.pop("carry/under_way") == 0
     assert first == {
         "carry/groups": 0,
@@ -117,7 +122,7 @@ def test_figures_tell_who_was_carried_and_that_short_ones_came_first():
     late = [sample(prompt(2), i, [0, 1], 20) for i in range(2)]
     for s in late:
         s.extra["carried"] = 1
-    found = pool.figures([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
+    found = pool.metrics([*late, sample(prompt(3), 0, [1], 4), sample(prompt(4), 0, [1], 8)], 2)
     assert found["carry/groups"] == 1 and found["carry/interrupted"] == 0.5
     assert found["carry/old_tokens"] == pytest.approx(20 / 52)
     assert found["carry/length_bias"] == pytest.approx(
@@ -176,7 +181,8 @@ def test_any_mix_of_slow_and_fast_prompts(tmp_path_factory, steps, over, max_car
     assert sorted(p for t in world.trained for p in t[1]) == sorted(expected), (
         "prompts lost or repeated"
     )
-    assert pipeline.pool.flights == {}, "prompts were begun that no step trains on"
+    batches: Any = pipeline.batches
+    assert batches.pool.unfinished == {}, "prompts were begun that no step trains on"
 
 
 def test_a_slow_group_is_overtaken_interrupted_and_trained_on_later(tmp_path):
@@ -266,7 +272,7 @@ def test_a_resumed_run_begins_what_was_under_way_anew(tmp_path, stop_after):
     rows = [Prompt(tuple(i), np.arange(2, dtype=np.int32), "q", "1") for i in ids]
     again = World(random.Random(9))
     again.version = saved["step"]
-    resumed = Resumed(saved["step"], saved["samples"], 0.1, carried=rows)
+    resumed = Resumed(saved["step"], saved["samples"], 0.1, unfinished=rows)
     asyncio.run(build(tmp_path / "b", again, 8, over=2.0, stream=stream, resumed=resumed).fit())
     trained += [p for t in again.trained for p in t[1]]
     whole = PromptStream([prompt(r) for r in range(7)], 3, True, 0, 8)

@@ -62,7 +62,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
 
 def healthy(group: RolloutGroup) -> RolloutGroup:
     """As after a sync."""
-    for health in group.health:
+    for health in group.supervisor.health:
         health.transition_to(ReplicaState.HEALTHY)
     return group
 
@@ -290,7 +290,9 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
         Actor(score=lambda seqs, e=e: e, sync=lambda stamp: [dict(got)], alive=None)
         for e in engines
     ]
-    sync = WeightSync(actor, RolloutGroup(replicas, cfg, True), [np.arange(3)], "127.0.0.1", [[]])
+    sync = WeightSync(
+        actor, RolloutGroup(replicas, cfg, True).supervisor, [np.arange(3)], "127.0.0.1", [[]]
+    )
     sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, replicas
     sync.total_bytes = 8
     return sync
@@ -486,7 +488,8 @@ def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
         actor.colocated = rollout
         prompts = [Prompt((0, 0), "", np.arange(2), "")]
         await asyncio.gather(
-            rollout.generate(prompts, "step 0", rollout.train_sampling), actor.update(Batch(0, [], (0, 0)))
+            rollout.generate(prompts, "step 0", rollout.train_sampling),
+            actor.update(Batch(0, [], (0, 0))),
         )
 
     asyncio.run(main())
@@ -542,7 +545,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
         samples, seconds = asyncio.run(main())
         assert len(samples) == 16 and 0.09 < seconds < 2.0
         assert [r.calls for r in replicas] == calls and all(len(r.had) == 8 for r in replicas)
-        assert [(load.sent, load.back) for load in group.loads] == [(8, 8)] * 2
+        assert [(load.sent, load.returned) for load in group.router.loads] == [(8, 8)] * 2
 
 
 def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch):
@@ -570,24 +573,30 @@ def test_a_prompt_that_was_given_out_as_a_sync_began_goes_to_its_replica_behind_
     cfg.rollout.n = 1
     replica = Slow(0.001)
     group = healthy(RolloutGroup([replica], cfg, False))
-    give, make = group._give, replica.make
+    give, make = group.router.route, replica.make
 
     def at_that_moment(*args, **kwargs):
         yield from give(*args, **kwargs)
         if not stale:
             stale.append(True)
-            group.syncing = True
-            group.health[0].transition_to(ReplicaState.STALE)
+            group.supervisor.syncing = True
+            group.supervisor.health[0].transition_to(ReplicaState.STALE)
             asyncio.get_running_loop().call_later(0.05, healthy, group)
 
     async def seen(prompts, sampling):
-        assert group.health[0].state is ReplicaState.HEALTHY
+        assert group.supervisor.health[0].state is ReplicaState.HEALTHY
         return await make(prompts, sampling)
 
-    group._give, replica.rollout = at_that_moment, Method(seen)
+    group.router.route, replica.rollout = at_that_moment, Method(seen)
     prompts = [Prompt((0, row), np.arange(2), "", "") for row in range(4)]
-    samples, _ = asyncio.run(group.generate(prompts, "step 0", group.train_sampling, lambda samples: None))
-    assert len(samples) == 4 and stale and (group.loads[0].sent, group.loads[0].back) == (4, 4)
+    samples, _ = asyncio.run(
+        group.generate(prompts, "step 0", group.train_sampling, lambda samples: None)
+    )
+    assert (
+        len(samples) == 4
+        and stale
+        and (group.router.loads[0].sent, group.router.loads[0].returned) == (4, 4)
+    )
 
 
 def test_a_replica_that_dies_behind_its_canary_is_not_taken_for_healthy():
@@ -610,7 +619,9 @@ def test_with_partial_rollouts_prompts_have_the_time_of_all_steps_that_they_may_
         cfg = Config()
         cfg.trainer.step_timeout_s, cfg.rollout.n, cfg.pipeline.max_carry = 0.1, 1, 1
         group = healthy(RolloutGroup([Slow(0.2)], cfg, False))
-        work = group.generate([Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train_sampling, land)
+        work = group.generate(
+            [Prompt((0, 0), np.arange(2), "", "")], "step 0", group.train_sampling, land
+        )
         if enough:
             assert len(asyncio.run(work)[0]) == 1
         else:

@@ -22,23 +22,19 @@ from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import RewardError, RewardItem
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.vllm_replica import (
-    Place,
-    RewardQueue,
-    RolloutReplica,
-    Room,
-    Sampling,
-    engine_args,
-    sample_seed,
-    stamps_of,
-)
+from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
+from one_step_off.rollout.engine_args import engine_args
+from one_step_off.rollout.engine_output import token_versions
+from one_step_off.rollout.reward_queue import RewardQueue
+from one_step_off.rollout.sampling import Sampling, sample_seed
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.conftest import tiny_config
 
 Span = namedtuple("Span", "version start end")
 
 
 def test_stamps_are_read_per_token():
-    incarnation, versions = stamps_of([Span("2.7", 0, 3), Span("2.8", 3, 5)], 5)
+    incarnation, versions = token_versions([Span("2.7", 0, 3), Span("2.8", 3, 5)], 5)
     assert incarnation == 2
     assert versions.tolist() == [7, 7, 7, 8, 8]
 
@@ -49,7 +45,7 @@ def test_stamps_are_read_per_token():
 )
 def test_a_token_without_one_known_stamp_is_refused(spans):
     with pytest.raises(RuntimeError, match="stamped 3 tokens"):
-        stamps_of(spans, 3)
+        token_versions(spans, 3)
 
 
 def test_seeds_differ_for_all_neighbours_and_fit_into_63_bits():
@@ -473,7 +469,7 @@ def test_a_try_that_is_being_judged_keeps_no_other_one_waiting():
     assert len(first) == len(second) == 8 and max(first) - min(first) < 0.3 <= min(second) - min(
         first
     )
-    assert replica.room._value == 1
+    assert replica.limiter._value == 1
 
 
 class Stubborn(AgentLoop):
@@ -515,21 +511,21 @@ def test_what_becomes_of_judging_changes_no_number_of_places():
     prompts = [Prompt((0, row), np.arange(2), "q", "1") for row in range(12)]
     samples = asyncio.run(replica.rollout(prompts, Sampling(1, 1.0, None)))
     assert [s.extra["agent"]["turns"] for s in samples] == [4.0] * 12
-    assert most == 3 and replica.room._value == 3 and replica.room.away == 12
+    assert most == 3 and replica.limiter._value == 3 and replica.limiter.idle_trajectories == 12
 
 
 def test_a_place_that_is_waited_for_when_the_trajectory_ends_is_not_kept():
     async def main():
-        room = Room(1)
-        one, other = Place(room, 1.0), Place(room, 1.0)
-        await one.take()
-        late = asyncio.create_task(other.take())
+        room = ConcurrencyLimiter(1)
+        one, other = TrajectorySlot(room, 1.0), TrajectorySlot(room, 1.0)
+        await one.acquire()
+        late = asyncio.create_task(other.acquire())
         await asyncio.sleep(0)
-        other.leave(over=True)
-        one.leave()
+        other.release(ended=True)
+        one.release()
         await late
-        assert room._value == 1 and room.away == 2
-        await asyncio.gather(one.take(), one.take())
+        assert room._value == 1 and room.idle_trajectories == 2
+        await asyncio.gather(one.acquire(), one.acquire())
         assert room._value == 0
 
     asyncio.run(main())

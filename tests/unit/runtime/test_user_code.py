@@ -18,7 +18,8 @@ from one_step_off.config.schema import Config, ConfigError, RewardConfig
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
-from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime import launch
 
 MODULE = """

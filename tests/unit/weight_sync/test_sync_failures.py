@@ -14,7 +14,7 @@ import ray
 
 from one_step_off.cluster.errors import ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.rollout.replica_group import NoReplica
+from one_step_off.rollout.replica_supervisor import NoReplica
 from tests.sync_actors import STEPS, Team
 
 pytestmark = pytest.mark.timeout(240)
@@ -151,7 +151,7 @@ def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(
     async def main():
         team = Team(1, replicas, timeout_s=5.0)
         await team.connect()
-        team.rollout.restore = passes_its_own
+        team.rollout.supervisor.restore = passes_its_own
         team.on_respawn = lambda replica: replica.set_fault.remote("finish", None, "die", True)
         for run in range(
             1 if replicas == 1 else 3
@@ -168,7 +168,7 @@ def test_a_replica_that_dies_in_every_sync_of_all_is_left_out_after_three(
                 await asyncio.wait_for(pipeline.fit(), 100)
         assert team.rollout.restarts == 2
         assert team.rollout.active == list(range(1, replicas))
-        assert "rollout 0 is left out from now on" in " ".join(team.said)
+        assert "rollout 0 is excluded from now on" in " ".join(team.said)
         team.kill()
 
     asyncio.run(main())
@@ -206,7 +206,7 @@ def test_busy_processes_are_not_taken_for_dead_ones(cluster, tmp_path):
         await asyncio.sleep(0.5)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(replica.ping.remote(), 1.0)  # the engine cannot answer
-        assert await team.rollout.not_alive([0]) == {}
+        assert await not_alive({"rollout 0": replica}) == {}
         assert await not_alive({"trainer rank 0": rank}) == {}
         await rank.abort_sync.remote(9, "enough")
         await rank.fail_sync.remote("enough")
@@ -214,7 +214,7 @@ def test_busy_processes_are_not_taken_for_dead_ones(cluster, tmp_path):
             with pytest.raises(Exception, match="enough"):
                 await asyncio.wait_for(call, 10)
         ray.kill(replica)
-        assert "its process died" in (await team.rollout.not_alive([0]))[0]
+        assert "its process died" in (await not_alive({"rollout 0": replica}))["rollout 0"]
         team.kill()
 
     asyncio.run(main())
