@@ -23,13 +23,13 @@ import numpy as np
 import psutil
 import transformers
 
-from benchmarks.processes import forget_peak, memory
-from benchmarks.weight_sync import SHAPE_05B
+from benchmarks.common.processes import forget_peak, memory
+from benchmarks.weight_sync.layout import SHAPE_05B
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.models import tiny_qwen
 from one_step_off.runtime import launch
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 
 MEGATRON = {"backend": "megatron"}
 ARMS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -53,9 +53,13 @@ def make_batch(model: str) -> Batch:
     samples = []
     for i in range(prompts * n):
         ids = rng.integers(0, 300, (2, length)).astype(np.int32)
-        logs, mask, made = np.full(length, -5.9, np.float32), np.ones(length, bool), np.zeros(length, np.int32)
+        logs, mask, made = (
+            np.full(length, -5.9, np.float32),
+            np.ones(length, bool),
+            np.zeros(length, np.int32),
+        )
         samples.append(Sample((0, i // n), i % n, ids[0], ids[1], logs, mask, made))
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=length).astype(np.float32) for _ in samples]
     return batch
 
@@ -93,7 +97,7 @@ async def no_canary(*_: Any) -> dict[str, float]:
 
 async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     """One arm; the first update and the first sync warm up, and the first sync's memory is what counts."""
-    spawned = Spawned(launch.prepare(cfg, lambda line: None))
+    spawned = RunProcesses(launch.prepare(cfg, lambda line: None))
     roles = spawned.roles
     await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
     processes = ranks_of_this_run()
@@ -108,7 +112,7 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
     updates, syncs = [], []
     for k in range(repeats + 1):
         batch = make_batch(model)
-        batch.expected = (0, k)
+        batch.expected_stamp = (0, k)
         for sample in batch.samples:
             sample.versions[:] = k
         begin = time.perf_counter()
@@ -116,7 +120,12 @@ async def measure(cfg: Config, model: str, repeats: int) -> dict[str, Any]:
         updates.append(time.perf_counter() - begin)
         syncs.append((await roles.sync((0, k + 1)))["sync/transfer_s"])
     await spawned.end()
-    return {"bytes": int(first["sync/bytes"]), "peak": max(taken), "update_s": updates[1:], "sync_s": syncs[1:]}
+    return {
+        "bytes": int(first["sync/bytes"]),
+        "peak": max(taken),
+        "update_s": updates[1:],
+        "sync_s": syncs[1:],
+    }
 
 
 def table(found: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
@@ -130,7 +139,9 @@ def table(found: dict[str, dict[str, dict[str, Any]]], repeats: int) -> str:
                 f"{statistics.median(arm[key]):.3f} ({min(arm[key]):.3f} to {max(arm[key]):.3f})"
                 for key in ("update_s", "sync_s")
             )
-            lines.append(f"| {name} | {' | '.join(times)} | {arm['bytes'] / 1e6:.1f} | {arm['peak'] / 1e6:.1f} |")
+            lines.append(
+                f"| {name} | {' | '.join(times)} | {arm['bytes'] / 1e6:.1f} | {arm['peak'] / 1e6:.1f} |"
+            )
         lines.append("")
     return "\n".join(lines)
 
@@ -139,7 +150,9 @@ def main() -> None:
     """Parse, measure, write."""
     import ray
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--models", nargs="+", choices=tuple(WORK), default=["tiny", "0.5b"])
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
@@ -156,11 +169,15 @@ def main() -> None:
                 cfg.trainer.output_dir = folder
                 launch.start_ray(cfg)
                 try:
-                    found.setdefault(model, {})[name] = asyncio.run(measure(cfg, model, args.repeats))
+                    found.setdefault(model, {})[name] = asyncio.run(
+                        measure(cfg, model, args.repeats)
+                    )
                 finally:
                     ray.shutdown()
                 # After each arm, because the large ones take minutes.
-                (args.out / "result.json").write_text(json.dumps({"repeats": args.repeats, "arms": found}, indent=2))
+                (args.out / "result.json").write_text(
+                    json.dumps({"repeats": args.repeats, "arms": found}, indent=2)
+                )
                 (args.out / "result.md").write_text(table(found, args.repeats))
                 print(f"{model}, {name}: done", flush=True)
     print(table(found, args.repeats))

@@ -33,7 +33,9 @@ def started(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
     """A worker whose optimiser has moments."""
     cfg = Config()
     if model == "0.5b":
-        cfg.model.path = tiny_qwen.build("qwen2", str(out / "model"), num_hidden_layers=layers, **HALF_B)
+        cfg.model.path = tiny_qwen.build(
+            "qwen2", str(out / "model"), num_hidden_layers=layers, **HALF_B
+        )
     else:
         cfg.model.path = tiny_qwen.ensure(model)
     cfg.model.dtype = "float32"
@@ -69,11 +71,17 @@ def measured(cfg: Config, worker: PolicyWorker, repeats: int) -> dict[str, Any]:
     worker.load_state(str(path))
     loaded = time.perf_counter()
     medians = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
-    return medians | {"first_stall_s": found[0]["stall_s"], "verify_s": verified - begin, "load_s": loaded - verified}
+    return medians | {
+        "first_stall_s": found[0]["stall_s"],
+        "verify_s": verified - begin,
+        "load_s": loaded - verified,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", default="tiny:qwen2")
     parser.add_argument("--layers", type=int, default=24)

@@ -16,7 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, Trajectories, estimate
+from one_step_off.algorithms.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    Trajectories,
+    estimate_advantages,
+)
 
 
 def trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:
@@ -31,7 +35,9 @@ def trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Traje
     rewards, masks = rng.integers(0, 2, count).astype(float), [rng.random(n) < 0.9 for n in lengths]
     more = {"values": column(-1, 1), "log_probs": column(-3, 0), "prob_squares": column(0.3, 1)}
     more |= {"parts": {"a": rewards, "b": rng.random(count)}, "baselines": rng.random(count)}
-    return Trajectories(rewards, [i // group for i in range(count)], masks, token_rewards=column(-0.1, 0.1), **more)
+    return Trajectories(
+        rewards, [i // group for i in range(count)], masks, token_rewards=column(-0.1, 0.1), **more
+    )
 
 
 def measure(repeats: int) -> dict[str, float]:
@@ -42,19 +48,25 @@ def measure(repeats: int) -> dict[str, float]:
         for _ in range(repeats):
             fresh = dataclasses.replace(given)  # without what the last round had worked out
             begin = time.perf_counter()
-            estimate(name, fresh)
+            estimate_advantages(name, fresh)
             seconds.append(time.perf_counter() - begin)
         result[name] = 1000 * statistics.median(seconds)
     return result
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     found = measure(args.repeats)
-    (args.out / "result.json").write_text(json.dumps({"ms": found, "repeats": args.repeats}, indent=2) + "\n")
+    (args.out / "result.json").write_text(
+        json.dumps({"ms": found, "repeats": args.repeats}, indent=2) + "\n"
+    )
     rows = [f"| `{name}` | {ms:.1f} |" for name, ms in found.items()]
-    (args.out / "result.md").write_text("\n".join(["| estimator | ms |", "| --- | --- |", *rows]) + "\n")
+    (args.out / "result.md").write_text(
+        "\n".join(["| estimator | ms |", "| --- | --- |", *rows]) + "\n"
+    )

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
+from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
 
 ARMS = {
     "rollout": ["algorithm.old_log_probs=rollout"],
@@ -53,7 +53,9 @@ def learnt(rows: list[dict[str, Any]], folder: Path) -> dict[str, float]:
     """Of a run one step off: mean reward over all steps and over the last five, held-out reward at the end, seconds of a
     step (median)."""
     reward = [row["reward/mean"] for row in rows]
-    evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    evaluations = [
+        json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()
+    ]
     return {
         "reward": statistics.fmean(reward),
         "reward, last five steps": statistics.fmean(reward[-5:]),
@@ -65,7 +67,12 @@ def learnt(rows: list[dict[str, Any]], folder: Path) -> dict[str, float]:
 
 def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     """All runs, the arms one after the other and in reverse with every second seed. Raises RunFailed."""
-    common = [*overrides, f"model.dtype={args.dtype}", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    common = [
+        *overrides,
+        f"model.dtype={args.dtype}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+    ]
     common += ["trainer.save_hf_model=false"]
     probes: dict[str, Any] = {}
     for name in args.arms:
@@ -93,7 +100,9 @@ def table(found: dict[str, Any]) -> str:
     lines = ["Synchronous, one optimiser step for a batch, so that the true ratio is 1:", ""]
     lines += ["| arm | " + " | ".join(PROBED) + " |", "| --- " * (1 + len(PROBED)) + "|"]
     for name, figures in found["probes"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{figures[figure]:.3g}" for figure in PROBED) + " |")
+        lines.append(
+            f"| {name} | " + " | ".join(f"{figures[figure]:.3g}" for figure in PROBED) + " |"
+        )
     if not any(found["runs"].values()):
         return "\n".join(lines) + "\n"
     names = list(next(iter(next(iter(found["runs"].values())).values())))
@@ -103,7 +112,9 @@ def table(found: dict[str, Any]) -> str:
         cells = []
         for name in names:
             values = [figures[name] for figures in own.values()]
-            cells.append(f"{statistics.fmean(values):.3g} ({', '.join(f'{value:.3g}' for value in values)})")
+            cells.append(
+                f"{statistics.fmean(values):.3g} ({', '.join(f'{value:.3g}' for value in values)})"
+            )
         lines.append(f"| {arm} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -114,7 +125,9 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--out", required=True, type=Path)
     parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: synchronous runs only")
+    parser.add_argument(
+        "--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: synchronous runs only"
+    )
     parser.add_argument("--steps", type=int, default=40, help="of each run one step off")
     parser.add_argument("--probe-steps", type=int, default=10, help="of each synchronous run")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
@@ -126,7 +139,12 @@ def main(argv: list[str] | None = None) -> int:
     """Run, write, and return the exit code."""
     _, args, overrides = arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
-    result: dict[str, Any] = {"machine": machine(), "config": args.config, "dtype": args.dtype, "overrides": overrides}
+    result: dict[str, Any] = {
+        "machine": machine(),
+        "config": args.config,
+        "dtype": args.dtype,
+        "overrides": overrides,
+    }
     try:
         result |= measure(args, overrides)
     except RunFailed as e:

@@ -14,8 +14,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command_line import ROOT, run_arm
-from benchmarks.throughput_cases import UNEVALUATED
+from benchmarks.common.command_line import ROOT, run_arm
+from benchmarks.throughput.cases import UNEVALUATED
 
 TIMES = {
     "T_actor": "time/actor_update_s",
@@ -52,15 +52,23 @@ def headline(arms: dict[str, dict[str, float]]) -> dict[str, float]:
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     lines = ["| arm | " + " | ".join(TIMES) + " |", "| --- |" + " --- |" * len(TIMES)]
-    lines += [f"| {arm} | " + " | ".join(f"{t[n]:.3g}" for n in TIMES) + " |" for arm, t in result["arms"].items()]
+    lines += [
+        f"| {arm} | " + " | ".join(f"{t[n]:.3g}" for n in TIMES) + " |"
+        for arm, t in result["arms"].items()
+    ]
     h = result["headline"]
     said = f"Split, the update phase is {h['speedup']:.2f} times as fast; the arithmetic allows {h['best']:.2f}."
-    return "\n".join([*lines, "", f"Medians over {result['steps']} steps per arm, seconds.", said]) + "\n"
+    return (
+        "\n".join([*lines, "", f"Medians over {result['steps']} steps per arm, seconds.", said])
+        + "\n"
+    )
 
 
 def main() -> None:
     """Parse, run the arms in turns, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", required=True)
     parser.add_argument("--config", default=str(ROOT / "config/ppo_gae.yaml"))
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
@@ -71,11 +79,20 @@ def main() -> None:
         order = list(WHERE.items())
         for arm, keys in order if run % 2 == 0 else reversed(order):
             folder = Path(args.out) / f"{arm.replace(' ', '_')}_run{run}"
-            rows = run_arm(args.config, [*UNEVALUATED, *keys, "pipeline.staleness=0"], folder, overrides)
+            rows = run_arm(
+                args.config, [*UNEVALUATED, *keys, "pipeline.staleness=0"], folder, overrides
+            )
             collected[arm] += rows[args.warmup :]
-            print(f"run {run + 1} of {args.runs}, {arm}: {summarise(rows[args.warmup :])}", flush=True)
+            print(
+                f"run {run + 1} of {args.runs}, {arm}: {summarise(rows[args.warmup :])}", flush=True
+            )
     arms = {arm: summarise(rows) for arm, rows in collected.items()}
-    result = {"overrides": overrides, "steps": len(collected["split"]), "arms": arms, "headline": headline(arms)}
+    result = {
+        "overrides": overrides,
+        "steps": len(collected["split"]),
+        "arms": arms,
+        "headline": headline(arms),
+    }
     Path(args.out, "result.json").write_text(json.dumps(result, indent=2) + "\n")
     Path(args.out, "result.md").write_text(table(result))
     print(table(result))

@@ -7,14 +7,13 @@ import re
 from pathlib import Path
 from typing import get_type_hints
 
-from one_step_off.config.loading import KEYS, Key
+from one_step_off.config.loading import KEYS, ConfigKey
 from one_step_off.config.schema import Config
 from one_step_off.config.unknown_keys import PAGES, table_text
 
-PAGE = Path(__file__).parent / "config.md"
-TABLED = [
-    PAGE.parent.parent / page for page in PAGES.values()
-]  # pages with tables of other trainers' keys
+PAGE = Path(__file__).parent / "reference" / "config.md"
+# Pages with tables of other trainers' keys.
+TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
@@ -33,7 +32,7 @@ run must at least set `model.path`, `data.train_files`, and one of `trainer.tota
 """
 
 
-def _type(key: Key) -> str:
+def _type(key: ConfigKey) -> str:
     words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
     return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
         " or `null`" if key.default is None else ""
@@ -50,7 +49,7 @@ def _default(value: object) -> str:
     )
 
 
-def _bounds(key: Key) -> str:
+def _bounds(key: ConfigKey) -> str:
     low, high, above = (key.meta.get(name) for name in ("low", "high", "above"))
     if low is not None and low == high:
         return f"only {low:g}"

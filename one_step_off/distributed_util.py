@@ -1,6 +1,6 @@
 """The dedicated process groups of the weight sync: NCCL on GPUs, gloo on CPUs.
 
-`NetworkLink` creates a group with a time limit, broadcasts in it, and leaves it when a peer fails.
+`DedicatedGroup` creates a group with a time limit, broadcasts in it, and leaves it when a peer fails.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from one_step_off.cluster.bounded_waits import LOOK_S, AbortSignal
+from one_step_off.cluster.bounded_waits import POLL_INTERVAL_S, AbortSignal
 
 
 def open_store(
@@ -52,7 +52,7 @@ def connect_limit(timeout_s: float, senders: int, receivers: int) -> float:
     return timeout_s + senders * (GROUP_S + MEMBER_S * (1 + receivers))
 
 
-class NetworkLink:
+class DedicatedGroup:
     """Either end of a sender's group, which has a store of its own: NCCL for CUDA, gloo for CPU."""
 
     group: Any = None
@@ -106,9 +106,9 @@ class NetworkLink:
                 raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")
 
     def _completed(self, work: Any) -> bool:
-        """Whether `work` has ended, after LOOK_S seconds at most. Raises RuntimeError: the transport failed."""
+        """Whether `work` has ended, after POLL_INTERVAL_S seconds at most. Raises RuntimeError: the transport failed."""
         if self.device.type == "cuda":  # NCCL's `wait` only orders streams
-            until = time.monotonic() + LOOK_S
+            until = time.monotonic() + POLL_INTERVAL_S
             while not work.is_completed():
                 if time.monotonic() > until:
                     return False
@@ -116,7 +116,7 @@ class NetworkLink:
             work.wait()
             return True
         try:
-            work.wait(timedelta(seconds=LOOK_S))
+            work.wait(timedelta(seconds=POLL_INTERVAL_S))
         except RuntimeError:
             if not work.is_completed():
                 return False

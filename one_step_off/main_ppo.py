@@ -8,9 +8,9 @@ import os
 import sys
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import USAGE, help_text, load, placement_text, resolved_yaml
+from one_step_off.config.loading import USAGE, help_text, load_config, placement_text, resolved_yaml
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import lacks, masked
+from one_step_off.config.validation import mask_secrets, missing_hardware
 from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import validate
 
@@ -40,15 +40,15 @@ def _main(argv: list[str]) -> int:
             *argv[at + 2 :],
         ]
     folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
-    cfg = load([a for a in argv if a not in (*FLAGS, folder)])
+    cfg = load_config([a for a in argv if a not in (*FLAGS, folder)])
     dry = "--dry-run" in argv
     validate(cfg, machine=not dry)
     if dry:
         print(resolved_yaml(cfg) + "\n# placement")
         print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
         # What another machine or another folder would mend is no fault of the config.
-        for line in filter(None, (lacks(cfg), replaced_by(cfg))):
-            print(masked(f"warning: here a run would be refused: {line}"), file=sys.stderr)
+        for line in filter(None, (missing_hardware(cfg), replaced_by(cfg))):
+            print(mask_secrets(f"warning: here a run would be refused: {line}"), file=sys.stderr)
         return 0
     # Only now the heavy imports: a wrong config is answered before them.
     from one_step_off.runtime.launch import report_failure, run

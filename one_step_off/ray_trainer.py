@@ -18,9 +18,9 @@ from one_step_off.algorithms.batch_advantages import fill_advantages, set_baseli
 from one_step_off.algorithms.core_algos import KLController
 from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
-from one_step_off.cluster.remote_calls import now, within
+from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.batch_sources import (
     BatchSource,
@@ -138,7 +138,7 @@ class Pipeline:
         raised."""
         self.roles.sync.on_trace = self.tracker.trace
         self.roles.rollout.on_trace = self.tracker.trace
-        self.roles.rollout.on_message = self.tracker.say
+        self.roles.rollout.on_message = self.tracker.log
         self.batches.activity.on_span = self.tracker.span
         failure: BaseException | None = None
         try:
@@ -223,7 +223,7 @@ class Pipeline:
         self._check_skipped_updates(batch, metrics)
         # Asked now, because the next update may begin before the next sync has ended; and often the
         # trainer idles now.
-        self.expected_canary = self.roles.sync.expect()
+        self.expected_canary = self.roles.sync.score_canary()
         # The wait until the weights were sent is no training.
         train_s = now() - begin - metrics.get("actor/sync_wait_s", 0.0)
         metrics["time/log_prob_s"] = log_prob_s
@@ -273,7 +273,7 @@ class Pipeline:
             metrics |= role_metrics
         if batch.step == self.cfg.trainer.profile_step:
             folder = self.tracker.folder / "profile"
-            self.tracker.say(f"torch's profile of step {batch.step} is in {folder}")
+            self.tracker.log(f"torch's profile of step {batch.step} is in {folder}")
         return metrics
 
     # --- rollouts and weight sync -----------------------------------------------------------------
@@ -342,7 +342,7 @@ class Pipeline:
             self.val, f"evaluation of v{version}", rollout.val_sampling
         )
         self.batches.activity.call_finished("evaluate", version, seconds)
-        assert_versions(Batch(-1, samples, expected=(self.incarnation, version)))
+        assert_staleness(Batch(-1, samples, expected_stamp=(self.incarnation, version)))
         self.tracker.evaluation(version, samples, seconds)
         return samples, seconds
 
@@ -410,7 +410,7 @@ class Pipeline:
         """Wait until a checkpoint is on the disk, and report it. `begin`: when it began, in seconds
         of `now`."""
         limit_s = self.cfg.trainer.step_timeout_s  # a file system that hangs answers nothing
-        path, size = await within(limit_s, f"checkpoint of step {step}, writing", writing)
+        path, size = await with_time_limit(limit_s, f"checkpoint of step {step}, writing", writing)
         write_s = now() - begin
         self.tracker.spans["checkpoint/write_s"] = write_s
         self.tracker.spans["checkpoint/bytes"] = float(size)
@@ -422,7 +422,7 @@ class Pipeline:
             ]
         )
         times = f"{size / 1e6:,.1f} MB in {write_s:.2f} s, training waited {stall_s:.2f} s"
-        self.tracker.say(f"checkpoint of step {step} in {path} ({times})")
+        self.tracker.log(f"checkpoint of step {step} in {path} ({times})")
 
     # --- skipped updates --------------------------------------------------------------------------
 
@@ -437,7 +437,7 @@ class Pipeline:
         kept = list(folder.parent.glob("*"))
         if skipped and len(kept) < KEPT_BATCHES:
             write_batch(batch, folder)
-            self.tracker.say(
+            self.tracker.log(
                 f"step {batch.step}: an optimizer step was skipped; look with --replay {folder}"
             )
         self.empty_batches = 0 if batch.samples else self.empty_batches + 1
@@ -493,7 +493,7 @@ def kl_controller(cfg: Config, resumed: Resumed | None) -> KLController:
 def count_faults(samples: list[Sample]) -> dict[str, float]:
     """How many samples have each fault."""
     faults = [sample.extra.get("fault") for sample in samples]
-    return {name: float(faults.count(name)) for name in FAULTS}
+    return {name: float(faults.count(name)) for name in FAULT_METRICS}
 
 
 def generation_seconds(metrics: dict[str, float]) -> float:

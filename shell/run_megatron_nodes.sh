@@ -3,7 +3,7 @@
 #
 #   SIZE=7b                 a dense 7B on 16 GPUs of two nodes; of those that train four share each layer (default)
 #   SIZE=30b                Qwen3-30B-A3B on 32 GPUs of four nodes; two stages, in each of which eight share the experts
-#   RAY_ADDRESS=HOST:PORT   a running Ray cluster of so many nodes with 8 GPUs each (docs/multinode.md); must be set
+#   RAY_ADDRESS=HOST:PORT   a running Ray cluster of so many nodes with 8 GPUs each (docs/tutorials/many_gpus.md); must be set
 #   MODEL=DIR_OR_HUB_ID     another model
 #
 # Arguments go to the program. Not run on such a cluster yet.
@@ -25,7 +25,7 @@ case "$size" in
 esac
 if [[ -z "${RAY_ADDRESS:-}" ]]; then
     echo "run_megatron_nodes: error: RAY_ADDRESS is not set: SIZE=$size needs a Ray cluster of $nodes nodes;" \
-        "start one as in docs/multinode.md and give its HOST:PORT" >&2
+        "start one as in docs/tutorials/many_gpus.md and give its HOST:PORT" >&2
     exit 2
 fi
 

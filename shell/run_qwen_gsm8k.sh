@@ -5,13 +5,13 @@
 #   DATA=SOURCE           a hub id, a file for training (or several with commas), or a folder with gsm8k_train.jsonl
 #                         and gsm8k_test.jsonl
 #   N_ROLLOUT_GPUS=N      GPUs that generate (default: half of them); the others train
-#   BACKEND=megatron      train with Megatron-core in place of FSDP2; two ranks share each layer (needs 3 GPUs; on
+#   BACKEND=megatron      train with Megatron-core instead of FSDP2; two ranks share each layer (needs 3 GPUs; on
 #                         the CPU two processes train a tiny Qwen3)
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
 #
 # Arguments go to the program, as in: shell/run_qwen_gsm8k.sh trainer.total_steps=20 --dry-run
-# All paths are meant from where you stand, and so is the run folder, outputs/... A second run does not replace the
-# first unasked: its one line names the ways on, as trainer.overwrite=true.
+# All paths are relative to the working directory, and so is the run folder, outputs/... A second run does not overwrite
+# the first: its error names the choices, such as trainer.overwrite=true.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -38,7 +38,7 @@ venv="$("$root/shell/setup.sh" --print-venv)"
 on=cpu
 [[ "$venv" != *-gpu ]] || on=gpu
 EXTRA="$on" "$root/shell/setup.sh"
-# -P: a folder where the user stands, named like one of our packages, must not be taken for it.
+# -P: a folder in the working directory that is named like one of our packages must not shadow it.
 gpus="$("$venv/bin/python" -P -c 'from one_step_off.config.hardware import count_gpus; print(count_gpus())')"
 if [[ "$on" == cpu ]]; then
     tiny="training a tiny model on the CPU (config/gsm8k_tiny_cpu.yaml)"

@@ -5,10 +5,10 @@
 #
 #   MODEL=DIR_OR_HUB_ID   another model
 #   EXTRA=cpu|gpu         CPU or GPUs, whatever this machine has
-#   RAY_ADDRESS=HOST:PORT several nodes: give placement.pools as an argument too (docs/multinode.md)
+#   RAY_ADDRESS=HOST:PORT several nodes: give placement.pools as an argument too (docs/tutorials/many_gpus.md)
 #
 # Arguments go to the program, as in: shell/run_split_placement.sh trainer.total_steps=20 --dry-run
-# All paths are meant from where you stand, and so is the run folder, outputs/...
+# All paths are relative to the working directory, and so is the run folder, outputs/...
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -17,7 +17,7 @@ venv="$("$root/shell/setup.sh" --print-venv)"
 on=cpu
 [[ "$venv" != *-gpu ]] || on=gpu
 EXTRA="$on" "$root/shell/setup.sh"
-# -P: a folder where the user stands, named like one of our packages, must not be taken for it.
+# -P: a folder in the working directory that is named like one of our packages must not shadow it.
 gpus="$("$venv/bin/python" -P -c 'from one_step_off.config.hardware import count_gpus; print(count_gpus())')"
 if [[ "$on" == gpu && -n "${RAY_ADDRESS:-}" ]]; then
     args=("config=$root/config/split_placement.yaml")

@@ -4,7 +4,7 @@
 #   MODEL=DIR_OR_HUB_ID   another model, with a chat template that takes tools
 #
 # Arguments go to the program, as in: shell/run_tool_agent.sh trainer.total_steps=5 agent.tools=calculator,python
-# All paths are meant from where you stand, and so is the run folder, outputs/tool_agent.
+# All paths are relative to the working directory, and so is the run folder, outputs/tool_agent.
 set -euo pipefail
 
 export EXTRA=cpu # vLLM's CUDA build cannot serve this config, also on a machine with GPUs
@@ -15,5 +15,5 @@ args=("config=$root/config/tool_agent.yaml")
 if [[ -n "${MODEL:-}" ]]; then
     args+=("model.path=$MODEL" "agent.loop_kwargs={tool: {taught: false}}")
 fi
-# -P: a folder where the user stands, named like one of our packages, must not be taken for it.
+# -P: a folder in the working directory that is named like one of our packages must not shadow it.
 exec "$venv/bin/python" -P -m one_step_off.main_ppo "${args[@]}" "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes a venv with everything a run needs: .venv for CPUs, .venv-gpu for GPUs, since the two vLLMs cannot share one.
+# Creates a venv with everything that a run needs: .venv for CPUs, .venv-gpu for GPUs, since the two vLLMs cannot share one.
 # Safe to call again: a finished venv is recognised in about a second.
 #
 #   PYTHON=/path/to/python3   interpreter for the venv (default: the first python3 that is 3.11 or newer)
@@ -8,7 +8,7 @@
 #   MEGATRON=1                Megatron-core too, for backend: megatron (with Transformer Engine for GPUs, built here)
 #   LOCK_WAIT_S=SECONDS       how long to wait for another setup of the same venv (default: 1800)
 #
-# shell/setup.sh --print-venv says which venv it would make, and makes nothing.
+# shell/setup.sh --print-venv prints the venv that it would create, and creates nothing.
 set -euo pipefail
 shopt -s inherit_errexit # a fault inside $(...) ends the script too
 
@@ -77,7 +77,7 @@ choose_venv() {
 # What a finished venv was made from. The root is part of it, because the editable install points there.
 fingerprint() {
     echo "$extra"
-    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh; } | cksum
+    { echo "$root $extra ${PYTHON:-}"; cat setup.cfg pyproject.toml shell/setup.sh "constraints/$extra.txt"; } | cksum
 }
 
 # Megatron is asked for by itself: whoever does not want it has no need of another venv.
@@ -106,8 +106,10 @@ stage() {
     echo "setup: $text: done in $((SECONDS - began)) s"
 }
 
+# The constraints are the exact versions that were tested together.
 pip_install() {
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input "$@"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        --constraint "$root/constraints/$extra.txt" "$@"
 }
 
 # The "+cpu" in the version keeps pip from fetching the CUDA build, which is gigabytes.
@@ -173,12 +175,12 @@ main() {
     python="$(find_python)"
     # A setup that was cut off may have left packages half written, which pip takes for installed.
     if [[ -e "$venv" ]] && { [[ -e "$unfinished" ]] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; }; then
-        echo "setup: $venv is not whole; making it anew"
+        echo "setup: $venv is incomplete; creating it again"
         rm -rf "$venv"
     fi
     # Two vLLMs in one venv would overwrite each other's files.
     if [[ -e "$stamp" && "$(head -n 1 "$stamp")" != "$extra" ]]; then
-        echo "setup: $venv was not made for $extra; making it anew"
+        echo "setup: $venv was made for another EXTRA; creating it again"
         rm -rf "$venv"
     fi
     if [[ -x "$venv/bin/python" ]] && ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then

@@ -1,4 +1,4 @@
-"""The commands that README.md, CONTRIBUTING.md and docs/*.md show, wherever they stand: in fenced blocks of bash, in
+"""The commands that README.md, CONTRIBUTING.md and docs/**/*.md show, wherever they stand: in fenced blocks of bash, in
 indented blocks and in the text."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OURS = "one_step_off", "benchmarks", "tests", "docs"
 # Programs of others, which a page may tell to call. Their first word, or two.
 OTHERS = (

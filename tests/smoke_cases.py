@@ -100,7 +100,7 @@ PROGRAM = [
     ),
     Smoke(
         "report",
-        "one_step_off.monitoring.report",
+        "one_step_off.report",
         ("outputs/plain",),
         prints="report.html",
         after=("plain",),

@@ -28,8 +28,8 @@ from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.coordinator import WeightSync
-from one_step_off.weight_sync.receiver import Receiver
-from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Faults:
         raise RuntimeError(f"broken on purpose in {place}")
 
 
-class LightTrainer(Faults, SendingEnd):
+class LightTrainer(Faults, WeightSenderMixin):
     """A rank whose half of the model is a few rows; an update adds 1 to them."""
 
     def __init__(self, cfg: Config, rank: int, world: int) -> None:
@@ -138,7 +138,7 @@ class LightReplica(Faults):
         ]
         if self.receiver is None:
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
-            self.receiver = Receiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
+            self.receiver = WeightReceiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
         self.receiver.index = index
         self.receiver.connect(info["epoch"], info["addresses"], info["receivers"], info["near"])
 
@@ -231,7 +231,7 @@ class Team:
         await asyncio.gather(*(rank.restore_beginning.remote(overlap) for rank in ranks))
         for replica in self.rollout.replicas:
             await replica.set_fault.remote("nowhere", None, "")
-        self.sync.last, self.rollout.supervisor.syncing = None, False
+        self.sync.last_sent, self.rollout.supervisor.syncing = None, False
         self.respawned.clear()
 
     def pipeline(self, folder: Any) -> Pipeline:
@@ -240,13 +240,15 @@ class Team:
         stream = PromptStream(prompts, 2, True, 0, STEPS)
         self.said: list[str] = []
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.say = self.said.append
+        tracker.log = self.said.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
-    async def lost(self, error: Exception) -> bool:
-        from one_step_off.runtime.processes import Spawned
+    async def is_process_failure(self, error: Exception) -> bool:
+        from one_step_off.runtime.processes import RunProcesses
 
-        return await Spawned.lost(SimpleNamespace(roles=self.roles, groups=self.groups), error)
+        return await RunProcesses.is_process_failure(
+            SimpleNamespace(roles=self.roles, groups=self.groups), error
+        )
 
     def kill(self) -> None:
         for one in (*self.roles.actor.ranks, *self.rollout.replicas):

@@ -5,7 +5,7 @@
 An estimator takes (Trajectories, Options), and its own settings by keyword; it returns float [B] (one value per
 trajectory, given to all its trained tokens), or one float array [R] per trajectory, or a pair of that and the returns
 a critic is to learn. Registered with a decorator here, it is known to `algorithm.adv_estimator`; one of your own
-comes in as `module:function`. Formulas and sources: docs/algorithms.md.
+comes in as `module:function`. Formulas and sources: docs/concepts/algorithms.md.
 
 Only tokens whose mask is True exist for the estimators. Time steps go from one trained token to the next: a tool's
 output between two turns is skipped, and the trajectory's reward falls on the last trained token.
@@ -21,9 +21,9 @@ import numpy as np
 
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import ConfigError
-from one_step_off.data.samples import parts, split
+from one_step_off.data.samples import chunks, split_by_lengths
 
-Arrays = list[np.ndarray]
+TokenArrays = list[np.ndarray]
 
 EPS = 1e-6
 
@@ -54,13 +54,13 @@ class Trajectories:
 
     rewards: np.ndarray
     groups: Sequence[Hashable]
-    masks: Arrays
-    token_rewards: Arrays | None = None
-    values: Arrays | None = None
+    masks: TokenArrays
+    token_rewards: TokenArrays | None = None
+    values: TokenArrays | None = None
     parts: dict[str, np.ndarray] | None = None
     baselines: np.ndarray | None = None
-    log_probs: Arrays | None = None
-    prob_squares: Arrays | None = None
+    log_probs: TokenArrays | None = None
+    prob_squares: TokenArrays | None = None
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -92,7 +92,7 @@ class Trajectories:
             self.rows(self.token_rewards).sum(1) if self.token_rewards is not None else 0.0
         )
 
-    def rows(self, arrays: Arrays | None) -> np.ndarray:
+    def rows(self, arrays: TokenArrays | None) -> np.ndarray:
         """The trained tokens' values side by side, float64 [B, T], with zeros behind the end (None: all zero)."""
         result = np.zeros(self.alive.shape)
         if arrays is not None:
@@ -110,15 +110,15 @@ class Trajectories:
         result[some, self.lengths[some] - 1] += self.rewards[some]
         return result
 
-    def per_token(self, rows: np.ndarray) -> Arrays:
+    def per_token(self, rows: np.ndarray) -> TokenArrays:
         """Back from [B, T] to the tokens' places: one float32 [R] each, 0 where the mask is False."""
         return self.placed(rows[self.alive])
 
-    def placed(self, values: np.ndarray) -> Arrays:
+    def placed(self, values: np.ndarray) -> TokenArrays:
         """As `per_token`, of the trained tokens' values in a row."""
         flat = np.zeros(len(self.trained), dtype=np.float32)
         flat[self.trained] = values
-        return split(flat, [*map(len, self.masks)])
+        return split_by_lengths(flat, [*map(len, self.masks)])
 
     def per_group(self, function: Callable[..., np.ndarray], *columns: np.ndarray) -> np.ndarray:
         """Apply `function` to the columns [B] of every group; float64 [B]."""
@@ -141,13 +141,13 @@ ADVANTAGE_ESTIMATORS = Registry("algorithm.adv_estimator")
 register = ADVANTAGE_ESTIMATORS.register
 
 
-def estimate(
+def estimate_advantages(
     name: str,
     t: Trajectories,
     options: Options | None = None,
     whiten: bool | None = None,
     **own: Any,
-) -> tuple[Arrays, Arrays | None]:
+) -> tuple[TokenArrays, TokenArrays | None]:
     """Advantages by the estimator `name`, registered or `module:function`, and what a critic is to learn (None without
     a critic): one float32 [R] per trajectory.
 
@@ -179,22 +179,24 @@ def estimate(
         result, returns = result
     lengths = [*map(len, t.masks)]
     if isinstance(result, np.ndarray):
-        columns = zip(parts(result.astype(np.float32)), parts(t.masks), parts(lengths), strict=True)
+        columns = zip(
+            chunks(result.astype(np.float32)), chunks(t.masks), chunks(lengths), strict=True
+        )
         result = [
             a
             for x, masks, own in columns
-            for a in split(np.repeat(x, own) * np.concatenate(masks), own)
+            for a in split_by_lengths(np.repeat(x, own) * np.concatenate(masks), own)
         ]
     if [*map(len, result)] != lengths:
         raise ValueError(
             f"the advantage estimator {name} gave advantages of other lengths than the responses'"
         )
     if entry.whitens if whiten is None else whiten:
-        result = t.placed(standardised(np.concatenate([np.zeros(0), *result])[t.trained]))
+        result = t.placed(standardize(np.concatenate([np.zeros(0), *result])[t.trained]))
     return result, returns
 
 
-def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
+def standardize(x: np.ndarray, scale: bool = True) -> np.ndarray:
     """(x - mean) / (std + 1e-6), with the sample's deviation (n - 1); without `scale` only x - mean. Equal values, and
     a single one, give exact zeros: rounding in the mean must not be blown up by 1 / eps."""
     if len(x) < 2 or (x == x[0]).all():
@@ -203,7 +205,7 @@ def standardised(x: np.ndarray, scale: bool = True) -> np.ndarray:
     return centred / (np.sqrt((centred * centred).sum() / (len(x) - 1)) + EPS) if scale else centred
 
 
-def discounted(x: np.ndarray, factor: float) -> np.ndarray:
+def discounted_sums(x: np.ndarray, factor: float) -> np.ndarray:
     """y_t = x_t + factor * y_{t+1} along the rows of [B, T]."""
     y = np.ascontiguousarray(x.T)
     for t in range(len(y) - 2, -1, -1):
@@ -212,7 +214,7 @@ def discounted(x: np.ndarray, factor: float) -> np.ndarray:
 
 
 @register("gae", needs=("values",), whitens=True)
-def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
+def gae(t: Trajectories, o: Options) -> tuple[TokenArrays, TokenArrays]:
     """GAE (arXiv:1506.02438, eq. 16); PPO's advantages and returns (arXiv:1707.06347, eq. 11 and 12).
 
         delta_t = r_t + gamma V_{t+1} - V_t     A_t = delta_t + gamma lam A_{t+1}     return_t = A_t + V_t
@@ -221,7 +223,7 @@ def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
     """
     values = t.rows(t.values)
     following = np.pad(values[:, 1:], ((0, 0), (0, 1))) if values.size else values
-    advantages = discounted(t.step_rewards() + o.gamma * following - values, o.gamma * o.lam)
+    advantages = discounted_sums(t.step_rewards() + o.gamma * following - values, o.gamma * o.lam)
     return t.per_token(advantages), t.per_token(advantages + values)
 
 
@@ -229,7 +231,7 @@ def gae(t: Trajectories, o: Options) -> tuple[Arrays, Arrays]:
 def grpo(t: Trajectories, o: Options) -> np.ndarray:
     """GRPO, outcome supervision (arXiv:2402.03300, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + eps). A group
     without variance, so also a group of one, teaches nothing: exact zeros."""
-    return t.per_group(lambda r: standardised(r, o.norm_by_std), t.totals)
+    return t.per_group(lambda r: standardize(r, o.norm_by_std), t.totals)
 
 
 @register("reinforce_plus_plus_baseline", grouped=True, whitens=True)
@@ -237,13 +239,13 @@ def grpo(t: Trajectories, o: Options) -> np.ndarray:
 def centred(t: Trajectories, o: Options) -> np.ndarray:
     """A_i = r_i - mean(r) of its group. Dr. GRPO (arXiv:2503.20783, section 3.2), whose loss is loss_agg=seq-sum-norm;
     and, whitened over the whole batch, REINFORCE++ with baseline (arXiv:2501.03262)."""
-    return t.per_group(lambda r: standardised(r, False), t.totals)
+    return t.per_group(lambda r: standardize(r, False), t.totals)
 
 
 @register("rloo", grouped=True)
 def rloo(t: Trajectories, o: Options) -> np.ndarray:
     """RLOO (arXiv:2402.14740): A_i = r_i - mean of the others = (r_i - mean(r)) n / (n - 1)."""
-    return t.per_group(lambda r: standardised(r, False) * len(r) / max(len(r) - 1, 1), t.totals)
+    return t.per_group(lambda r: standardize(r, False) * len(r) / max(len(r) - 1, 1), t.totals)
 
 
 @register("opo", grouped=True)
@@ -257,7 +259,7 @@ def opo(t: Trajectories, o: Options) -> np.ndarray:
 def gpg(t: Trajectories, o: Options) -> np.ndarray:
     """GPG (arXiv:2504.02546): A_i = alpha (r_i - mean(r)), alpha = B / (B - M). M samples stand in groups without
     variance, which give no gradient; alpha makes up for them in the mean."""
-    centred = t.per_group(lambda r: standardised(r, False), t.totals)
+    centred = t.per_group(lambda r: standardize(r, False), t.totals)
     useful = t.per_group(lambda r: np.full(len(r), r.max() > r.min()), t.totals).sum()
     return centred * len(centred) / max(useful, 1)
 
@@ -302,27 +304,27 @@ def gdpo(t: Trajectories, o: Options, *, weights: dict[str, float] | None = None
     for name, part in t.parts.items():
         part = np.asarray(part, dtype=np.float64)
         total += (weights or {}).get(name, 1.0) * t.per_group(
-            lambda r: standardised(r, o.norm_by_std), part
+            lambda r: standardize(r, o.norm_by_std), part
         )
-    return standardised(total)
+    return standardize(total)
 
 
 @register("reinforce_plus_plus", whitens=True)
-def reinforce_plus_plus(t: Trajectories, o: Options) -> Arrays:
+def reinforce_plus_plus(t: Trajectories, o: Options) -> TokenArrays:
     """REINFORCE++ (arXiv:2501.03262): discounted reward-to-go of each token, whitened over the whole batch."""
-    return t.per_token(discounted(t.step_rewards(), o.gamma))
+    return t.per_token(discounted_sums(t.step_rewards(), o.gamma))
 
 
 @register("remax", needs=("baselines",))
-def remax(t: Trajectories, o: Options) -> Arrays:
+def remax(t: Trajectories, o: Options) -> TokenArrays:
     """ReMax (arXiv:2310.10505, algorithm 1): A_t = reward-to-go of the token - reward of the greedy response."""
     return t.per_token(
-        discounted(t.step_rewards(), 1.0) - np.asarray(t.baselines, dtype=np.float64)[:, None]
+        discounted_sums(t.step_rewards(), 1.0) - np.asarray(t.baselines, dtype=np.float64)[:, None]
     )
 
 
 @register("optimal_token_baseline", needs=("log_probs", "prob_squares"), grouped=True)
-def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
+def optimal_token_baseline(t: Trajectories, o: Options) -> TokenArrays:
     """Optimal token baseline (arXiv:2602.07078): A_t = G_t - B_t, G the reward-to-go, B per step t of a group.
 
         B_t = sum_i G_it W_it / sum_i W_it     W_it = sum_{s<=t} (1 - 2 p_is + sum_v p_is(v)^2)
@@ -330,7 +332,7 @@ def optimal_token_baseline(t: Trajectories, o: Options) -> Arrays:
     W adds up the squared norm of each token's gradient at the logits; p is the policy whose gradient is about to be
     taken, the proximal one. Where one trajectory alone is so long, it would be its own baseline and learn nothing: B = 0.
     """
-    to_go = discounted(t.step_rewards(), 1.0)
+    to_go = discounted_sums(t.step_rewards(), 1.0)
     energy = (
         np.cumsum(
             (1.0 - 2.0 * np.exp(t.rows(t.log_probs)) + t.rows(t.prob_squares)) * t.alive, axis=1
@@ -358,13 +360,13 @@ def overlong_penalty(
     return -penalty * np.clip(over / buffer, 0.0, 1.0) if buffer > 0 else np.zeros(len(over))
 
 
-def without_overlong(masks: Arrays, cut: Sequence[bool]) -> Arrays:
+def mask_overlong(masks: TokenArrays, cut: Sequence[bool]) -> TokenArrays:
     """Overlong filtering (DAPO, arXiv:2503.14476, section 3.4): nothing of a response that was cut off is trained. Its
     reward stays in its group's mean and deviation: only the loss leaves it out."""
     return [np.zeros(len(m), dtype=bool) if c else m for m, c in zip(masks, cut, strict=True)]
 
 
-def uninformative(
+def zero_variance_groups(
     rewards: Sequence[float] | np.ndarray, groups: Sequence[Hashable]
 ) -> list[Hashable]:
     """The groups whose samples all score alike, in order: those that dynamic sampling replaces (DAPO, eq. 11)."""

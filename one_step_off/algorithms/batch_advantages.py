@@ -98,7 +98,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
         log_probs=log_probs,
         prob_squares=batch.prob_squares,
     )
-    batch.advantages, batch.returns = advantages.estimate(
+    batch.advantages, batch.returns = advantages.estimate_advantages(
         algorithm.adv_estimator,
         trajectories,
         advantages.Options(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std),
@@ -110,7 +110,7 @@ def fill_advantages(batch: Batch, cfg: Config, kl_controller: KLController) -> d
 
 def _without_overlong(samples: list[Sample]) -> list[Sample]:
     cut_off = [sample.finish_reason == "length" for sample in samples]
-    masks = advantages.without_overlong([sample.loss_mask for sample in samples], cut_off)
+    masks = advantages.mask_overlong([sample.loss_mask for sample in samples], cut_off)
     return [replace(sample, loss_mask=mask) for sample, mask in zip(samples, masks, strict=True)]
 
 

@@ -9,11 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-Plan = list[list[list[int]]]
+MicroBatchPlan = list[list[list[int]]]
 """plan[rank][micro-batch] = indices of sequences."""
 
 
-def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> list[list[int]]:
+def split_into_mini_batches(
+    prompts: Sequence[Hashable], prompts_per_mini_batch: int
+) -> list[list[int]]:
     """Positions of samples, one list per mini-batch of whole prompt groups, prompts in order of first appearance;
     `prompts` has the prompt of each sample. The last mini-batch may have fewer prompts."""
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
@@ -23,13 +25,13 @@ def mini_batches(prompts: Sequence[Hashable], prompts_per_mini_batch: int) -> li
     return result
 
 
-def plan(
+def plan_micro_batches(
     lengths: Sequence[int] | np.ndarray,
     ranks: int,
     token_budget: int,
     packed: bool,
     rounds: int = 1,
-) -> Plan:
+) -> MicroBatchPlan:
     """Share sequences over ranks and cut each share into micro-batches. Deterministic.
 
     Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. So their micro-batch
@@ -85,7 +87,7 @@ class MicroBatch:
 
     input_ids: np.ndarray
     position_ids: np.ndarray | None
-    at: np.ndarray
+    logit_index: np.ndarray
     tokens: np.ndarray
     counts: list[int]
 
@@ -125,29 +127,31 @@ def collate(
     return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])
 
 
-def same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
+def pad_to_same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
     """Pad padded micro-batches, in place, to the most rows and the largest width among them; returns the two."""
     rows, width = (max(m.input_ids.shape[axis] for m in laid) for axis in (0, 1))
     for micro in laid:
         had = micro.input_ids.shape
         micro.input_ids = np.pad(micro.input_ids, ((0, rows - had[0]), (0, width - had[1])))
-        micro.at = micro.at // had[1] * width + micro.at % had[1]
+        micro.logit_index = micro.logit_index // had[1] * width + micro.logit_index % had[1]
     return rows, width
 
 
-def columns(width: int, rank: int, ranks: int) -> np.ndarray:
+def context_parallel_columns(width: int, rank: int, ranks: int) -> np.ndarray:
     """The columns that one of `ranks` context-parallel ranks has: of 2 * `ranks` blocks one, and its mirror image, so that
     all attend to as much. The blocks must be equal where there are several ranks."""
     blocks = np.array_split(np.arange(width), 2 * ranks)
     return np.concatenate([blocks[rank], blocks[-1 - rank]])
 
 
-def part(laid: MicroBatch, rank: int, ranks: int) -> tuple[MicroBatch, np.ndarray]:
+def context_parallel_slice(
+    laid: MicroBatch, rank: int, ranks: int
+) -> tuple[MicroBatch, np.ndarray]:
     """What that rank has of a padded micro-batch, and which of the wanted tokens."""
     width = laid.input_ids.shape[1]
-    own, place = columns(width, rank, ranks), np.full(width, -1)
+    own, place = context_parallel_columns(width, rank, ranks), np.full(width, -1)
     place[own] = np.arange(len(own))
-    row, column = laid.at // width, place[laid.at % width]
+    row, column = laid.logit_index // width, place[laid.logit_index % width]
     mine = np.flatnonzero(column >= 0)
     at = (row * len(own) + column)[mine]
     return MicroBatch(laid.input_ids[:, own], None, at, laid.tokens[mine], []), mine

@@ -22,7 +22,7 @@ from torch import Tensor
 from one_step_off.algorithms.policy_losses import LOG_RATIO_LIMIT, ratio_of
 from one_step_off.algorithms.schedule import Decay
 
-Answer = tuple[Tensor, Tensor | None]
+TokenOutputs = tuple[Tensor, Tensor | None]
 """What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
 
 Stats = dict[str, Tensor]
@@ -125,7 +125,7 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
 
 def log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none"
-) -> Answer:
+) -> TokenOutputs:
     """Log-prob of each token and a figure of its distribution, after temperature, in float32 nats.
 
     Args:

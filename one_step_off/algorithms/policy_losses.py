@@ -1,4 +1,4 @@
-"""Policy losses and rollout corrections, per token. Formulas and sources: docs/algorithms.md.
+"""Policy losses and rollout corrections, per token. Formulas and sources: docs/concepts/algorithms.md.
 
 A policy loss takes `LossInputs`, and its own settings by keyword; it returns the loss [n] (to be minimised, before its
 aggregation weight) and bool [n]: where the method held a token back. Registered with a decorator here, it is known to

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import Config, ConfigError, settings_of
+from one_step_off.config.schema import Config, ConfigError, role_settings
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Decay:
 
 
 @dataclass(frozen=True)
-class Plan:
+class DecayPlan:
     """The settings that a decay is made for.
 
     Attributes:
@@ -56,32 +56,32 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedSchedule:
     """What a checkpoint notes of one role. Earlier versions noted no `plan`, and before them no `decay`."""
 
     optimizer_steps: int
     trainer_steps: int
     decay: Decay | None
-    plan: Plan | None
+    plan: DecayPlan | None
 
 
-def plan_of(cfg: Config, role: str, total_steps: int) -> Plan:
+def decay_plan(cfg: Config, role: str, total_steps: int) -> DecayPlan:
     """Of a role that learns, in a run of `total_steps` trainer steps."""
-    own = settings_of(cfg, role)
+    own = role_settings(cfg, role)
     per_step = own.ppo_epochs * -(-cfg.data.train_batch_size // own.ppo_mini_batch_size)
     first_step = cfg.trainer.critic_warmup if role == "actor" else 0
-    return Plan(own.lr_schedule, total_steps, first_step, per_step)
+    return DecayPlan(own.lr_schedule, total_steps, first_step, per_step)
 
 
-def of_new_run(plan: Plan, warmup_steps: int) -> Decay:
+def new_decay(plan: DecayPlan, warmup_steps: int) -> Decay:
     """The decay of a run that begins anew."""
     return Decay(plan.optimizer_steps_from(0), warmup_steps)
 
 
-def resumed(plan: Plan, warmup_steps: int, saved: Saved) -> Decay:
+def resumed_decay(plan: DecayPlan, warmup_steps: int, saved: SavedSchedule) -> Decay:
     """The decay of a run that is resumed. `plan`: what the settings ask for now."""
     if saved.decay is None:
-        return of_new_run(plan, warmup_steps)
+        return new_decay(plan, warmup_steps)
     step = saved.optimizer_steps
     total = step + plan.optimizer_steps_from(saved.trainer_steps)
     if _same_plan(plan, saved):
@@ -97,13 +97,13 @@ def resumed(plan: Plan, warmup_steps: int, saved: Saved) -> Decay:
     return Decay(total, step, saved.decay.progress(step))
 
 
-def _same_plan(plan: Plan, saved: Saved) -> bool:
+def _same_plan(plan: DecayPlan, saved: SavedSchedule) -> bool:
     if saved.plan is None:  # the total alone tells
         return saved.decay is not None and saved.decay.total == plan.optimizer_steps_from(0)
     return saved.plan == plan
 
 
-def packed(decay: Decay, plan: Plan) -> dict[str, np.ndarray]:
+def to_arrays(decay: Decay, plan: DecayPlan) -> dict[str, np.ndarray]:
     """As a checkpoint keeps them: `decay` float64 [3], which holds whole numbers exactly, `decay_plan` int64 [3], and
     `lr_schedule`, a text."""
     lr_schedule, *counts = astuple(plan)
@@ -114,28 +114,30 @@ def packed(decay: Decay, plan: Plan) -> dict[str, np.ndarray]:
     }
 
 
-def unpacked(file: Mapping[str, np.ndarray]) -> Saved:
+def from_arrays(file: Mapping[str, np.ndarray]) -> SavedSchedule:
     """What `packed` made, with the counters of the role beside it."""
     decay, plan = None, None
     if "decay" in file:
         total, begin, done = file["decay"].tolist()
         decay = Decay(int(total), int(begin), done)
     if "decay_plan" in file:
-        plan = Plan(str(file["lr_schedule"]), *file["decay_plan"].tolist())
-    return Saved(int(file["optimizer_steps"]), int(file["version"]), decay, plan)
+        plan = DecayPlan(str(file["lr_schedule"]), *file["decay_plan"].tolist())
+    return SavedSchedule(int(file["optimizer_steps"]), int(file["version"]), decay, plan)
 
 
-def announce(cfg: Config, checkpoint: Path, total_steps: int, say: Callable[[str], None]) -> None:
+def report_resumed_schedules(
+    cfg: Config, checkpoint: Path, total_steps: int, say: Callable[[str], None]
+) -> None:
     """Say what becomes of the learning rates where the run is resumed with another schedule or length than its
     checkpoint's. Raises ConfigError: a decay had come to a rate of zero, so that nothing would be learned in the steps
     that are added."""
     for role in (role for role in ("actor", "critic") if role in cfg.placement.roles):
-        own: Any = settings_of(cfg, role)
+        own: Any = role_settings(cfg, role)
         if own.lr_schedule == "constant":
             continue
         with np.load(checkpoint / f"{role}_rank_0.npz", allow_pickle=False) as file:
-            saved = unpacked(file)
-        plan = plan_of(cfg, role, total_steps)
+            saved = from_arrays(file)
+        plan = decay_plan(cfg, role, total_steps)
         if not plan.optimizer_steps_from(saved.trainer_steps):
             continue  # only its model is to be written
         if saved.decay is None:
@@ -147,11 +149,16 @@ def announce(cfg: Config, checkpoint: Path, total_steps: int, say: Callable[[str
 
 
 def _announce_one(
-    role: str, own: Any, saved: Saved, was: Decay, plan: Plan, say: Callable[[str], None]
+    role: str,
+    own: Any,
+    saved: SavedSchedule,
+    was: Decay,
+    plan: DecayPlan,
+    say: Callable[[str], None],
 ) -> None:
     from one_step_off.algorithms.core_algos import learning_rate  # torch: slow to import
 
-    decay, step = resumed(plan, own.warmup_steps, saved), saved.optimizer_steps
+    decay, step = resumed_decay(plan, own.warmup_steps, saved), saved.optimizer_steps
     how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio, decay.begin, decay.done
     name = f"{role}.lr_schedule={own.lr_schedule}"
     end = learning_rate(decay.total - 1, decay.total, *how)

@@ -9,9 +9,9 @@ from one_step_off.config.validation import (
     BUILT_IN_REWARDS,
     YOURS,
     Check,
+    did_you_mean,
+    format_value,
     is_user_spec,
-    nearest,
-    show,
 )
 
 
@@ -41,7 +41,11 @@ def algorithm_checks(cfg: Config) -> Iterator[Check]:
         where,
         "there is no weight to bound; set a correction, or this to null",
     )
-    yield low and low > cap, bound, f"above algorithm.rollout_correction_cap={show(cap)}; lower it"
+    yield (
+        low and low > cap,
+        bound,
+        f"above algorithm.rollout_correction_cap={format_value(cap)}; lower it",
+    )
     rewards = list(cfg.reward.functions.values()) or [cfg.reward.function]
     built_in = all(name in BUILT_IN_REWARDS for name in rewards)
     one_reward = built_in and not cfg.reward_model.path and not cfg.reward_model.url
@@ -52,10 +56,10 @@ def algorithm_checks(cfg: Config) -> Iterator[Check]:
     )
     for registry, spec, own in chosen:
         if spec not in registry:
-            said = nearest(spec, registry, f"known are {', '.join(registry)}")
+            said = did_you_mean(spec, registry, f"known are {', '.join(registry)}")
             yield not is_user_spec(spec), registry.key, f"no such name, nor {YOURS}; {said}"
             continue
-        entry, known = registry[spec], registry[spec].own()
+        entry, known = registry[spec], registry[spec].settings()
         for need in filter(lacks.get, entry.needs):
             yield True, registry.key, f"needs {NEEDS[need]}, or use another, as grpo or rloo"
         why = "reads the reward's parts alone, so algorithm.kl_in_reward and reward.overlong_buffer would do nothing"
@@ -68,10 +72,12 @@ def algorithm_checks(cfg: Config) -> Iterator[Check]:
         yield entry.grouped and n == 1, "rollout.n", why
         for name, value in getattr(a, own).items():
             where, number = (
-                f"algorithm.{own}.{show(name)}={show(value)}",
+                f"algorithm.{own}.{format_value(name)}={format_value(value)}",
                 type(value) in (int, float),
             )
-            mend = nearest(str(name), known, f"use {', '.join(known)}" if known else "remove it")
+            mend = did_you_mean(
+                str(name), known, f"use {', '.join(known)}" if known else "remove it"
+            )
             yield name not in known, where, f"no such setting of {spec}; {mend}"
             yield isinstance(known[name], float) and not number, where, "must be a number"
             yield name == "beta" and not value > 0, where, "must be above 0"

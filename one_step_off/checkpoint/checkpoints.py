@@ -31,8 +31,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, first_line, settings_of
-from one_step_off.data.samples import COLUMNS, Batch, Sample
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    as_config_error,
+    first_line,
+    role_settings,
+)
+from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 
 FORMAT = 2  # of what is described above; 1 had no manifest
 MANIFEST = "manifest.json"
@@ -55,7 +61,7 @@ def fixed_keys(cfg: Config) -> dict[str, Any]:
     """The values that a resumed run must share with its checkpoint; the back ends cannot read each other's. How long samples may
     be carried counts where they are."""
     backends = {
-        f"{role}.backend": settings_of(cfg, role).backend
+        f"{role}.backend": role_settings(cfg, role).backend
         for role in TRAINED
         if role in cfg.placement.roles
     }
@@ -215,10 +221,14 @@ def write_batch(batch: Batch, folder: Path) -> None:
     write_samples(batch.samples, folder)
     found = {
         name: np.concatenate(getattr(batch, name))
-        for name in COLUMNS
+        for name in TRAINER_FIELDS
         if getattr(batch, name) is not None
     }
-    np.savez(folder / "batch.npz", stamp=(batch.step, *batch.expected, batch.older), **found)
+    np.savez(
+        folder / "batch.npz",
+        stamp=(batch.step, *batch.expected_stamp, batch.max_version_lag),
+        **found,
+    )
 
 
 def read_batch(folder: Path) -> Batch:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 ABORTED = "aborted"
-LOOK_S = 0.25  # between two looks at the key: the most that an abort takes to be noticed
+POLL_INTERVAL_S = 0.25  # between two looks at the key: the most that an abort takes to be noticed
 ANSWER_S = 2.0  # for a sender's store to answer when it is asked for the key
 # So long a wait for a store's key sleeps before it looks: torch logs each wait that ends without its key.
 EVENT_S = 1.0
@@ -114,7 +114,7 @@ class AbortSignal:
         if self.thread is None:
             self.thread = WorkerThread("weight-signal", lambda: None)
         if self.asked is not None and not self.asked.done():
-            time.sleep(LOOK_S)
+            time.sleep(POLL_INTERVAL_S)
             return None
         self.asked = self.thread.submit(function, *args)
         try:
@@ -146,7 +146,7 @@ def wait_for_result(future: Future[T], limit_s: float, check: Callable[[], None]
     deadline = time.monotonic() + limit_s
     while True:
         try:
-            return future.result(timeout=LOOK_S)
+            return future.result(timeout=POLL_INTERVAL_S)
         except FutureTimeout:
             if future.done():  # the work's own time limit
                 return future.result()

@@ -9,13 +9,13 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from one_step_off.cluster.core_binding import pin_process
-from one_step_off.config.loading import seat_cores, seats_per_node
+from one_step_off.config.loading import process_cores, processes_per_node
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import redirect_output
 
 
 @dataclass(frozen=True)
-class Seat:
+class ProcessSlot:
     """A place for one process: a bundle of a placement group, its node in the pool, and its cores (CPU runs)."""
 
     group: PlacementGroup
@@ -24,19 +24,19 @@ class Seat:
     cores: tuple[int, ...]
 
 
-def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
+def create_pools(cfg: Config, device: str) -> dict[str, list[ProcessSlot]]:
     """Reserve every pool; returns pool name -> its seats, node by node. Each node's share of a pool is one placement
     group that must lie on one node. Raises ConfigError: the cluster has too little; says which pool, what it wants and
     what there is."""
-    resource, cores = "GPU" if device == "cuda" else "CPU", seat_cores(cfg, device)
-    seats: dict[tuple[str, int], list[Seat]] = {}
+    resource, cores = "GPU" if device == "cuda" else "CPU", process_cores(cfg, device)
+    seats: dict[tuple[str, int], list[ProcessSlot]] = {}
     shares = [
         (pool, node) for pool, shape in cfg.placement.pools.items() for node in range(len(shape))
     ]
     # The largest first: a small share may go anywhere, and must not take the one node that a large one fits on.
     for pool, node in sorted(shares, key=lambda share: -cfg.placement.pools[share[0]][share[1]]):
         width = cfg.rollout.tensor_parallel_size if pool == cfg.placement.roles["rollout"] else 1
-        *before, count = seats_per_node(cfg, pool)[: node + 1]
+        *before, count = processes_per_node(cfg, pool)[: node + 1]
         group = placement_group([{resource: width}] * count, strategy="STRICT_PACK")
         if not group.wait(timeout_seconds=min(60.0, cfg.trainer.start_timeout_s)):
             free = ray.available_resources().get(resource, 0)
@@ -46,14 +46,14 @@ def create_pools(cfg: Config, device: str) -> dict[str, list[Seat]]:
                 f"placement.pools.{pool}={cfg.placement.pools[pool]}: {needs}, but {has}"
             )
         own = cores[pool][sum(before) :]
-        seats[pool, node] = [Seat(group, i, node, tuple(own[i])) for i in range(count)]
+        seats[pool, node] = [ProcessSlot(group, i, node, tuple(own[i])) for i in range(count)]
     return {
         pool: [seat for at in shares if at[0] == pool for seat in seats[at]]
         for pool in cfg.placement.pools
     }
 
 
-def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
+def describe_pools(cfg: Config, pools: dict[str, list[ProcessSlot]]) -> str:
     """What `create_pools` has reserved, and where: "pool train [2, 2] on 10.0.0.1 10.0.0.2: actor, critic; ..."."""
     hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
     parts = []
@@ -73,7 +73,7 @@ def created_text(cfg: Config, pools: dict[str, list[Seat]]) -> str:
 def spawn(
     cls: type,
     args: tuple,
-    seat: Seat | None,
+    seat: ProcessSlot | None,
     device: str,
     share: float = 1.0,
     env: dict | None = None,

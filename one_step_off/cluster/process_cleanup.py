@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-RUN = "ONE_STEP_OFF_RUN"  # environment variable of all processes of a run: its folder for temporary files
+RUN_FOLDER_VARIABLE = "ONE_STEP_OFF_RUN"  # environment variable of all processes of a run: its folder for temporary files
 SHARED = Path("/dev/shm")
 # What Python, vLLM, torch and NCCL call their segments.
 KINDS = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|vllm_.+shm_\d+|torch_\d+_\w+|nccl-\w+")
@@ -42,7 +42,7 @@ def sweep(folder: str, begun: float) -> None:
         alive = [
             p
             for p in psutil.process_iter(["environ"])
-            if (p.info["environ"] or {}).get(RUN) == folder
+            if (p.info["environ"] or {}).get(RUN_FOLDER_VARIABLE) == folder
         ]
         for process in alive:
             with contextlib.suppress(psutil.Error):

@@ -15,10 +15,10 @@ OnSpan = Callable[[str, str, int, float, float], None]
 """Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
 
 
-LIVENESS_S = 5.0  # and any process to answer on the thread that is never busy
+LIVENESS_TIMEOUT_S = 5.0  # and any process to answer on the thread that is never busy
 
 
-ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
+MAX_ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
 
 
 def now() -> float:
@@ -26,7 +26,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
+async def with_time_limit(limit_s: float, what: str, work: Awaitable[T]) -> T:
     """Await `work`; raises PhaseTimeout naming `what` after `limit_s` seconds."""
     limit = asyncio.timeout(limit_s)
     try:
@@ -38,7 +38,7 @@ async def within(limit_s: float, what: str, work: Awaitable[T]) -> T:
         raise PhaseTimeout(f"{what}: no answer in {limit_s:g} s") from e
 
 
-async def named(who: str, work: Awaitable[T]) -> T:
+async def name_failures(who: str, work: Awaitable[T]) -> T:
     """Await one process's answer; its failure is raised with `who` in front. ConfigError, StalenessError and SyncError
     keep their kind; anything else, its death included, is a RoleError."""
     try:
@@ -59,7 +59,7 @@ async def named(who: str, work: Awaitable[T]) -> T:
         raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
 
 
-def every(
+def call_all(
     limit_s: float,
     what: str,
     actors: list[Any],
@@ -71,8 +71,8 @@ def every(
     The first failure is raised at once, and names the actor."""
     each = each or [()] * len(actors)
     sent = [getattr(a, method).remote(*args, *own) for a, own in zip(actors, each, strict=True)]
-    calls = (named(f"{what} {i}, {method}", answer) for i, answer in enumerate(sent))
-    return within(limit_s, f"{what}, {method}", asyncio.gather(*calls))
+    calls = (name_failures(f"{what} {i}, {method}", answer) for i, answer in enumerate(sent))
+    return with_time_limit(limit_s, f"{what}, {method}", asyncio.gather(*calls))
 
 
 async def not_alive(processes: dict[str, Any]) -> dict[str, str]:
@@ -81,9 +81,9 @@ async def not_alive(processes: dict[str, Any]) -> dict[str, str]:
 
     async def why(who: str, actor: Any) -> str:
         try:
-            await within(LIVENESS_S, who, named(who, actor.alive.remote()))
+            await with_time_limit(LIVENESS_TIMEOUT_S, who, name_failures(who, actor.alive.remote()))
         except PhaseTimeout:
-            return f"{who}: its process hangs, it did not answer in {LIVENESS_S:g} s"
+            return f"{who}: its process hangs, it did not answer in {LIVENESS_TIMEOUT_S:g} s"
         except Exception as e:
             return str(e)
         return ""

@@ -97,7 +97,7 @@ async def look(
 
 
 @contextlib.asynccontextmanager
-async def watching(
+async def watch_usage(
     groups: dict[str, list[Any]], cuda: bool, report: Callable
 ) -> AsyncIterator[None]:
     """Look at all groups every INTERVAL_S seconds while the block runs, and once more when it has ended well."""

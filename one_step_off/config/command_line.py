@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable
 
 from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import masked
+from one_step_off.config.validation import mask_secrets
 
 
 def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
@@ -13,7 +13,7 @@ def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
         return command(argv)
     except ConfigError as e:
         # Wherever it comes from, the user gets one line: other programs' messages may hold more.
-        print("error: " + masked(" ".join(str(e).split())), file=sys.stderr)
+        print("error: " + mask_secrets(" ".join(str(e).split())), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -22,9 +22,14 @@ from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config.hardware import plan_cores
-from one_step_off.config.schema import Config, ConfigError, placed, settings_of
+from one_step_off.config.schema import Config, ConfigError, located_config_error, role_settings
 from one_step_off.config.unknown_keys import hint
-from one_step_off.config.validation import MODEL_PARALLEL, masked, resolved_device, show
+from one_step_off.config.validation import (
+    MODEL_PARALLEL,
+    format_value,
+    mask_secrets,
+    resolved_device,
+)
 
 # The types of the schema in words, as they complete "must be ...".
 _KINDS: dict[Any, str] = {
@@ -43,7 +48,7 @@ _KINDS[dict[str, Any]] = "a mapping, as {name: value}"
 
 
 @dataclass(frozen=True)
-class Key:
+class ConfigKey:
     """One key of the schema. `dotted` is section.name, `type` the Python type without Optional, which has default None."""
 
     dotted: str
@@ -64,19 +69,21 @@ class Key:
         return words + (" or null" if self.default is None else "")
 
 
-def _keys() -> Iterator[Key]:
+def _keys() -> Iterator[ConfigKey]:
     for section in dataclasses.fields(Config):
         for f in dataclasses.fields(section.type):
             default = getattr(section.type(), f.name)
             kind = get_args(f.type)[0] if default is None else f.type
-            yield Key(f"{section.name}.{f.name}", section.name, f.name, kind, default, f.metadata)
+            yield ConfigKey(
+                f"{section.name}.{f.name}", section.name, f.name, kind, default, f.metadata
+            )
 
 
-KEYS: dict[str, Key] = {key.dotted: key for key in _keys()}
+KEYS: dict[str, ConfigKey] = {key.dotted: key for key in _keys()}
 SECTIONS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
 
 
-def find_key(dotted: str, value: Any = None) -> Key:
+def find_key(dotted: str, value: Any = None) -> ConfigKey:
     """The key of that name. Raises ConfigError: there is none; says what to write where that is known, for a key of another
     trainer perhaps by its `value`."""
     if dotted in KEYS:
@@ -84,10 +91,10 @@ def find_key(dotted: str, value: Any = None) -> Key:
     section, _, name = dotted.partition(".")
     if section in SECTIONS and not name:
         raise ConfigError(
-            f"{show(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)"
+            f"{format_value(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)"
         )
     shown, words = hint(dotted, value, KEYS, SECTIONS)
-    raise ConfigError(f"{show(shown)}: unknown key; {words} (all keys: --help)")
+    raise ConfigError(f"{format_value(shown)}: unknown key; {words} (all keys: --help)")
 
 
 _Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
@@ -95,7 +102,7 @@ sys.set_int_max_str_digits(0)  # or a number of 5,000 digits could not be shown 
 _YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
 
 
-def parsed(text: str) -> tuple[Any, Any]:
+def parse_yaml(text: str) -> tuple[Any, Any]:
     """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
     return yaml.load(text, _Loader), yaml.compose(text, _Loader)
 
@@ -126,7 +133,7 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
     """The keys that a file sets: dotted name, value, and "file:line: " for messages."""
     try:
         with open(path, encoding="utf-8") as f:
-            content, root = parsed(f.read())
+            content, root = parse_yaml(f.read())
     except OSError as e:
         raise ConfigError(
             f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path"
@@ -143,12 +150,12 @@ def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
         for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
             lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
     for section, keys in content.items():
-        with placed(f"{path}:{lines.get(str(section), 1)}: "):
+        with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
             if section not in SECTIONS:
                 find_key(str(section), keys)
             if not isinstance(keys, dict | None):
                 raise ConfigError(
-                    f"{section}={show(keys)}: a section must be a mapping of keys, as {{key: value}}"
+                    f"{section}={format_value(keys)}: a section must be a mapping of keys, as {{key: value}}"
                 )
         for name, value in (keys or {}).items():
             yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
@@ -160,10 +167,10 @@ def _from_argument(argument: str) -> tuple[str, Any, str]:
     quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
     if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
         try:
-            value, _ = parsed(value)
+            value, _ = parse_yaml(value)
         except _YAML_FAULTS as e:
             raise ConfigError(
-                f"{show(dotted)}={show(value)}: {_yaml_fault(e)}; quote the value"
+                f"{format_value(dotted)}={format_value(value)}: {_yaml_fault(e)}; quote the value"
             ) from None
     return dotted, value, ""
 
@@ -173,7 +180,7 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
     inner, given = get_args(kind), value
     if isinstance(value, str) and kind not in (str, Any):  # as environment variables are
         with contextlib.suppress(*_YAML_FAULTS):
-            value, _ = parsed(value)
+            value, _ = parse_yaml(value)
     if kind is Any:
         return value
     if kind is str and type(value) in (str, int, float):
@@ -190,9 +197,10 @@ def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
         return [_fit(f"{where}[{i}]", inner[0], item) for i, item in enumerate(value)]
     if get_origin(kind) is dict and isinstance(value, dict):
         return {
-            str(name): _fit(f"{where}.{show(name)}", inner[1], item) for name, item in value.items()
+            str(name): _fit(f"{where}.{format_value(name)}", inner[1], item)
+            for name, item in value.items()
         }
-    raise ConfigError(f"{where}={show(given)}: must be {words or _KINDS[kind]}")
+    raise ConfigError(f"{where}={format_value(given)}: must be {words or _KINDS[kind]}")
 
 
 _LARGEST = (
@@ -205,7 +213,7 @@ _BOUNDS = {
 }
 
 
-def _checked(key: Key, value: Any) -> Any:
+def _checked(key: ConfigKey, value: Any) -> Any:
     """The value of a key, of its type and within its bounds. Raises ConfigError."""
     meta = key.meta
     if value is None and key.default in (None, ""):
@@ -213,7 +221,7 @@ def _checked(key: Key, value: Any) -> Any:
     if isinstance(value, bool) and meta["choices"]:
         value = "on" if value else "off"  # YAML reads a bare on or off as a boolean
     value = _fit(key.dotted, key.type, value, key.kind)
-    wrong = f"{key.dotted}={show(value)}: must be "
+    wrong = f"{key.dotted}={format_value(value)}: must be "
     if meta["choices"] and value not in meta["choices"]:
         raise ConfigError(f"{wrong}{key.kind}")
     if meta.get("path"):  # the libraries that open it do not know the ~
@@ -228,7 +236,7 @@ def _checked(key: Key, value: Any) -> Any:
     return value
 
 
-def load(argv: list[str]) -> Config:
+def load_config(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file. `config=`
     may be left out in front of a name that ends in .yaml or .yml.
 
@@ -247,31 +255,31 @@ def load(argv: list[str]) -> Config:
             or any("\ud7ff" < c < "\ue000" for c in argument)
         ):
             forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
-            raise ConfigError(f"argument {show(argument)}: must be {forms}")
+            raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
     files = [
         argument.removeprefix("config=") for argument in argv if argument.startswith("config=")
     ]
     if len(files) > 1:
         raise ConfigError(
-            f"config={show(files[1])}: config is given {len(files)} times; give one file"
+            f"config={format_value(files[1])}: config is given {len(files)} times; give one file"
         )
     arguments = (argument for argument in argv if not argument.startswith("config="))
     tree, places = dataclasses.asdict(Config()), {}
     for dotted, value, where in itertools.chain(
         *map(_from_file, files), map(_from_argument, arguments)
     ):
-        with placed(where):
+        with located_config_error(where):
             places[_assign(tree, dotted, value)] = where
     try:
         tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
     except (OmegaConfBaseException, ValueError, RecursionError) as e:
         name = getattr(e, "full_key", None) or "config"
         reason = " ".join(str(e).split("full_key")[0].split())
-        line = f"{show(name)}: cannot be resolved: {reason}; quote it, or write the value itself"
+        line = f"{format_value(name)}: cannot be resolved: {reason}; quote it, or write the value itself"
         raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
     cfg = Config()
     for key in KEYS.values():
-        with placed(places.get(key.dotted, "")):
+        with located_config_error(places.get(key.dotted, "")):
             setattr(getattr(cfg, key.section), key.name, _checked(key, tree[key.section][key.name]))
     return cfg
 
@@ -301,7 +309,7 @@ def resolved_yaml(cfg: Config) -> str:
     """The whole config as YAML that `load` reads back to an equal one, but for secrets, which are masked."""
     # PyYAML leaves Unicode's own line breaks as they are, and reads them back as blanks.
     readable = not re.search(r"\\x85|\\u202[89]", repr(tree := dataclasses.asdict(cfg)))
-    return masked(
+    return mask_secrets(
         yaml.dump(tree, None, _Dumper, allow_unicode=readable, sort_keys=False, width=10**6)
     )
 
@@ -332,24 +340,24 @@ def help_text() -> str:
     for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
         lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
         for key in keys:
-            kind = f"{key.kind}, default {show(key.default) or repr('')}"
+            kind = f"{key.kind}, default {format_value(key.default) or repr('')}"
             lines.append(f"  {key.dotted}  ({kind})\n      {key.meta['help']}")
     return "\n".join(lines) + "\n"
 
 
-def seats_per_node(cfg: Config, pool: str) -> list[int]:
+def processes_per_node(cfg: Config, pool: str) -> list[int]:
     """Processes on each node of a pool: one per GPU, or one per tensor_parallel_size GPUs for rollout."""
     width = cfg.rollout.tensor_parallel_size if cfg.placement.roles["rollout"] == pool else 1
     return [gpus // width for gpus in cfg.placement.pools[pool]]
 
 
-def seat_cores(
+def process_cores(
     cfg: Config, device: str, cores: list[int] | None = None
 ) -> dict[str, list[list[int]]]:
     """Pool -> the cores of each of its processes (empty: not pinned, as on GPUs). `cores` None: those that this process
     may use. Rollout and trainers in pools of their own share no core where there are two, unless there are fewer cores
     than processes and the two work in turns anyway (staleness 0)."""
-    counts = {pool: sum(seats_per_node(cfg, pool)) for pool in cfg.placement.pools}
+    counts = {pool: sum(processes_per_node(cfg, pool)) for pool in cfg.placement.pools}
     plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
     # Seats on other machines are not pinned: only this one's cores are known here.
     one_node = not os.environ.get("RAY_ADDRESS") and all(
@@ -372,10 +380,10 @@ def seat_cores(
 def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
     """What runs where, for a valid config: one line per pool, as "all [2] on cpu: rollout x 2, actor x 2; cores 0 1"."""
     device, lines = resolved_device(cfg), []
-    for pool, seats in seat_cores(cfg, device, cores).items():
+    for pool, seats in process_cores(cfg, device, cores).items():
         roles = []
         for role in (role for role, where in cfg.placement.roles.items() if where == pool):
-            own = cfg.rollout if role == "rollout" else settings_of(cfg, role)
+            own = cfg.rollout if role == "rollout" else role_settings(cfg, role)
             sizes = {
                 n[0].upper() + "P": getattr(own, f"{n}_parallel_size", 1) for n in MODEL_PARALLEL
             }

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.config.schema import ConfigError, first_line
-from one_step_off.config.user_code import place_in, traceback_of
+from one_step_off.config.user_code import find_user_line, format_traceback
 
 
-def load(key: str, spec: str) -> Any:
+def import_object(key: str, spec: str) -> Any:
     """What `module:attribute` names; `key` is the config key that holds it. Raises ConfigError: no such module or
     attribute, or the import failed."""
     if not {"", os.getcwd()} & set(sys.path):
@@ -22,7 +22,7 @@ def load(key: str, spec: str) -> Any:
     try:
         return pkgutil.resolve_name(spec)
     except (Exception, SystemExit) as e:  # the module's too
-        place = place_in(traceback_of(e))
+        place = find_user_line(format_traceback(e))
         where = f" ({place})" if place else ""
         what = f"{key}={spec!r}: cannot be imported"
         raise ConfigError(f"{what}: {type(e).__name__}: {first_line(e)}{where}; {mend}") from e
@@ -43,7 +43,7 @@ class Entry:
     grouped: bool = False
     whitens: bool = False
 
-    def own(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
         """Its own settings: keyword-only arguments and their defaults."""
         parameters = inspect.signature(self.function).parameters.values()
         return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -78,7 +78,7 @@ class Registry(dict[str, Entry]):
             raise ConfigError(
                 f"{key}={spec!r}: unknown; use {self.own} or one of {', '.join(self)}"
             )
-        function = load(key, spec)
+        function = import_object(key, spec)
         if not callable(function):
             raise ConfigError(
                 f"{key}={spec!r}: is a {type(function).__name__}, not callable; name a function"

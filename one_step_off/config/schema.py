@@ -269,7 +269,7 @@ class AlgorithmConfig:
     """The objective. mu: the policy that made the tokens; theta: the one being trained."""
 
     adv_estimator: str = key(
-        "grpo", "advantages: a name of docs/algorithms.md, or your own as module:function"
+        "grpo", "advantages: a name of docs/concepts/algorithms.md, or your own as module:function"
     )
     adv_kwargs: dict[str, Any] = key({}, "the estimator's own settings, as {pass_k: 4}")
     norm_adv_by_std: bool = key(
@@ -281,7 +281,7 @@ class AlgorithmConfig:
     gamma: float = key(1.0, "discount per trained token", low=0.0, high=1.0)
     lam: float = key(1.0, "GAE's lambda", low=0.0, high=1.0)
     policy_loss: str = key(
-        "vanilla", "a name of docs/algorithms.md, or your own as module:function"
+        "vanilla", "a name of docs/concepts/algorithms.md, or your own as module:function"
     )
     policy_loss_kwargs: dict[str, Any] = key({}, "the loss's own settings, as {tau_pos: 1.0}")
     clip_ratio: float = key(0.2, "PPO clip, both sides", low=0.0, high=10.0)
@@ -294,7 +294,7 @@ class AlgorithmConfig:
     )
     loss_agg: str = key(
         "token-mean",
-        "sum of the policy's token losses; docs/algorithms.md",
+        "sum of the policy's token losses; docs/concepts/algorithms.md",
         choices=LOSS_AGGREGATIONS,
     )
     max_gen_batches: int = key(
@@ -364,7 +364,7 @@ class AgentConfig:
 
     loop: str = key(
         "single_turn",
-        "a loop of docs/agent_loop.md, or your own as module:Class; a row may name another",
+        "a loop of docs/tutorials/your_own_agent.md, or your own as module:Class; a row may name another",
     )
     loop_kwargs: dict[str, Any] = key({}, "settings of loops by name, as {tool: {format: llama}}")
     tools: str = key(
@@ -504,7 +504,7 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
 
-def settings_of(cfg: Config, role: str) -> Any:
+def role_settings(cfg: Config, role: str) -> Any:
     """The section of a role, with what it leaves open (null) as the actor has it; but the sizes only with its back end,
     and its virtual stages only with its stages."""
     own, actor = getattr(cfg, role), cfg.actor
@@ -518,20 +518,20 @@ def settings_of(cfg: Config, role: str) -> Any:
     )
 
 
-def shares_of(cfg: Config, role: str) -> int:
+def data_parallel_size(cfg: Config, role: str) -> int:
     """Into how many shares a role's ranks split a batch: all of them, or under Megatron those that hold one model."""
-    own, ranks = settings_of(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
+    own, ranks = role_settings(cfg, role), sum(cfg.placement.pools[cfg.placement.roles[role]])
     return ranks // (
         own.tensor_parallel_size * own.pipeline_parallel_size * own.context_parallel_size
     )
 
 
-def path_of(cfg: Config, role: str) -> str:
+def role_model_path(cfg: Config, role: str) -> str:
     """The model that a role begins with."""
     return getattr(getattr(cfg, role), "path", "") or cfg.model.path
 
 
-def tokenizer_of(cfg: Config, section: str) -> Any:
+def load_section_tokenizer(cfg: Config, section: str) -> Any:
     """The tokenizer of a section's model. Imports transformers, and raises what it raises."""
     from transformers import AutoTokenizer
 
@@ -556,7 +556,7 @@ def as_config_error(what: str, mend: str, kinds: Any = Exception) -> Iterator[No
 
 
 @contextmanager
-def placed(where: str) -> Iterator[None]:
+def located_config_error(where: str) -> Iterator[None]:
     """Put a place, as file and line, in front of what a ConfigError says."""
     try:
         yield

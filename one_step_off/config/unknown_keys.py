@@ -1,7 +1,7 @@
 """What to say of a key that does not exist: ours for a key of verl's or TRL's, or the one that was meant.
 
 The keys of other trainers stand in `other_keys.yaml`, of which docs/make_reference.py also makes the tables of
-docs/from_verl.md and docs/from_trl.md.
+docs/reference/from_verl.md and docs/reference/from_trl.md.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-PAGES = {"verl": "docs/from_verl.md", "TRL": "docs/from_trl.md"}
+PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
 COMMON = "common"  # names that are of no one trainer
 
 
@@ -68,7 +68,7 @@ def table_text(trainer: str, table: str) -> str:
 def plain(markdown: str, page: str) -> str:
     """Markdown as a line on a terminal: code without its quotes, and of a link its page."""
     linked = re.sub(r"\[[^]]*\]\(#([\w-]+)\)", rf"{page}#\1", markdown)
-    linked = re.sub(r"\[[^]]*\]\(([\w-]+\.md)\)", r"docs/\1", linked)
+    linked = re.sub(r"\[[^]]*\]\(\.\./([\w/-]+\.md)\)", r"docs/\1", linked)
     return linked.replace("`", "")
 
 

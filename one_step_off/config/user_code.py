@@ -10,9 +10,9 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-LOGS = "logs"  # the folder in the run folder that holds what scorers and replicas print
+LOG_FOLDER = "logs"  # the folder in the run folder that holds what scorers and replicas print
 SHOWN_LETTERS = 80  # of a response, in an error message
-SHOWN_MESSAGE = 400  # letters of what the user's exception says
+MAX_MESSAGE_CHARS = 400  # letters of what the user's exception says
 LONGEST_TRACEBACK = 20_000  # letters
 MOST_TRACEBACKS = 100  # in one process's log: a function may fail on every sample of a run of days
 
@@ -40,7 +40,7 @@ def _is_users(path: str) -> bool:
     return not path.startswith(_other_folders())
 
 
-def place_in(text: str, own_file: str = "", deepest_first: bool = False) -> str:
+def find_user_line(text: str, own_file: str = "", deepest_first: bool = False) -> str:
     """The user's deepest frame in the text of a traceback, as `my_rewards.py:12`; empty where there is none.
 
     `own_file` is the user's wherever it lies, as where their function is installed. `deepest_first`: the order of
@@ -58,18 +58,18 @@ def place_in(text: str, own_file: str = "", deepest_first: bool = False) -> str:
     return f"{path}:{line}"
 
 
-def traceback_of(error: BaseException) -> str:
+def format_traceback(error: BaseException) -> str:
     """The whole traceback as text, its end where it is very long."""
     return "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
 
 
-def described(error: BaseException, own_file: str = "") -> str:
+def describe_error(error: BaseException, own_file: str = "") -> str:
     """The error's type and the user's line that raised it, as `KeyError at my_rewards.py:12`."""
-    place = place_in("".join(traceback.format_exception(error)), own_file)
+    place = find_user_line("".join(traceback.format_exception(error)), own_file)
     return f"{type(error).__name__} at {place}" if place else type(error).__name__
 
 
-def beginning(response: str) -> str:
+def quote_response(response: str) -> str:
     """The end of an error message: the first letters of the response that it is about."""
     more = "..." if len(response) > SHOWN_LETTERS else ""
     return f"the response begins {response[:SHOWN_LETTERS]!r}{more}"
@@ -77,13 +77,11 @@ def beginning(response: str) -> str:
 
 def log_traceback(what: str, text: str) -> None:
     """Write a failure to stderr, which `redirect_output` leads into the run folder, without its secrets."""
-    from one_step_off.config.validation import (
-        masked,
-    )  # it needs the registry, which needs this module
+    from one_step_off.config.validation import mask_secrets
 
     number = next(_numbers)
     if number < MOST_TRACEBACKS:
-        print(masked(f"{what}\n{text}"), file=sys.stderr, flush=True)
+        print(mask_secrets(f"{what}\n{text}"), file=sys.stderr, flush=True)
     elif number == MOST_TRACEBACKS:
         print(
             f"further tracebacks are left out after {MOST_TRACEBACKS}", file=sys.stderr, flush=True

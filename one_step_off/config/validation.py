@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config.hardware import count_gpus
-from one_step_off.config.schema import Config, ConfigError, RewardConfig, settings_of, shares_of
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    RewardConfig,
+    data_parallel_size,
+    role_settings,
+)
 
 ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
 TINY_MODELS = ("tiny:qwen2", "tiny:qwen3", "tiny:tools")
@@ -70,7 +76,7 @@ ENGINE_BREAKS = """logits_processors watermark_config diffusion_config kv_cache_
 ENGINE_BREAKS_ON_CPU = "enable_chunked_prefill long_prefill_token_threshold"
 
 
-def show(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value on one line, as the user would write it, and never long."""
     text = str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)
     if isinstance(value, bool) or value is None:
@@ -84,7 +90,7 @@ _SECRET = re.compile(
 )
 
 
-def masked(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """A text without its secrets, each *** instead: of URLs the part before an @ and ?token=... and the like, and what
     environment variables named as secrets hold."""
     for name, value in os.environ.items():
@@ -93,7 +99,7 @@ def masked(text: str) -> str:
     return _SECRET.sub(lambda m: f"{m[1]}***@" if m[1] else f"{m[2]}***", text)
 
 
-def nearest(word: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, names: Iterable[str], otherwise: str, cutoff: float = 0.6) -> str:
     """ "did you mean ...?" with the most similar name, or `otherwise` where none is similar."""
     close = difflib.get_close_matches(word, list(names), n=1, cutoff=cutoff)
     return f"did you mean {close[0]}?" if close else otherwise
@@ -121,13 +127,13 @@ def checks_after_algorithm(cfg: Config, device: str) -> list[Iterator[Check]]:
     return [*groups, _output(cfg), _carry(cfg), _sync(cfg, device)]
 
 
-def lacks(cfg: Config, num_gpus: int | None = None) -> str | None:
+def missing_hardware(cfg: Config, num_gpus: int | None = None) -> str | None:
     """What this machine lacks to run a config that is valid otherwise, and how to fix it; None if nothing."""
-    num_gpus = visible_gpus(cfg) if num_gpus is None else num_gpus
+    num_gpus = visible_gpu_count(cfg) if num_gpus is None else num_gpus
     return first_fault(cfg, _machine(cfg, resolved_device(cfg, num_gpus), num_gpus))
 
 
-def visible_gpus(cfg: Config) -> int:
+def visible_gpu_count(cfg: Config) -> int:
     return 0 if cfg.placement.device == "cpu" else count_gpus()
 
 
@@ -136,7 +142,9 @@ def first_fault(cfg: Config, checks: Iterable[Check]) -> str | None:
     for wrong, where, why in checks:
         if wrong:
             keys = () if "=" in where else where.split()
-            shown = " and ".join(f"{key}={show(operator.attrgetter(key)(cfg))}" for key in keys)
+            shown = " and ".join(
+                f"{key}={format_value(operator.attrgetter(key)(cfg))}" for key in keys
+            )
             return f"{shown or where}: {why}"
     return None
 
@@ -200,7 +208,7 @@ def _placement(cfg: Config) -> Iterator[Check]:
     pools, roles = cfg.placement.pools, cfg.placement.roles
     known = ", ".join(pools) or "none"
     for role, pool in roles.items():
-        where = f"placement.roles.{show(role)}={show(pool)}"
+        where = f"placement.roles.{format_value(role)}={format_value(pool)}"
         yield role not in ROLES, where, f"unknown role; use {', '.join(ROLES)}"
         yield (
             pool not in pools,
@@ -211,7 +219,7 @@ def _placement(cfg: Config) -> Iterator[Check]:
         yield role not in roles, "placement.roles", f"the role {role} has no pool; add {role}: POOL"
     for pool, shape in pools.items():
         where, good = (
-            f"placement.pools.{show(pool)}={show(shape)}",
+            f"placement.pools.{format_value(pool)}={format_value(shape)}",
             shape and all(1 <= n <= 1024 for n in shape),
         )
         yield (
@@ -227,7 +235,7 @@ def _placement(cfg: Config) -> Iterator[Check]:
     guests = [
         role for role, pool in roles.items() if role != "rollout" and pool == roles["rollout"]
     ]
-    share = f"{', '.join(guests)} and rollout share the pool {show(roles['rollout'])}"
+    share = f"{', '.join(guests)} and rollout share the pool {format_value(roles['rollout'])}"
     why = (
         "one step off needs both at once; set pipeline.staleness=0 or give them pools of their own"
     )
@@ -246,7 +254,7 @@ def _layouts(cfg: Config, device: str) -> Iterator[Check]:
         (role, pool) for role, pool in cfg.placement.roles.items() if role != "rollout"
     ):
         own, ranks, megatron = (
-            settings_of(cfg, role),
+            role_settings(cfg, role),
             sum(cfg.placement.pools[pool]),
             f"{role}.backend=megatron",
         )
@@ -263,12 +271,12 @@ def _layouts(cfg: Config, device: str) -> Iterator[Check]:
             why = f"does not divide the {ranks} ranks of the {role}; use {_divisor(ranks, own.fsdp_size)}, or -1: all"
             yield ranks % own.fsdp_size, f"{role}.fsdp_size", why
             why = "needs a C++ compiler on CPUs, as g++; install one or set it to false"
-            lacks = (
+            no_compiler = (
                 own.torch_compile
                 and device == "cpu"
                 and not any(map(shutil.which, ("g++", "clang++", "c++")))
             )
-            yield lacks, f"{role}.torch_compile", why
+            yield no_compiler, f"{role}.torch_compile", why
             for name, size in sizes.items():
                 yield (
                     size > 1,
@@ -277,12 +285,12 @@ def _layouts(cfg: Config, device: str) -> Iterator[Check]:
                 )
             continue
         yield (
-            not _installed("megatron.core"),
+            not is_installed("megatron.core"),
             megatron,
             "megatron-core is missing; run MEGATRON=1 shell/setup.sh",
         )
         why = "transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
-        yield device == "cuda" and not _installed("transformer_engine"), megatron, why
+        yield device == "cuda" and not is_installed("transformer_engine"), megatron, why
         whole = math.prod(sizes.values()) // ep
         of = ", ".join(
             f"{role}.{name}={size}" for name, size in sizes.items() if size > 1 and name[0] != "e"
@@ -306,14 +314,14 @@ def _layouts(cfg: Config, device: str) -> Iterator[Check]:
             yield (
                 True,
                 f"{role}.{name}",
-                f"only the fsdp back end has it; set it to {show(fsdps[name])}",
+                f"only the fsdp back end has it; set it to {format_value(fsdps[name])}",
             )
 
 
 def _batch(cfg: Config) -> Iterator[Check]:
     batch, n, width = cfg.data.train_batch_size, cfg.rollout.n, cfg.rollout.tensor_parallel_size
     for role in (role for role in ("actor", "critic") if role in cfg.placement.roles):
-        own, shares = settings_of(cfg, role), shares_of(cfg, role)
+        own, shares = role_settings(cfg, role), data_parallel_size(cfg, role)
         mini, where = (
             own.ppo_mini_batch_size,
             f"{role}.ppo_mini_batch_size={own.ppo_mini_batch_size}",
@@ -416,9 +424,9 @@ def _roles(cfg: Config, device: str) -> Iterator[Check]:
 
 def _sampling(cfg: Config) -> Iterator[Check]:
     for name, value in cfg.rollout.sampling_kwargs.items():
-        where = f"rollout.sampling_kwargs.{show(name)}={show(value)}"
+        where = f"rollout.sampling_kwargs.{format_value(name)}={format_value(value)}"
         yield _owner(cfg, name), where, f"use {_owner(cfg, name)}"
-        mend = nearest(
+        mend = did_you_mean(
             name, SAMPLING_ALLOWED, f"remove it (allowed are {', '.join(SAMPLING_ALLOWED)})", 0.8
         )
         why = "only fields that cannot move the engine's log-probs off the policy's may be set"
@@ -430,7 +438,10 @@ def _sampling(cfg: Config) -> Iterator[Check]:
 def _engine(cfg: Config, device: str) -> Iterator[Check]:
     longest = cfg.data.max_prompt_length + cfg.data.max_response_length
     for name, value in cfg.rollout.engine_kwargs.items():
-        where, on_cpu = f"rollout.engine_kwargs.{show(name)}={show(value)}", device == "cpu"
+        where, on_cpu = (
+            f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}",
+            device == "cpu",
+        )
         yield _owner(cfg, name), where, f"use {_owner(cfg, name)}"
         yield (
             name in ENGINE_SET.split(),
@@ -458,8 +469,8 @@ def check_engine_names(cfg: Config, names: Iterable[str]) -> None:
     for name, value in cfg.rollout.engine_kwargs.items():
         if name not in known:
             where, mend = (
-                f"rollout.engine_kwargs.{show(name)}={show(value)}",
-                nearest(name, known, "remove it"),
+                f"rollout.engine_kwargs.{format_value(name)}={format_value(value)}",
+                did_you_mean(name, known, "remove it"),
             )
             raise ConfigError(f"{where}: the installed vLLM has no such field; {mend}")
 
@@ -513,13 +524,13 @@ def _data(cfg: Config) -> Iterator[Check]:
     for name, files in cfg.data.val_sets.items():
         good = name != "val" and re.fullmatch(r"[A-Za-z0-9_.-]+", name) and files.strip(" ,")
         why = "must have a name of letters, digits, _.- (not val), files"
-        yield not good, f"data.val_sets.{show(name)}={show(files)}", why
+        yield not good, f"data.val_sets.{format_value(name)}={format_value(files)}", why
     named = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
     named |= {f"val_sets.{name}": files for name, files in cfg.data.val_sets.items()}
     for name, source in (
         (name, source.strip()) for name, files in named.items() for source in files.split(",")
     ):
-        where, there = f"data.{name}={show(source)}", os.path.exists(source)
+        where, there = f"data.{name}={format_value(source)}", os.path.exists(source)
         if source.startswith("generator:"):
             why = f"no such generator; use generator:{' or generator:'.join(GENERATORS)}"
             yield source.removeprefix("generator:") not in GENERATORS, where, why
@@ -535,7 +546,7 @@ def _data(cfg: Config) -> Iterator[Check]:
     yield not known, "reward.function", wanted
     for source, name in cfg.reward.functions.items():
         known = name in BUILT_IN_REWARDS or is_user_spec(name)
-        yield not known, f"reward.functions.{show(source)}={show(name)}", wanted
+        yield not known, f"reward.functions.{format_value(source)}={format_value(name)}", wanted
     twice = cfg.reward.functions and cfg.reward.function != RewardConfig.function
     why = "reward.functions names the function of every data_source; put it there, or remove one of the two"
     yield twice, "reward.function", why
@@ -553,11 +564,11 @@ def _agent(cfg: Config) -> Iterator[Check]:
         there = (
             spec in known or is_user_spec(spec) or (key == "tools" and spec.startswith("mcp:http"))
         )
-        mend = nearest(spec, known, f"use {', '.join(known)}, or your own as {yours}")
-        yield not there, f"agent.{key}={show(spec)}", f"no such name; {mend}"
+        mend = did_you_mean(spec, known, f"use {', '.join(known)}, or your own as {yours}")
+        yield not there, f"agent.{key}={format_value(spec)}", f"no such name; {mend}"
     for name, own in cfg.agent.loop_kwargs.items():
         why = "must be a mapping of this loop's settings, as {format: llama}"
-        yield not isinstance(own, dict), f"agent.loop_kwargs.{name}={show(own)}", why
+        yield not isinstance(own, dict), f"agent.loop_kwargs.{name}={format_value(own)}", why
 
 
 def is_user_spec(spec: str) -> bool:
@@ -583,13 +594,13 @@ def _output(cfg: Config) -> Iterator[Check]:
         f"{parent} is not a folder that can be written to; name another",
     )
     there = resume in ("auto", "never") or os.path.isfile(os.path.join(resume, "state.json"))
-    mend = nearest(
+    mend = did_you_mean(
         resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
     )
     yield not there, "trainer.resume", f"no checkpoint there (state.json is missing); {mend}"
     for name in (name for name in ("tensorboard", "wandb") if getattr(log, name)):
         why = f"the package {name} is missing; pip install {name}, or set it to false"
-        yield not _installed(name), f"logging.{name}", why
+        yield not is_installed(name), f"logging.{name}", why
     yield (
         log.wandb and not log.wandb_project.strip(),
         "logging.wandb_project",
@@ -597,7 +608,7 @@ def _output(cfg: Config) -> Iterator[Check]:
     )
 
 
-def _installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     """Whether a package can be imported, without doing so. A mere folder of that name (W&B makes wandb/) is none."""
     try:
         found = sys.modules.get(package) or importlib.util.find_spec(package)
@@ -625,7 +636,7 @@ def _machine(cfg: Config, device: str, num_gpus: int) -> Iterator[Check]:
     pools, cluster = cfg.placement.pools, "smaller pools, or set RAY_ADDRESS to a cluster"
     for name, shape in pools.items():
         why = f"{len(shape)} nodes, but this machine is one; use [{sum(shape)}], {cluster}"
-        yield len(shape) > 1, f"placement.pools.{show(name)}={show(shape)}", why
+        yield len(shape) > 1, f"placement.pools.{format_value(name)}={format_value(shape)}", why
     wanted = sum(map(sum, pools.values()))
     why = f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {cluster}"
     yield device == "cuda" and wanted > num_gpus, "placement.pools", why

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from one_step_off.data.samples import Sample
 
-MAIN = "val"  # the set of data.val_files; its keys carry no name
+MAIN_SET = "val"  # the set of data.val_files; its keys carry no name
 
 
 def set_epoch(index: int) -> int:
@@ -36,7 +36,7 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
     return means
 
 
-def figures(
+def evaluation_metrics(
     samples: Sequence[Sample], names: Sequence[str], passes_at: float = 1.0
 ) -> dict[str, float]:
     """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/reward/PART" of

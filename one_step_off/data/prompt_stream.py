@@ -13,9 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import Config, ConfigError, DataConfig, first_line, placed
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    DataConfig,
+    first_line,
+    located_config_error,
+)
 from one_step_off.config.validation import FILE_ENDINGS
-from one_step_off.data.evaluation import MAIN, set_epoch
+from one_step_off.data.evaluation import MAIN_SET, set_epoch
 from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import Prompt, PromptId
 from one_step_off.data.word_problems import GENERATORS, default_test_size
@@ -261,7 +267,7 @@ def _tokenise(texts: list[str], tokenizer: Any, templated: bool) -> list[list[in
     return [one if one[:1] == [bos] else [bos, *one] for one in ids]
 
 
-def encode(
+def tokenize_rows(
     rows: Sequence[Row],
     tokenizer: Any,
     cfg: DataConfig,
@@ -290,7 +296,7 @@ def encode(
     )
     prompts, pairs = [], []
     for row in rows:
-        with placed(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
+        with located_config_error(f"data row {row.where}, column agent_loop={row.agent_loop!r}: "):
             tools = tools_of(row.agent_loop)
         own: dict[str, Any] = {"tools": tools} if tools else {}
         try:
@@ -414,7 +420,7 @@ class PromptStream:
 
 
 @dataclass
-class Data:
+class RunData:
     """What a run trains and is evaluated on. `val` holds the prompts of all held-out sets, None without one."""
 
     stream: PromptStream
@@ -435,26 +441,28 @@ class Data:
         return {p.id[1]: p for p in self.stream.prompts} | {p.id: p for p in self.val or ()}
 
 
-def build(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> Data:
+def load_run_data(cfg: Config, tokenizer: Any, tools_of: ToolsOf = lambda _: None) -> RunData:
     """Read, check and tokenise both sets of a run. Held-out prompts have ids (-1, row), those of the second set (-2,
     row), and so on. Generated held-out problems do not depend on `trainer.seed`, so that runs with other seeds are
     evaluated alike. Raises ConfigError: see `load_rows` and `encode`."""
     report, t, steps = Report("training data"), cfg.trainer, cfg.trainer.total_steps or 0
     rows = load_rows(cfg.data.train_files, "train", cfg.data, t.seed, report)
-    prompts = encode(rows, tokenizer, cfg.data, 0, report, tools_of)
+    prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of)
     stream = PromptStream(
         prompts, cfg.data.train_batch_size, cfg.data.shuffle, t.seed, steps, t.total_epochs or 0
     )
     reports, val, known = [report], [], {p.text for p in prompts}
-    sets = ({MAIN: cfg.data.val_files} if cfg.data.val_files.strip() else {}) | cfg.data.val_sets
+    sets = (
+        {MAIN_SET: cfg.data.val_files} if cfg.data.val_files.strip() else {}
+    ) | cfg.data.val_sets
     for index, (name, files) in enumerate(sets.items() if cfg.data.val_size else ()):
-        held_out = Report("held-out data" if name == MAIN else f"held-out data {name}")
+        held_out = Report("held-out data" if name == MAIN_SET else f"held-out data {name}")
         reports.append(held_out)
         val_rows = load_rows(files, "test", cfg.data, 0, held_out, cfg.data.val_size)
-        mine = encode(val_rows, tokenizer, cfg.data, set_epoch(index), held_out, tools_of)
+        mine = tokenize_rows(val_rows, tokenizer, cfg.data, set_epoch(index), held_out, tools_of)
         if shared := sum(p.text in known for p in mine):
             held_out.notes += [
                 f"warning: {shared} of the {len(mine)} held-out prompts are also in the training data"
             ]
         val += mine
-    return Data(stream, val or None, reports, list(sets))
+    return RunData(stream, val or None, reports, list(sets))

@@ -14,7 +14,7 @@ PromptId = tuple[int, int]
 Stamp = tuple[int, int]
 """Which weights made a token: (incarnation of the trainer, weight version)."""
 
-OTHERS = -1
+NOT_GENERATED = -1
 """The version of a token that no weights made: a tool or the user said it. Never trained on."""
 
 
@@ -36,10 +36,10 @@ class Prompt:
     where: str = ""
 
 
-FAULTS = "reward/errors", "reward/timeouts", "agent/errors"
+FAULT_METRICS = "reward/errors", "reward/timeouts", "agent/errors"
 """What may be wrong with a sample; each is the metric that counts it."""
 
-Find = Callable[[PromptId], Prompt | None]
+PromptLookup = Callable[[PromptId], Prompt | None]
 """The prompt of an id, where it is known."""
 
 
@@ -84,15 +84,15 @@ class Sample:
         return len(self.prompt_ids) + len(self.response_ids)
 
 
-TOKENS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
-COLUMNS = (
+TOKEN_FIELDS = "response_ids", "log_probs", "loss_mask", "versions"  # of a sample: [R] each
+TRAINER_FIELDS = (
     "advantages",
     "old_log_probs",
     "ref_log_probs",
     "values",
     "returns",
 )  # of a batch, for trainers
-NOWHERE = ([None] * (1 + len(COLUMNS)), None)  # a batch that is not in Ray's object store
+NOT_STORED = ([None] * (1 + len(TRAINER_FIELDS)), None)  # a batch that is not in Ray's object store
 
 
 @dataclass
@@ -108,8 +108,8 @@ class Batch:
 
     step: int
     samples: list[Sample]
-    expected: Stamp
-    older: int = 0
+    expected_stamp: Stamp
+    max_version_lag: int = 0
     advantages: list[np.ndarray] | None = None
     old_log_probs: list[np.ndarray] | None = None
     ref_log_probs: list[np.ndarray] | None = None
@@ -117,7 +117,7 @@ class Batch:
     returns: list[np.ndarray] | None = None
     prob_squares: list[np.ndarray] | None = None
     dropped: list[Sample] = field(default_factory=list)
-    stored: tuple[list, Any] = NOWHERE
+    stored: tuple[list, Any] = NOT_STORED
 
     def prompt_order(self) -> list[PromptId]:
         """The prompts of this step, each once, in order; those that were dropped come last."""
@@ -136,7 +136,7 @@ class Batch:
         ]
 
 
-def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
+def split_by_lengths(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     """The parts of `flat`, which stand in a row there, as views."""
     return [
         flat[end - length : end]
@@ -144,20 +144,23 @@ def split(flat: np.ndarray, lengths: list[int]) -> list[np.ndarray]:
     ]
 
 
-def parts(items: Any, size: int = 256) -> Iterator[Any]:
+def chunks(items: Any, size: int = 256) -> Iterator[Any]:
     """A list or array in parts of so many items. What is made of arrays one by one takes a slow call for each, and what is
     made of all at once fresh memory, which may cost more than the work."""
     return (items[i : i + size] for i in range(0, len(items), size))
 
 
-def generated(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
+def generated_tokens(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
     """Of the tokens that the policy made: how many each response has, int64 [B], and the oldest and newest of their
     versions (NaN: there are none)."""
     counts, found = [], []
-    for some in parts([s.versions for s in samples]):
+    for some in chunks([s.versions for s in samples]):
         made = np.concatenate(some)
-        if OTHERS in made:
-            made, some = made[made != OTHERS], [versions[versions != OTHERS] for versions in some]
+        if NOT_GENERATED in made:
+            made, some = (
+                made[made != NOT_GENERATED],
+                [versions[versions != NOT_GENERATED] for versions in some],
+            )
         counts += map(len, some)
         found += [made.min(), made.max()] if len(made) else []
     return (
@@ -167,31 +170,35 @@ def generated(samples: list[Sample]) -> tuple[np.ndarray, float, float]:
     )
 
 
-class Arrays(list[np.ndarray]):
+class PackedArrays(list[np.ndarray]):
     """Goes to another process as one long array, and is a list of its parts there, read-only. Ray takes longer over each
     of a hundred thousand arrays than over its bytes."""
 
     def __reduce__(self) -> tuple:
-        return (split, (np.concatenate(self), [*map(len, self)])) if self else (list, ())
+        return (split_by_lengths, (np.concatenate(self), [*map(len, self)])) if self else (list, ())
 
 
-class Samples(list[Sample]):
+class PackedSamples(list[Sample]):
     """Goes to another process as a few long arrays, and is a list there. `leave`: fields that stay behind, and have their
     defaults there."""
 
     leave: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple:
-        names = [f.name for f in fields(Sample) if f.name not in (*TOKENS, *self.leave)]
+        names = [f.name for f in fields(Sample) if f.name not in (*TOKEN_FIELDS, *self.leave)]
         rows = [*map(operator.attrgetter(*names), self)]
-        return _arrived, (names, rows, [Arrays(getattr(s, name) for s in self) for name in TOKENS])
+        return _arrived, (
+            names,
+            rows,
+            [PackedArrays(getattr(s, name) for s in self) for name in TOKEN_FIELDS],
+        )
 
 
-class Shares(dict[int, np.ndarray]):
+class PackedShares(dict[int, np.ndarray]):
     """Position -> array of some samples of a batch: goes to another process like `Arrays`, and is a dict there."""
 
     def __reduce__(self) -> tuple:
-        return _share, ([*self], Arrays(self.values()))
+        return _share, ([*self], PackedArrays(self.values()))
 
 
 def _share(positions: list[int], arrays: list[np.ndarray]) -> dict[int, np.ndarray]:
@@ -199,7 +206,7 @@ def _share(positions: list[int], arrays: list[np.ndarray]) -> dict[int, np.ndarr
 
 
 def _arrived(names: list[str], rows: list[tuple], columns: list[list[np.ndarray]]) -> list[Sample]:
-    known = (*names, *TOKENS)
+    known = (*names, *TOKEN_FIELDS)
     return [
         Sample(**dict(zip(known, (*row, *own), strict=True)))
         for row, *own in zip(rows, *columns, strict=True)
@@ -210,11 +217,11 @@ class StalenessError(AssertionError):
     """A token was made by other weights than the pipeline promises."""
 
 
-def assert_versions(batch: Batch) -> None:
-    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected` made it, or with
-    `batch.older` some of the versions before. Raises StalenessError: names the step, the sample, the token and the stamps."""
-    (incarnation, version), samples = batch.expected, batch.samples
-    oldest = version - batch.older
+def assert_staleness(batch: Batch) -> None:
+    """Check for every token of the policy, trained or not, that exactly the weights `batch.expected_stamp` made it, or with
+    `batch.max_version_lag` some of the versions before. Raises StalenessError: names the step, the sample, the token and the stamps."""
+    (incarnation, version), samples = batch.expected_stamp, batch.samples
+    oldest = version - batch.max_version_lag
 
     def first_wrong(some: list[Sample]) -> int | None:
         """Which of their tokens, all in a row; 0 where these are not whole, or of another incarnation."""
@@ -225,15 +232,19 @@ def assert_versions(batch: Batch) -> None:
         if oldest <= made.min(initial=version) and made.max(initial=oldest) <= version:
             return None  # whatever is trained
         trained = np.concatenate([s.loss_mask for s in some])
-        wrong = np.flatnonzero(((made < oldest) | (made > version)) & ((made != OTHERS) | trained))
+        wrong = np.flatnonzero(
+            ((made < oldest) | (made > version)) & ((made != NOT_GENERATED) | trained)
+        )
         return int(wrong[0]) if len(wrong) else None
 
     # All at once, for calls on thousands of small arrays are slow; one by one where it is to be told what is wrong.
-    for s in itertools.chain(*(some for some in parts(samples) if first_wrong(some) is not None)):
+    for s in itertools.chain(*(some for some in chunks(samples) if first_wrong(some) is not None)):
         if (at := first_wrong([s])) is not None:
             made = f"incarnation {s.incarnation}, version {s.versions[at] if len(s.versions) > at else None}"
             where = f"step {batch.step}, prompt {s.prompt_id}, sample {s.index}, token {at}: made by weights ({made})"
-            right = f"versions {oldest} to {version}" if batch.older else f"version {version}"
+            right = (
+                f"versions {oldest} to {version}" if batch.max_version_lag else f"version {version}"
+            )
             raise StalenessError(
                 f"{where}, but this step trains on (incarnation {incarnation}, {right})"
             )

@@ -1,12 +1,12 @@
 """What a person at the screen sees: a live bar on a terminal, plain lines anywhere else; and what a run says of itself
 before it starts and after it has ended, as (name, text) pairs.
 
-    with Screen() as screen:
-        with screen.working("starting Ray"):
+    with RunConsole() as run_console:
+        with run_console.working("starting Ray"):
             ...
-        with screen.training(total_steps):
-            screen.step(row, total_steps)        # a row of metrics.jsonl
-        screen.table(facts)
+        with run_console.training(total_steps):
+            run_console.step(row, total_steps)        # a row of metrics.jsonl
+        run_console.table(facts)
 
 Leaving the block takes the live part off the screen, whatever happened in it, so that an error is printed below
 everything else and never painted over.
@@ -31,7 +31,7 @@ from rich.text import Text
 
 from one_step_off.config.loading import placement_text
 from one_step_off.config.schema import Config
-from one_step_off.config.validation import masked
+from one_step_off.config.validation import mask_secrets
 from one_step_off.monitoring.loggers import VAL, numbered
 
 Facts = list[tuple[str, str]]
@@ -64,7 +64,7 @@ _END = (
 )
 
 
-class Screen(progress.Progress):
+class RunConsole(progress.Progress):
     """What is going on stands at the bottom of a terminal and moves, a line per task and one with the `figures` of the last
     step; what was said, and what libraries print meanwhile, scrolls by above it. Files, pipes, CI and terminals that cannot
     move their cursor get lines instead, one per step."""
@@ -100,15 +100,15 @@ class Screen(progress.Progress):
         if self.figures:
             yield Text(self.figures, style="cyan")
 
-    def say(self, line: str) -> None:
+    def print_line(self, line: str) -> None:
         """One line without its secrets, left to the terminal to wrap: a command must copy as one line."""
-        self.console.print(Text(masked(line)), soft_wrap=True)
+        self.console.print(Text(mask_secrets(line)), soft_wrap=True)
 
     def table(self, facts: Iterable[tuple[str, str]]) -> None:
         """Named facts, one per line, aligned; an empty name continues the one above."""
         for name, text in facts:
             self.console.print(
-                Text.assemble((f"{name:<{_NAMES}}", "bold"), masked(text)), soft_wrap=True
+                Text.assemble((f"{name:<{_NAMES}}", "bold"), mask_secrets(text)), soft_wrap=True
             )
 
     @contextlib.contextmanager
@@ -133,13 +133,13 @@ class Screen(progress.Progress):
 
     def _begin(self, what: str, total: float | None) -> Task:
         if self.disable:
-            self.say(f"{what} ...")
+            self.print_line(f"{what} ...")
         self.add_task(what, total=total)
         return self.tasks[-1]
 
     def _tell(self, task: Task) -> None:
         if task.elapsed >= 1:
-            self.say(f"{task.description}: {task.elapsed:.0f} s")
+            self.print_line(f"{task.description}: {task.elapsed:.0f} s")
 
     def _remove(self, task: Task) -> None:
         self.remove_task(task.id)
@@ -165,7 +165,7 @@ class Screen(progress.Progress):
                 "canary/logprob_diff_max": math.nan,
             } | row
             known["parts"] = parts_text(reward_parts(row))
-            self.say(
+            self.print_line(
                 _STEP.format_map(
                     known | {"number": row["step"] + 1, "total": total, "width": len(str(total))}
                 )

@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.loading import parsed, resolved_yaml
+from one_step_off.config.loading import parse_yaml, resolved_yaml
 from one_step_off.config.schema import Config, as_config_error
-from one_step_off.data.samples import OTHERS, Batch, Find, Sample
+from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
 
 SAMPLES, STEP, VAL = "samples", "step_", "val_v"
 _PATIENCE_S = 60.0
@@ -78,7 +78,7 @@ class Wandb:
                 "dir": str(folder),
             }
             self.run = wandb.init(
-                config=parsed(resolved_yaml(cfg))[0], settings=settings, **how, **where
+                config=parse_yaml(resolved_yaml(cfg))[0], settings=settings, **how, **where
             )
         file.write_text(run_id + "\n")
         # Asking an offline run for its address makes W&B warn.
@@ -137,7 +137,7 @@ def started_first(cfg: Config, resumed: bool) -> dict[str, Any]:
 class SampleDump:
     """All samples of each step and evaluation, one JSON object per line."""
 
-    def __init__(self, folder: Path, find: Find) -> None:
+    def __init__(self, folder: Path, find: PromptLookup) -> None:
         self.folder, self.find = folder / SAMPLES, find
         self.folder.mkdir(parents=True, exist_ok=True)
 
@@ -173,7 +173,7 @@ class SampleDump:
         }
         row |= {
             "finish_reason": sample.finish_reason,
-            "versions": sorted(set(sample.versions.tolist()) - {OTHERS}),
+            "versions": sorted(set(sample.versions.tolist()) - {NOT_GENERATED}),
         }
         row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
         row["response"] = sample.response
@@ -268,7 +268,7 @@ class Loggers:
 
 
 def open_loggers(
-    cfg: Config, first_step: int, find: Find, say: Callable[[str], None], started: dict
+    cfg: Config, first_step: int, find: PromptLookup, say: Callable[[str], None], started: dict
 ) -> Loggers:
     """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
     also its event files, for it was another run. `started`: see `started_first`."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from one_step_off.config.schema import ConfigError, as_config_error, first_line
-from one_step_off.config.validation import masked
+from one_step_off.config.validation import mask_secrets
 from one_step_off.monitoring.loggers import STEP, numbered
 from one_step_off.monitoring.tracker import Row, speed
 
@@ -53,7 +53,7 @@ def longest(folder: Path) -> list[Row]:
         (row for row in rows if isinstance(row.get("length"), int)), key=lambda row: -row["length"]
     )
     return [
-        {k: masked(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()}
+        {k: mask_secrets(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()}
         for row in found[:SHOWN]
     ]
 
@@ -81,14 +81,14 @@ def collect(folder: Path, ended: str = "") -> dict[str, Any]:
     }
     found |= {"events": objects(*timeline.split("\n")), "cut": len(timeline) == MOST_BYTES}
     found |= {
-        "config": masked(text_of(folder / "config.yaml")),
+        "config": mask_secrets(text_of(folder / "config.yaml")),
         "versions": versions,
         "summary": summary,
     }
     return found | {
         "samples": longest(folder),
         "name": folder.resolve().name,
-        "ended": masked(ended),
+        "ended": mask_secrets(ended),
     }
 
 

@@ -11,9 +11,9 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from one_step_off.data.evaluation import MAIN, figures
-from one_step_off.data.samples import FAULTS, Batch, Sample, generated
-from one_step_off.monitoring.console import Screen, parts_text
+from one_step_off.data.evaluation import MAIN_SET, evaluation_metrics
+from one_step_off.data.samples import FAULT_METRICS, Batch, Sample, generated_tokens
+from one_step_off.monitoring.console import RunConsole, parts_text
 from one_step_off.monitoring.flops import Meter
 from one_step_off.monitoring.loggers import Loggers
 
@@ -78,26 +78,30 @@ def agent_stats(samples: list[Sample]) -> dict[str, float]:
 
 class Tracker:
     """Writes `metrics.jsonl`, `ledger.jsonl` and `summary.json`, and tells the screen and, once they are open, the
-    `loggers`. `usage` is the latest of what `usage.watching` found. `evaluations` are all of the run, those before a
+    `loggers`. `usage` is the latest of what `resource_usage.watch_usage` found. `evaluations` are all of the run, those before a
     resume too; `unwritten` is what the next row has to repeat of them."""
 
     def __init__(
-        self, folder: str, total_steps: int, out: TextIO | None = None, screen: Screen | None = None
+        self,
+        folder: str,
+        total_steps: int,
+        out: TextIO | None = None,
+        console: RunConsole | None = None,
     ) -> None:
         """`screen` None: plain lines to `out`."""
-        self.folder, self.total_steps, self.screen = (
+        self.folder, self.total_steps, self.console = (
             Path(folder),
             total_steps,
-            screen or Screen(out),
+            console or RunConsole(out),
         )
-        self.say = self.screen.say  # one line for the person at the screen
+        self.log = self.console.print_line  # one line for the person at the screen
         self.folder.mkdir(parents=True, exist_ok=True)
         self.begin = time.perf_counter()
         self.first_step = self.steps_before = 0
         self.steps: list[Row] = []
         self.evaluations: list[dict[str, float]] = []
         self.unwritten: dict[str, float] = {}
-        self.val_names = [MAIN]
+        self.val_names = [MAIN_SET]
         self.passes_at = 1.0  # the reward with which a held-out sample passes, for pass@k
         self.loggers: Loggers | None = None
         self.meter: Meter | None = None
@@ -147,7 +151,7 @@ class Tracker:
                 self.loggers.evaluation(found, [])
 
     def report_usage(self, metrics: dict[str, float], device_name: str) -> None:
-        """What `usage.watching` found; it goes into the rows from now on."""
+        """What `resource_usage.watch_usage` found; it goes into the rows from now on."""
         self.usage |= metrics
         if self.meter and device_name:
             self.meter.device_name = device_name
@@ -209,20 +213,22 @@ class Tracker:
 
     def step(self, batch: Batch, version: int, metrics: dict[str, float]) -> None:
         """Record one finished step; `version` is the trainer's before the update."""
-        made, oldest, newest = generated(batch.samples)
+        made, oldest, newest = generated_tokens(batch.samples)
         row = {"step": batch.step, "weight_version": version} | group_stats(batch.samples)
         row |= {"tokens/response": float(made.sum()), "staleness/min": version - newest}
         row |= (
             {"staleness/max": version - oldest} | metrics | self.spans | self.unwritten | self.usage
         )
         self.unwritten, self.spans = {}, {}
-        for name in (n for n in FAULTS if metrics.get(n) and not any(r.get(n) for r in self.steps)):
+        for name in (
+            n for n in FAULT_METRICS if metrics.get(n) and not any(r.get(n) for r in self.steps)
+        ):
             whose = (
                 s.extra["error"]
                 for s in batch.samples + batch.dropped
                 if s.extra.get("fault") == name
             )
-            self.say(
+            self.log(
                 f"warning: {name} counts samples that were not scored; the first: {next(whose, 'a greedy one')}"
             )
         if self.meter:
@@ -240,12 +246,12 @@ class Tracker:
         self._append("ledger.jsonl", consumed | ({"replaced": replaced} if replaced else {}))
         if self.loggers:
             self.loggers.step(row, batch)
-        self.screen.step(row, self.total_steps)
+        self.console.step(row, self.total_steps)
 
     def evaluation(self, version: int, samples: list[Sample], seconds: float) -> None:
         """Record one evaluation of the held-out set, made by weight version `version`. `evaluations.jsonl` has them
         all; the row of the step that ends next, beside which it ran, repeats the newest."""
-        found = {"val/version": float(version), "val/seconds": seconds} | figures(
+        found = {"val/version": float(version), "val/seconds": seconds} | evaluation_metrics(
             samples, self.val_names, self.passes_at
         )
         found |= {f"val/{name}": value for name, value in agent_stats(samples).items()}
@@ -254,7 +260,7 @@ class Tracker:
         self._append("evaluations.jsonl", found)
         if self.loggers:
             self.loggers.evaluation(found, samples)
-        self.say(held_out_line(found))
+        self.log(held_out_line(found))
 
     def close(self, failed: bool = False) -> None:
         """Wait for what the loggers still write. `failed`: the run ended by an error."""
@@ -291,7 +297,7 @@ class Tracker:
         found |= {name: value for name, value in self.usage.items() if name.startswith("memory/")}
         found |= {
             name: sum(r.get(name, 0.0) for r in self.steps)
-            for name in (*FAULTS, "samples/dropped_groups")
+            for name in (*FAULT_METRICS, "samples/dropped_groups")
         }
         found |= {"device": self.meter.device_name or "cpu"} if self.meter else {}
         found = _without_nan(found)

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.loading import load
-from one_step_off.config.schema import Config, ConfigError, shares_of
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config, ConfigError, data_parallel_size
 from one_step_off.config.validation import resolved_device
 from one_step_off.runtime.validation import validate
 
@@ -82,7 +82,7 @@ def by_runs(folders: list[str]) -> Any:
     rows, lengths, n = [], [], 0
     for folder in map(Path, folders):
         try:
-            own = load([f"config={folder / 'config.yaml'}"])
+            own = load_config([f"config={folder / 'config.yaml'}"])
             steps = [
                 json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
             ][WARM_UP:]
@@ -165,7 +165,7 @@ def compare(cfg: Config, work: Any, gpus: int) -> list[tuple[str, str, dict[str,
     r, width, whole = (
         cfg.rollout,
         cfg.rollout.tensor_parallel_size,
-        devices(cfg)[1] // shares_of(cfg, "actor"),
+        devices(cfg)[1] // data_parallel_size(cfg, "actor"),
     )
 
     def trains(ranks: int) -> bool:
@@ -223,7 +223,7 @@ def main(argv: list[str]) -> int:
         "--times", metavar="GEN,TRAIN,SYNC[,TAIL]", help="seconds of a step in turns on those pools"
     )
     args = parser.parse_intermixed_args(argv)
-    cfg, given = load(args.keys), bool(args.runs or args.times)
+    cfg, given = load_config(args.keys), bool(args.runs or args.times)
     pools, where = cfg.placement.pools, cfg.placement.roles
     gpus = sum(map(sum, pools.values())) if args.gpus is None else args.gpus
     if not 2 <= gpus <= ANY:

@@ -174,7 +174,7 @@ class Trainer:
         self.sent.clear()
         return {"actor/sync_wait_s": waited}
 
-    def expect(self) -> asyncio.Task:
+    def score_canary(self) -> asyncio.Task:
         """The trainer's half of the canary, before anything that it is asked for later."""
         return asyncio.ensure_future(self._busy(self.work.canary_s))
 
@@ -186,7 +186,7 @@ class Trainer:
     ) -> dict[str, float]:
         """A sync."""
         begin = now()
-        await (expected or self.expect())
+        await (expected or self.score_canary())
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.replicas):
             replica.stamp, self.rollout.supervisor.health[i].state = stamp, ReplicaState.HEALTHY

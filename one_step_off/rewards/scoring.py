@@ -23,14 +23,14 @@ from typing import Any
 from one_step_off.config.registry import Registry
 from one_step_off.config.schema import ConfigError, RewardConfig, as_config_error
 from one_step_off.config.user_code import (
-    SHOWN_MESSAGE,
-    beginning,
-    described,
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    find_user_line,
+    format_traceback,
     log_traceback,
-    place_in,
-    traceback_of,
+    quote_response,
 )
-from one_step_off.config.validation import masked, show
+from one_step_off.config.validation import format_value, mask_secrets
 from one_step_off.data.plain_numbers import plain_number
 from one_step_off.data.samples import PromptId
 
@@ -43,7 +43,7 @@ GIVEN = (
 COLUMNS = "extra_info"  # to functions that take it, beside those
 Score = float | dict[str, float] | None
 """A finite reward, of LARGEST at most; or its parts by name, which sum to it; None: not judged in time."""
-LARGEST = (
+MAX_REWARD = (
     1e30  # reward, or part of one: beyond, sums over a batch, or weighted ones, might be infinite
 )
 GRACE_S = (
@@ -92,10 +92,10 @@ class RewardError(Exception):
     the cause. `kind`: of FAULTS. `details`, as a traceback, are its note: they travel with it and stand in error.log."""
 
     def __init__(self, why: str, kind: str = "reward/errors", details: str = "") -> None:
-        super().__init__(" ".join(masked(why[:2000])[:1000].split()))
+        super().__init__(" ".join(mask_secrets(why[:2000])[:1000].split()))
         self.kind = kind
         if details:
-            self.add_note(masked(details))
+            self.add_note(mask_secrets(details))
 
 
 class _TimeUp(BaseException):
@@ -122,7 +122,7 @@ class RewardItem:
         return f"prompt {self.prompt_id}, sample {self.index}{row}"
 
 
-BUILT_IN = Registry("reward.function")
+REWARD_FUNCTIONS = Registry("reward.function")
 
 # --- built-in functions -----------------------------------------------------------------------------------------
 
@@ -134,7 +134,7 @@ _LONGEST_ANSWER = 200
 _LONGEST_TAIL = 4000
 
 
-@BUILT_IN.register("gsm8k")
+@REWARD_FUNCTIONS.register("gsm8k")
 def gsm8k(response: str, ground_truth: str, **_: Any) -> float:
     """1.0 if the number after the response's last `####` equals the ground truth, else 0.0. Never raises. Plain numbers
     are compared exactly, without thousands commas, `$`, `%`, a unit or a final period. Another form, as `\\frac{1}{2}`,
@@ -188,7 +188,7 @@ def _math_equal(answer: str, ground_truth: str, boxed: bool = True) -> float:
         return 0.0
 
 
-@BUILT_IN.register("math")
+@REWARD_FUNCTIONS.register("math")
 def math(response: str, ground_truth: str, **_: Any) -> float:
     """1.0 if the last `\\boxed{...}`, or without one the last expression, equals the ground truth. Never raises. Where
     the truth is a number, sums that are still to be worked out (`68 + 89`) score 0.0."""
@@ -248,7 +248,7 @@ class RewardFunctions:
     def __init__(self, cfg: RewardConfig) -> None:
         """Raises ConfigError: no such module or attribute, not callable, asynchronous, or `reward.kwargs` does not fit."""
         self.by_source = {
-            source: _resolved(f"reward.functions.{show(source)}", spec, cfg)
+            source: _resolved(f"reward.functions.{format_value(source)}", spec, cfg)
             for source, spec in cfg.functions.items()
         }
         self.for_all = None if cfg.functions else _resolved("reward.function", cfg.function, cfg)
@@ -257,9 +257,9 @@ class RewardFunctions:
         """The function of a row. Raises ConfigError: `reward.functions` has none for its data_source."""
         found = self.for_all or self.by_source.get(data_source)
         if found is None:
-            there = ", ".join(map(show, self.by_source))
+            there = ", ".join(map(format_value, self.by_source))
             raise ConfigError(
-                f"reward.functions: none for the data_source {show(data_source)!r}; add one (there are those of {there})"
+                f"reward.functions: none for the data_source {format_value(data_source)!r}; add one (there are those of {there})"
             )
         return found
 
@@ -267,9 +267,9 @@ class RewardFunctions:
 def _resolved(key: str, spec: str, cfg: RewardConfig) -> RewardFunction:
     """The function `spec`, checked to be callable as the trainer will call it. Raises ConfigError."""
     name = f"{key}={spec!r}"
-    built_in = spec in BUILT_IN
-    function = BUILT_IN.find(spec, key).function
-    if built_in and cfg.kwargs and all(other in BUILT_IN for other in named_functions(cfg)):
+    built_in = spec in REWARD_FUNCTIONS
+    function = REWARD_FUNCTIONS.find(spec, key).function
+    if built_in and cfg.kwargs and all(other in REWARD_FUNCTIONS for other in named_functions(cfg)):
         raise ConfigError(
             f"reward.kwargs={dict(cfg.kwargs)!r}: the built-in {spec!r} takes none; remove them"
         )
@@ -303,7 +303,7 @@ def to_score(result: Any) -> Score:
         good = all(isinstance(name, str) and part is not None for name, part in parts.items())
         return (
             parts
-            if good and parts and "score" not in parts and abs(sum(parts.values())) <= LARGEST
+            if good and parts and "score" not in parts and abs(sum(parts.values())) <= MAX_REWARD
             else None
         )
     value = result["reward"] if isinstance(result, dict) else result
@@ -311,7 +311,7 @@ def to_score(result: Any) -> Score:
         number = _math.nan if isinstance(value, (str, bytes)) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         return None
-    return number if abs(number) <= LARGEST else None
+    return number if abs(number) <= MAX_REWARD else None
 
 
 def _on_alarm(signum: int, frame: Any) -> None:
@@ -328,7 +328,7 @@ class Scorer:
     def __init__(self, cfg: RewardConfig) -> None:
         """Resolve the functions. Raises ConfigError, see `RewardFunctions`."""
         self.cfg, self.functions = cfg, RewardFunctions(cfg)
-        if any(name in BUILT_IN for name in named_functions(cfg)):
+        if any(name in REWARD_FUNCTIONS for name in named_functions(cfg)):
             # Import now: it takes about a second, which is no response's fault. Its warnings say that we, the
             # caller, must limit the time, which we do.
             importlib.import_module("math_verify")
@@ -369,11 +369,11 @@ class Scorer:
     def _late(self, function: RewardFunction, item: RewardItem, outcome: Any) -> RewardError:
         """The error of a sample that was not judged in time. `outcome`: an exception that tells where the alarm met the
         function, or what it returned too late."""
-        details = traceback_of(outcome) if isinstance(outcome, BaseException) else ""
-        place = place_in(details, function.file)
+        details = format_traceback(outcome) if isinstance(outcome, BaseException) else ""
+        place = find_user_line(details, function.file)
         where = f" at {place}" if place else ""
         limit = f"took longer than reward.timeout_s={self.cfg.timeout_s:g} s"
-        why = f"{function.name}, {item}: {limit}{where}; {beginning(item.response)}"
+        why = f"{function.name}, {item}: {limit}{where}; {quote_response(item.response)}"
         log_traceback(why, details)
         return RewardError(why, "reward/timeouts", details)
 
@@ -381,9 +381,9 @@ class Scorer:
         self, function: RewardFunction, item: RewardItem, error: BaseException
     ) -> RewardError:
         """The error of a sample on which the function raised."""
-        what = f"{function.name}, {item}: raised {described(error, function.file)}: {str(error):.{SHOWN_MESSAGE}}"
-        why = f"{what}; {beginning(item.response)}"
-        details = traceback_of(error)
+        what = f"{function.name}, {item}: raised {describe_error(error, function.file)}: {str(error):.{MAX_MESSAGE_CHARS}}"
+        why = f"{what}; {quote_response(item.response)}"
+        details = format_traceback(error)
         log_traceback(why, details)
         return RewardError(why, details=details)
 
@@ -402,7 +402,7 @@ class Scorer:
                     type(result) is dict and "score" in result
                 )
                 raise RewardError(
-                    f"returned {result!r:.200}, {wanted}{others}; {beginning(item.response)}"
+                    f"returned {result!r:.200}, {wanted}{others}; {quote_response(item.response)}"
                 )
             return score
         finally:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from one_step_off.config.schema import Config, ConfigError, RewardConfig
-from one_step_off.config.user_code import place_in
-from one_step_off.data.prompt_stream import Data
+from one_step_off.config.user_code import find_user_line
+from one_step_off.data.prompt_stream import RunData
 from one_step_off.data.samples import Prompt
 from one_step_off.rewards.scoring import GRACE_S, RewardError, RewardFunctions, RewardItem, Scorer
 
@@ -38,7 +38,7 @@ class Answer:
     output: str
 
 
-def check(cfg: Config, data: Data, say: Callable[[str], None]) -> None:
+def check_reward_functions(cfg: Config, data: RunData, say: Callable[[str], None]) -> None:
     """Find the function of every row, and call each of the user's own on its first one, with the ground truth as the
     response.
 
@@ -92,7 +92,9 @@ def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) 
     item = items[len(answer.found)]
     function = functions.find(item.data_source)
     who = f"{function.name}, {item}"
-    place = place_in(answer.output, function.file, deepest_first=True)  # of faulthandler's dump
+    place = find_user_line(
+        answer.output, function.file, deepest_first=True
+    )  # of faulthandler's dump
     where = f" at {place}" if place else ""
     if not answer.ready:
         said = (answer.output.strip().splitlines() or ["it says nothing"])[-1][:300]

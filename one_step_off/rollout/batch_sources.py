@@ -15,14 +15,14 @@ from typing import Any
 from one_step_off.algorithms import advantages
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, Prompt, PromptId, Sample, assert_versions
+from one_step_off.data.samples import Batch, Prompt, PromptId, Sample, assert_staleness
 from one_step_off.rollout.partial_rollouts import PartialRolloutPool
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.rollout.timeline import RolloutActivity
 
 Generated = tuple[list[Sample], float]
-"""Samples, and the seconds that they took."""
+"""PackedSamples, and the seconds that they took."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class BatchSource(ABC):
         metrics = {"time/generate_s": generate_s, "time/wait_rollout_s": wait_s}
         batch = self._stamped(step, samples, made_by)
         metrics |= self._metrics(samples, step)
-        assert_versions(batch)
+        assert_staleness(batch)
         return batch, metrics
 
     @abstractmethod
@@ -179,7 +179,7 @@ class WholeBatchSource(BatchSource):
 
     def _stamped(self, step: int, samples: list[Sample], made_by: int) -> Batch:
         version = max(self.oldest_version, step - self.cfg.pipeline.staleness)
-        return Batch(step, samples, expected=(made_by, version))
+        return Batch(step, samples, expected_stamp=(made_by, version))
 
     def stream_position(self, step: int, has_samples: bool) -> dict[str, Any]:
         """See `BatchSource.stream_position`."""
@@ -216,7 +216,9 @@ def uninformative_prompts(samples: list[Sample]) -> list[PromptId]:
     groups = [s.prompt_id for s in sampled]
     with_errors = {s.prompt_id for s in samples if "error" in s.extra}
     return [
-        prompt for prompt in advantages.uninformative(rewards, groups) if prompt not in with_errors
+        prompt
+        for prompt in advantages.zero_variance_groups(rewards, groups)
+        if prompt not in with_errors
     ]
 
 
@@ -278,8 +280,8 @@ class PartialRolloutSource(BatchSource):
 
     def _stamped(self, step: int, samples: list[Sample], made_by: int) -> Batch:
         oldest_allowed = self.cfg.pipeline.staleness + self.pool.max_carry
-        older = min(step - self.oldest_version, oldest_allowed)
-        return Batch(step, samples, expected=(made_by, step), older=older)
+        max_version_lag = min(step - self.oldest_version, oldest_allowed)
+        return Batch(step, samples, expected_stamp=(made_by, step), max_version_lag=max_version_lag)
 
     def _metrics(self, samples: list[Sample], step: int) -> dict[str, float]:
         return self.pool.metrics(samples, step)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from one_step_off.data.samples import OTHERS, Prompt, PromptId, Sample
+from one_step_off.data.samples import NOT_GENERATED, Prompt, PromptId, Sample
 
 
 @dataclass(eq=False)
@@ -133,7 +133,7 @@ class PartialRolloutPool:
         on_time = np.array(["carried" not in sample.extra for sample in samples])
         self.total_tokens += int(lengths.sum())
         self.total_samples += len(samples)
-        versions = [sample.versions[sample.versions > OTHERS] for sample in samples]
+        versions = [sample.versions[sample.versions > NOT_GENERATED] for sample in samples]
         interrupted = [v.size > 0 and v[0] != v[-1] for v in versions]
         all_versions = np.concatenate([*versions, np.zeros(0)])
         late_groups = {sample.prompt_id for sample in samples if "carried" in sample.extra}

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from one_step_off.cluster.errors import ProcessDied
-from one_step_off.cluster.remote_calls import ATTEMPTS
+from one_step_off.cluster.remote_calls import MAX_ATTEMPTS
 from one_step_off.data.samples import Prompt, PromptId, Sample
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_supervisor import ReplicaFailed, ReplicaSupervisor
@@ -182,9 +182,9 @@ class PromptRouter:
                 i, request.purpose, "rollout", prompts, request.sampling
             )
         except ReplicaFailed as e:
-            if failures + 1 >= ATTEMPTS:
+            if failures + 1 >= MAX_ATTEMPTS:
                 raise ProcessDied(
-                    f"{e}: {ATTEMPTS} replicas in a row failed with the same prompts"
+                    f"{e}: {MAX_ATTEMPTS} replicas in a row failed with the same prompts"
                 ) from e
             return await self.generate(prompts, request, failures + 1)
         self.timeline.record(request.purpose, i, begin)

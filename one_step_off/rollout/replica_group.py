@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.cluster.remote_calls import every, now, within
+from one_step_off.cluster.remote_calls import call_all, now, with_time_limit
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.prompt_router import GenerationRequest, OnGroup, PromptRouter
@@ -78,7 +78,7 @@ class RolloutGroup:
     async def setup(self) -> None:
         """Load all engines."""
         limit_s = self.cfg.trainer.start_timeout_s
-        started = await every(limit_s, "rollout", self.replicas, "start")
+        started = await call_all(limit_s, "rollout", self.replicas, "start")
         for i, (max_sequences, child_processes) in enumerate(started):
             self.supervisor.child_processes[i] = child_processes
             self.router.replica_capacity = min(self.router.replica_capacity, max_sequences)
@@ -115,7 +115,7 @@ class RolloutGroup:
         async with self.pool_lock:
             begin = now()
             work = self.router.generate(prompts, request)
-            samples = await within(limit_s, f"{purpose}, rollout", work)
+            samples = await with_time_limit(limit_s, f"{purpose}, rollout", work)
             seconds = now() - begin
         self.on_trace(self.timeline.finish(purpose, evaluation=sampling is self.val_sampling))
         position = {prompt.id: i for i, prompt in enumerate(prompts)}
@@ -124,14 +124,16 @@ class RolloutGroup:
 
     async def sleep(self) -> None:
         """Free the devices for another role of their pool; the next sync wakes the replicas."""
-        await every(self.cfg.trainer.step_timeout_s, "rollout", self.replicas, "sleep")
+        await call_all(self.cfg.trainer.step_timeout_s, "rollout", self.replicas, "sleep")
 
     async def stop(self) -> None:
         """End all engines; one that does not answer is left to be killed."""
         for task in self.supervisor.restart_tasks.values():
             task.cancel()
         answers = [replica.stop.remote() for replica in self.replicas]
-        await within(STOP_S, "rollout, stop", asyncio.gather(*answers, return_exceptions=True))
+        await with_time_limit(
+            STOP_S, "rollout, stop", asyncio.gather(*answers, return_exceptions=True)
+        )
 
 
 def train_sampling(cfg: Config, seeded: bool) -> Sampling:

@@ -13,7 +13,12 @@ from contextlib import suppress
 from typing import Any
 
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, TrainerDied
-from one_step_off.cluster.remote_calls import ATTEMPTS, named, not_alive, within
+from one_step_off.cluster.remote_calls import (
+    MAX_ATTEMPTS,
+    name_failures,
+    not_alive,
+    with_time_limit,
+)
 from one_step_off.config.schema import Config
 from one_step_off.rollout.engine_processes import ProcessId
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
@@ -125,7 +130,7 @@ class ReplicaSupervisor:
 
     def _ping(self, i: int) -> Awaitable[tuple[int, int]]:
         name = f"rollout {i}"
-        return within(PING_S, name, named(name, self.replicas[i].ping.remote()))
+        return with_time_limit(PING_S, name, name_failures(name, self.replicas[i].ping.remote()))
 
     async def _is_gone(self, i: int) -> bool:
         """Whether a replica is gone or stopped, or its engine died. A busy one is not."""
@@ -199,7 +204,7 @@ class ReplicaSupervisor:
         name = f"{purpose}, rollout {i}"
         failure_event = self._failure_events[i]
         answer = getattr(self.replicas[i], method).remote(*args)
-        call = asyncio.ensure_future(named(name, answer))
+        call = asyncio.ensure_future(name_failures(name, answer))
         try:
             await asyncio.wait([call, failure_event], return_when=asyncio.FIRST_COMPLETED)
             if failure_event.done():
@@ -255,7 +260,7 @@ class ReplicaSupervisor:
         """Start a new process in the replica's place and bring it the last weights. Raises the last
         attempt's error."""
         begin = time.monotonic()
-        for attempt in range(1, ATTEMPTS + 1):
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
                 await self._start_again(i)
                 del self.restart_tasks[i]
@@ -265,7 +270,7 @@ class ReplicaSupervisor:
             except TrainerDied:  # no restart of this replica helps; `watch` raises it
                 raise
             except Exception as e:  # whatever it is, the other replicas keep working
-                last = attempt == ATTEMPTS
+                last = attempt == MAX_ATTEMPTS
                 consequence = "; it is excluded from now on" if last else ""
                 self.on_message(f"restart of rollout {i} failed: {e}{consequence}")
                 self.health[i].transition_to(ReplicaState.DEAD)
@@ -278,7 +283,9 @@ class ReplicaSupervisor:
         self.replicas[i] = self.respawn(i)
         answer = self.replicas[i].start.remote(self.child_processes[i])
         limit_s = self.cfg.trainer.start_timeout_s
-        _, self.child_processes[i] = await within(limit_s, name, named(name, answer))
+        _, self.child_processes[i] = await with_time_limit(
+            limit_s, name, name_failures(name, answer)
+        )
         self.health[i].transition_to(ReplicaState.STALE)
         if not await self.restore(i):
             raise ReplicaFailed("it died in its first sync")

@@ -7,7 +7,7 @@ from typing import Any
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from one_step_off.config.user_code import LOGS, beginning
+from one_step_off.config.user_code import LOG_FOLDER, quote_response
 from one_step_off.rewards.scoring import RewardError, RewardItem, Score
 
 RESTART_POLL_S = 0.2  # between two questions whether a reward worker is back
@@ -103,5 +103,5 @@ class RewardQueue:
 
 def _killed_twice(item: RewardItem) -> RewardError:
     killed = "killed the process of the reward function, or blocked it in C code, twice"
-    output = f"its last output is in {LOGS}/ of the run folder"
-    return RewardError(f"{item}: {killed}; {output}; {beginning(item.response)}")
+    output = f"its last output is in {LOG_FOLDER}/ of the run folder"
+    return RewardError(f"{item}: {killed}; {output}; {quote_response(item.response)}")

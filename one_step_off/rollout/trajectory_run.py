@@ -12,15 +12,15 @@ import numpy as np
 from agent_loop.base import Generated, Loops, Trajectory
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.user_code import (
-    SHOWN_MESSAGE,
-    beginning,
-    described,
+    MAX_MESSAGE_CHARS,
+    describe_error,
+    format_traceback,
     log_traceback,
-    traceback_of,
+    quote_response,
 )
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rewards.scoring import (
-    BUILT_IN,
+    REWARD_FUNCTIONS,
     Reward,
     RewardError,
     RewardItem,
@@ -145,7 +145,9 @@ class TrajectoryRun:
         """What the reward worker receives."""
         # The row's other columns may be large, so they do not travel where only built-in functions
         # are used.
-        has_user_function = any(name not in BUILT_IN for name in named_functions(self.cfg.reward))
+        has_user_function = any(
+            name not in REWARD_FUNCTIONS for name in named_functions(self.cfg.reward)
+        )
         return RewardItem(
             self.prompt.id,
             self.index,
@@ -179,10 +181,10 @@ class TrajectoryRun:
         """
         name = self.prompt.agent_loop or self.cfg.agent.loop
         where = f"agent loop {name}, {self._reward_item('')}"
-        message = f"{where}: raised {described(error)}: {str(error):.{SHOWN_MESSAGE}}"
+        message = f"{where}: raised {describe_error(error)}: {str(error):.{MAX_MESSAGE_CHARS}}"
         if self.turns:
-            message += f"; {beginning(self._text(self.turns[0].ids))}"
-        details = traceback_of(error)
+            message += f"; {quote_response(self._text(self.turns[0].ids))}"
+        details = format_traceback(error)
         log_traceback(message, details)
         extra: dict[str, Any] = {"greedy": True} if self.is_greedy else {}
         extra |= self._fault_of(RewardError(message, "agent/errors", details))

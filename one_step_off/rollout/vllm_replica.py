@@ -19,10 +19,10 @@ import ray
 from agent_loop.base import Generated, Loops
 from agent_loop.tools import LISTED
 from one_step_off.cluster.errors import SyncError
-from one_step_off.cluster.network import own_host
+from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.schema import Config, tokenizer_of
-from one_step_off.data.samples import Prompt, Sample, Samples, Stamp
+from one_step_off.config.schema import Config, load_section_tokenizer
+from one_step_off.data.samples import PackedSamples, Prompt, Sample, Stamp
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import generated_tokens
@@ -94,7 +94,7 @@ class RolloutReplica(UsageProbe):
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.tokenizer = tokenizer_of(self.cfg, "model")
+        self.tokenizer = load_section_tokenizer(self.cfg, "model")
         for name in self.loop_names:  # now, because all trajectories would wait for them later
             self.loops.get(name)
         arguments = engine_args(self.cfg, self.device, self.seed)
@@ -118,7 +118,7 @@ class RolloutReplica(UsageProbe):
         Raises:
             SyncError: a worker could not join.
         """
-        own = {"host": own_host(info["host"]), "first_receiver": first_receiver}
+        own = {"host": reachable_host(info["host"]), "first_receiver": first_receiver}
         await self._call_workers("connect_sync", info | own)
 
     async def _call_workers(self, method: str, *args: Any) -> list[Any]:
@@ -216,7 +216,7 @@ class RolloutReplica(UsageProbe):
             for index in range(sampling.size)
         ]
         try:
-            return Samples(await asyncio.gather(*tasks))
+            return PackedSamples(await asyncio.gather(*tasks))
         finally:
             for task in tasks:
                 task.cancel()

@@ -31,29 +31,29 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.cluster import process_cleanup as leftovers
-from one_step_off.cluster.resource_usage import watching
-from one_step_off.config.loading import resolved_yaml, seats_per_node
+from one_step_off.cluster.resource_usage import watch_usage
+from one_step_off.config.loading import processes_per_node, resolved_yaml
 from one_step_off.config.schema import (
     Config,
     ConfigError,
     as_config_error,
     first_line,
-    path_of,
-    settings_of,
-    tokenizer_of,
+    load_section_tokenizer,
+    role_model_path,
+    role_settings,
 )
-from one_step_off.config.user_code import LOGS, place_in
-from one_step_off.config.validation import check_engine_names, masked, resolved_device
+from one_step_off.config.user_code import LOG_FOLDER, find_user_line
+from one_step_off.config.validation import check_engine_names, mask_secrets, resolved_device
 from one_step_off.data import prompt_stream as data_room
 from one_step_off.monitoring import report
-from one_step_off.monitoring.console import Screen, end_facts, quiet_libraries, start_facts
+from one_step_off.monitoring.console import RunConsole, end_facts, quiet_libraries, start_facts
 from one_step_off.monitoring.flops import Meter, shape_of
 from one_step_off.monitoring.loggers import open_loggers, started_first
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rewards import trial_call as reward_trial
 from one_step_off.runtime import run_folder
 
-# `Spawned`, `Pipeline` and `Resumed` are imported where they are made: a person waits for the first line, and they bring
+# `RunProcesses`, `Pipeline` and `Resumed` are imported where they are made: a person waits for the first line, and they bring
 # torch, Ray and transformers.
 
 HELLO = (
@@ -70,7 +70,7 @@ class Prepared:
 
     cfg: Config
     device: str
-    data: data_room.Data
+    data: data_room.RunData
     canary: list[np.ndarray]
     tokenizer: Any
     asked_for: dict[
@@ -125,7 +125,7 @@ def prepare(
     check_weights(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # a loop that does not fit is found out before the data is read, and a row's before any engine starts
-    data = data_room.build(cfg, tokenizer, lambda name: loops.get(name).tools)
+    data = data_room.load_run_data(cfg, tokenizer, lambda name: loops.get(name).tools)
     for line in data.lines():
         say(line)
     used = check_rows(loops, data, say)
@@ -134,7 +134,7 @@ def prepare(
             f"trainer.profile_step={at}: must be below {steps}, the run's steps; they are counted from 0"
         )
     if scores:
-        reward_trial.check(cfg, data, say)
+        reward_trial.check_reward_functions(cfg, data, say)
     ADVANTAGE_ESTIMATORS.find(
         cfg.algorithm.adv_estimator
     )  # one of the user's own must be there before the engines
@@ -152,7 +152,7 @@ def prepare(
     return prepared
 
 
-def check_rows(loops: Loops, data: data_room.Data, say: Callable[[str], None]) -> list[str]:
+def check_rows(loops: Loops, data: data_room.RunData, say: Callable[[str], None]) -> list[str]:
     """Shows each loop of the run the first of its rows; returns their names. Raises ConfigError."""
     first = {
         p.agent_loop or loops.cfg.agent.loop: p
@@ -208,9 +208,9 @@ def check_weights(cfg: Config) -> None:
     from one_step_off.training import fsdp_model
 
     dtype, needs = getattr(torch, cfg.model.dtype), {}
-    seats = sum(seats_per_node(cfg, cfg.placement.roles["rollout"]))
+    seats = sum(processes_per_node(cfg, cfg.placement.roles["rollout"]))
     for role in (role for role in cfg.placement.roles if role != "rollout"):
-        if settings_of(cfg, role).backend == "megatron":
+        if role_settings(cfg, role).backend == "megatron":
             with warnings.catch_warnings():
                 warnings.simplefilter(
                     "ignore"
@@ -219,7 +219,7 @@ def check_weights(cfg: Config) -> None:
 
             megatron_model.read_config(cfg, role)
         elif (
-            os.path.isdir(path_of(cfg, role)) and not cfg.model.trust_remote_code
+            os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
         ):  # its code may need numbers
             count = fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
             trained = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
@@ -330,7 +330,7 @@ def load_tokenizer(cfg: Config, section: str) -> Any:
     with as_config_error(
         what, "give a model directory with its tokenizer, or a hub id that this machine can reach"
     ):
-        tokenizer = tokenizer_of(cfg, section)
+        tokenizer = load_section_tokenizer(cfg, section)
         # Without files transformers may make up a tokenizer of the right class and no vocabulary.
         if not tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]:
             raise ValueError("no vocabulary")
@@ -345,7 +345,7 @@ def write_run_folder(prepared: Prepared) -> None:
     }
     (folder / "config.yaml").write_text(resolved_yaml(replace(cfg, **as_asked)))
     if prepared.state is None or cfg.trainer.val_only:  # else what processes printed before stays
-        shutil.rmtree(folder / LOGS, ignore_errors=True)
+        shutil.rmtree(folder / LOG_FOLDER, ignore_errors=True)
     versions = {"python": sys.version.split()[0], "device": prepared.device}
     for name in (
         "one_step_off",
@@ -419,7 +419,7 @@ def start_ray(cfg: Config) -> str:
 
 
 @contextlib.contextmanager
-def swept() -> Iterator[None]:
+def cleanup_after_run() -> Iterator[None]:
     """What is started meanwhile is gone at the end, or soon after this process was killed; see `leftovers.py`."""
     short = (
         tempfile.gettempdir() if len(tempfile.gettempdir()) < 40 else "/tmp"
@@ -430,7 +430,7 @@ def swept() -> Iterator[None]:
         command, stdin=subprocess.PIPE, start_new_session=True
     ):  # Ctrl-C is not for it
         # The second, or setproctitle would write over what others see of the environment.
-        os.environ |= {leftovers.RUN: folder, "SPT_NOENV": "1"}
+        os.environ |= {leftovers.RUN_FOLDER_VARIABLE: folder, "SPT_NOENV": "1"}
         yield
 
 
@@ -438,7 +438,7 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     """Run the pipeline on processes that have started, and save the model."""
     from one_step_off.ray_trainer import Pipeline
 
-    cfg, screen, roles = prepared.cfg, tracker.screen, team.roles
+    cfg, run_console, roles = prepared.cfg, tracker.console, team.roles
     resumed = await resume(prepared, team, tracker)
     where = (
         prepared.data.stream,
@@ -453,16 +453,16 @@ async def train(prepared: Prepared, team: Any, tracker: Tracker) -> None:
     }
     groups["rollout"] = roles.rollout.replicas
     only = cfg.trainer.val_only
-    async with watching(groups, prepared.device == "cuda", tracker.report_usage):
+    async with watch_usage(groups, prepared.device == "cuda", tracker.report_usage):
         with (
-            screen.working("evaluating")
+            run_console.working("evaluating")
             if only
-            else screen.training(tracker.total_steps, tracker.first_step)
+            else run_console.training(tracker.total_steps, tracker.first_step)
         ):
             with stop_on_signals(pipeline, cfg.trainer.grace_s, tracker):
                 await pipeline.fit()
     if cfg.trainer.save_hf_model and not only:
-        with screen.working("writing hf_model"):
+        with run_console.working("writing hf_model"):
             await roles.actor.save_hf(str(Path(cfg.trainer.output_dir).resolve() / "hf_model"))
 
 
@@ -475,7 +475,7 @@ async def resume(prepared: Prepared, team: Any, tracker: Tracker) -> Any:
         return None
     await team.load_state(str(path.resolve()))
     if not prepared.cfg.trainer.val_only:
-        tracker.say(
+        tracker.log(
             f"going on from step {state['step']} of {prepared.data.stream.total_steps}, out of {path}"
         )
     samples = checkpoint.read_samples(path) if state["has_samples"] else None
@@ -491,7 +491,7 @@ def stop_on_signals(pipeline: Any, grace_s: float, tracker: Tracker) -> Iterator
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
 
     def give_up() -> None:
-        tracker.say("stopping at once: no checkpoint was written")
+        tracker.log("stopping at once: no checkpoint was written")
         main.cancel()
 
     def on_signal() -> None:
@@ -501,7 +501,7 @@ def stop_on_signals(pipeline: Any, grace_s: float, tracker: Tracker) -> Iterator
         # It bounds the way to the checkpoint, not the writing of the model after a last step.
         undone.callback(loop.call_later(grace_s, give_up).cancel)
         when = f"when this step ends, within {grace_s:g} s"
-        tracker.say(f"stopping: a checkpoint is written {when}; again to end at once")
+        tracker.log(f"stopping: a checkpoint is written {when}; again to end at once")
 
     with contextlib.ExitStack() as undone:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -517,14 +517,14 @@ class Died(Exception):
 async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone: Any) -> None:
     """One life of the run. Raises Died where another one may go on from the last checkpoint; but what does not start the
     first time (`started`: it has before) would not start the second time. `alone`: see `run_on_ray`."""
-    from one_step_off.cluster.placement import created_text
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.cluster.placement import describe_pools
+    from one_step_off.runtime.processes import RunProcesses
 
-    team: Spawned | None = None
+    team: RunProcesses | None = None
     try:
-        with tracker.screen.working("starting engines and trainers"):
-            team = Spawned(prepared, not alone)
-            tracker.say("created " + created_text(prepared.cfg, team.pools))
+        with tracker.console.working("starting engines and trainers"):
+            team = RunProcesses(prepared, not alone)
+            tracker.log("created " + describe_pools(prepared.cfg, team.pools))
             await (
                 asyncio.gather(*(group.setup() for group in team.groups.values()))
                 if alone
@@ -533,7 +533,7 @@ async def _to_the_end(prepared: Prepared, tracker: Tracker, started: bool, alone
         started = True
         await (alone or train)(prepared, team, tracker)
     except Exception as e:
-        if team and started and not alone and await team.lost(e):
+        if team and started and not alone and await team.is_process_failure(e):
             raise Died(str(e)) from e
         raise
     finally:
@@ -571,13 +571,13 @@ def _lives(prepared: Prepared, tracker: Tracker, alone: Any) -> None:
             if left < 0 or (prepared.pipeline and prepared.pipeline.stopping):
                 raise fault from fault.__cause__
             auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
-            if newest := checkpoint.find(auto, tracker.say) or prepared.resume_from:
+            if newest := checkpoint.find(auto, tracker.log) or prepared.resume_from:
                 prepared.go_on_from(newest)
             else:
                 stream.load_state_dict(beginning)
             prepared.incarnation += 1
             from_where = prepared.resume_from or "the beginning"
-            tracker.say(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
+            tracker.log(f"{died}; going on from {from_where} as incarnation {prepared.incarnation}")
             tracker.close()
             open_files(prepared, tracker, started_first(cfg, True))
 
@@ -588,9 +588,9 @@ def run(cfg: Config) -> int:
     quiet_libraries()
     begin = time.perf_counter()
     run_folder.require(cfg)
-    with Screen() as screen:
-        with screen.working("reading model and data"):
-            prepared = prepare(cfg, screen.say, screen.progress)
+    with RunConsole() as run_console:
+        with run_console.working("reading model and data"):
+            prepared = prepare(cfg, run_console.print_line, run_console.progress)
         state, total = prepared.state, prepared.data.stream.total_steps
         # The summary is the last that a run writes: without it, this one was killed before its model was there.
         over = (
@@ -598,24 +598,26 @@ def run(cfg: Config) -> int:
         ).exists() or not cfg.trainer.save_hf_model
         if state and state["step"] >= total and over and not cfg.trainer.val_only:
             mend = "raise trainer.total_steps, or start anew with trainer.resume=never trainer.overwrite=true"
-            screen.say(
+            run_console.print_line(
                 f"{prepared.resume_from} is at step {state['step']} of {total}: nothing is left to do; {mend}"
             )
             return 0
         if cfg.trainer.val_only:
             state = None
             untrained = f"model.path={prepared.asked_for['model']}: no checkpoint in {cfg.trainer.output_dir}"
-            screen.say(f"evaluating {prepared.resume_from or untrained}")
+            run_console.print_line(f"evaluating {prepared.resume_from or untrained}")
             # A folder of its own: the run's files tell of the run.
             cfg.trainer.output_dir = str(Path(cfg.trainer.output_dir) / "val_only")
         require_cluster(os.environ.get("RAY_ADDRESS", ""))
         if state:
-            schedule.announce(cfg, prepared.resume_from, total, screen.say)
+            schedule.report_resumed_schedules(
+                cfg, prepared.resume_from, total, run_console.print_line
+            )
         started = started_first(cfg, state is not None)
-        tracker = Tracker(cfg.trainer.output_dir, total, screen=screen)
+        tracker = Tracker(cfg.trainer.output_dir, total, console=run_console)
         tracker.begin = begin  # reading and building belong to the run's time
         if not state and (tracker.folder / "metrics.jsonl").exists():
-            screen.say(
+            run_console.print_line(
                 f"{tracker.folder} holds an earlier run that is not gone on from: it is replaced"
             )
         write_run_folder(prepared)
@@ -629,15 +631,17 @@ def run(cfg: Config) -> int:
             for name, x in [*tracker.loggers.live.items()]
             if name == "W&B" and x.link
         ]
-        screen.table(start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links))
-        with report.at_the_end(tracker.folder, screen.say):
+        run_console.table(
+            start_facts(cfg, prepared.asked_for["model"], params, prepared.data, links)
+        )
+        with report.at_the_end(tracker.folder, run_console.print_line):
             run_on_ray(prepared, tracker)
             found = tracker.summary()
-        screen.table(end_facts(found, cfg))
+        run_console.table(end_facts(found, cfg))
     return 0
 
 
-@swept()
+@cleanup_after_run()
 def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     """From the start of Ray to its end, whatever happens between. `alone`: what to do with the trainers, not a run."""
     from one_step_off.ray_trainer import Stopped
@@ -645,7 +649,7 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
     previous = signal.signal(signal.SIGTERM, signal.default_int_handler)
     cfg, logs = prepared.cfg, "none: Ray did not start"
     try:
-        with tracker.screen.working("starting Ray"):
+        with tracker.console.working("starting Ray"):
             logs = f"{start_ray(cfg)}/logs"
         # Ray has put its own there, which prints a stack and aborts.
         signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -654,19 +658,19 @@ def run_on_ray(prepared: Prepared, tracker: Tracker, alone: Any = None) -> None:
         newest = checkpoint.finished(checkpoint.folder_of(cfg))
         same = "the same command" if cfg.trainer.resume == "auto" else "with trainer.resume=auto it"
         how = f"{same} goes on from {newest[-1]}" if newest else "no checkpoint"
-        tracker.say(f"stopped at {e}; {how}")
+        tracker.log(f"stopped at {e}; {how}")
         raise KeyboardInterrupt from e
     except asyncio.CancelledError as e:
         raise KeyboardInterrupt from e
     except Exception as e:
-        if (tracker.folder / LOGS).is_dir():
-            e.add_note(f"logs of the replicas and reward functions: {tracker.folder / LOGS}")
+        if (tracker.folder / LOG_FOLDER).is_dir():
+            e.add_note(f"logs of the replicas and reward functions: {tracker.folder / LOG_FOLDER}")
         e.add_note(f"logs of the other processes: {logs}")
         raise
     finally:
         import ray
 
-        with tracker.screen.working("ending all processes"):
+        with tracker.console.working("ending all processes"):
             ray.shutdown()
             tracker.close(failed=sys.exc_info()[0] is not None)
         signal.signal(signal.SIGTERM, previous)
@@ -678,7 +682,7 @@ def open_files(prepared: Prepared, tracker: Tracker, started: dict[str, Any]) ->
     state = None if cfg.trainer.val_only else prepared.state  # an evaluation's folder is its own
     checkpoint.put_aside(cfg, prepared.resume_from)
     first, *before = (state["step"], state["evaluations"], state["unwritten"]) if state else (0,)
-    tracker.loggers = open_loggers(cfg, first, prepared.data.find, tracker.say, started)
+    tracker.loggers = open_loggers(cfg, first, prepared.data.find, tracker.log, started)
     tracker.start(first, *before)
 
 
@@ -688,12 +692,12 @@ def report_failure(cfg: Config, error: Exception) -> str:
     path = Path(cfg.trainer.output_dir) / "error.log"
     said = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
     whole = "".join(traceback.format_exception(error))
-    place = place_in(whole)
+    place = find_user_line(whole)
     if place and place not in str(
         error
     ):  # a message that comes from another process may have named the line already
         said.append(f"raised at {place}")
-    whole = masked(whole)
+    whole = mask_secrets(whole)
     try:
         path.parent.mkdir(
             parents=True, exist_ok=True
@@ -704,4 +708,4 @@ def report_failure(cfg: Config, error: Exception) -> str:
         said.append(
             f"no file could be written ({e.strerror}), so the traceback stands here:\n{whole}"
         )
-    return masked("\n  ".join(said + getattr(error, "__notes__", [])))
+    return mask_secrets("\n  ".join(said + getattr(error, "__notes__", [])))

@@ -13,10 +13,10 @@ from agent_loop.tools import LISTED
 from one_step_off.checkpoint.checkpoints import TRAINED
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
-from one_step_off.cluster.process_cleanup import RUN
+from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.config.schema import settings_of, tokenizer_of
-from one_step_off.config.user_code import LOGS
+from one_step_off.config.schema import load_section_tokenizer, role_settings
+from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import RolloutGroup
@@ -49,7 +49,7 @@ ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
 KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
 
 
-class Spawned:
+class RunProcesses:
     """The roles of a run, and all actors behind them.
 
     Attributes:
@@ -67,9 +67,13 @@ class Spawned:
         self.env = COMMON_ENV | (
             {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
         )
-        self.env |= {"TMPDIR": os.environ[RUN]} if self.host and RUN in os.environ else {}
+        self.env |= (
+            {"TMPDIR": os.environ[RUN_FOLDER_VARIABLE]}
+            if self.host and RUN_FOLDER_VARIABLE in os.environ
+            else {}
+        )
         where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
-        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOGS))
+        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOG_FOLDER))
         workers = range(cfg.reward.workers * generates)
         scorers = [
             spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log")
@@ -131,7 +135,7 @@ class Spawned:
 
     def _group(self, role: str) -> TrainGroup:
         workers, pool = WORKERS, self.cfg.placement.roles[role]
-        if settings_of(self.cfg, role).backend == "megatron":  # an extra, and slow to import
+        if role_settings(self.cfg, role).backend == "megatron":  # an extra, and slow to import
             from one_step_off.training.megatron_workers import WORKERS as workers
         seats, data = self.pools[pool], self.prepared.data
         shared = len(seats), self.device, data.stream.total_steps
@@ -151,7 +155,7 @@ class Spawned:
         reading = {
             "find": data.find,
             "ours": self.prepared.tokenizer,
-            "theirs": tokenizer_of(self.cfg, role),
+            "theirs": load_section_tokenizer(self.cfg, role),
         }
         return LocalRewardModel(*of_group, **reading)
 
@@ -167,7 +171,7 @@ class Spawned:
         await asyncio.gather(*loading)
         await self.roles.sync.connect()
 
-    async def lost(self, error: Exception) -> bool:
+    async def is_process_failure(self, error: Exception) -> bool:
         """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
@@ -179,7 +183,9 @@ class Spawned:
             for role, group in self.groups.items()
             for i, rank in enumerate(group.ranks)
         }
-        processes |= {f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active}
+        processes |= {
+            f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active
+        }
         return bool(await not_alive(processes))
 
     async def end(self) -> None:

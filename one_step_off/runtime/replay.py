@@ -12,13 +12,13 @@ import numpy as np
 
 from one_step_off.checkpoint import checkpoints as checkpoint
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import COLUMNS, Batch, Sample
-from one_step_off.monitoring.console import Screen
+from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
+from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import launch
 
 
-def findings(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[str]:
+def describe_quantities(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[str]:
     """A line per quantity, of which each sample has float [R]: the trained tokens where it is not finite, three at most,
     where it is smallest and where it is largest."""
     lines, places = [], [(s, t) for s in samples for t in np.flatnonzero(s.loss_mask)]
@@ -34,17 +34,21 @@ def findings(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[
     return lines
 
 
-async def _replayed(batch: Batch, prepared: "launch.Prepared", team: Any, tracker: Tracker) -> None:
+async def replay_update(
+    batch: Batch, prepared: "launch.Prepared", team: Any, tracker: Tracker
+) -> None:
     await launch.resume(prepared, team, tracker)
     mu, now = [s.log_probs for s in batch.samples], await team.groups["actor"].log_prob(batch)
     found = {"engine's log-prob": mu, "trainer's log-prob": now}
     found["ratio"] = [np.exp(x - y) for x, y in zip(now, mu, strict=True)]
-    found |= {name: getattr(batch, name) for name in COLUMNS if getattr(batch, name) is not None}
-    for line in findings(batch.samples, found):
-        tracker.say(line)
+    found |= {
+        name: getattr(batch, name) for name in TRAINER_FIELDS if getattr(batch, name) is not None
+    }
+    for line in describe_quantities(batch.samples, found):
+        tracker.log(line)
     for role, group in team.groups.items():
         told = await group.update(batch)
-        tracker.say(
+        tracker.log(
             f"{role}: "
             + ", ".join(f"{name} {x:.6g}" for name, x in told.items() if name.startswith(role))
         )
@@ -57,12 +61,14 @@ def replay(cfg: Config, folder: str) -> int:
         p for p in checkpoint.finished(checkpoint.folder_of(cfg)) if int(p.name[5:]) <= batch.step
     ]
     cfg.trainer.resume, cfg.trainer.output_dir = str(before[-1]) if before else "never", folder
-    with Screen() as screen:
-        screen.say(
+    with RunConsole() as run_console:
+        run_console.print_line(
             f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}"
         )
         prepared = launch.prepare(
-            cfg, screen.say, screen.progress, scores=False
+            cfg, run_console.print_line, run_console.progress, scores=False
         )  # the batch holds its rewards
-        launch.run_on_ray(prepared, Tracker(folder, 0, screen=screen), partial(_replayed, batch))
+        launch.run_on_ray(
+            prepared, Tracker(folder, 0, console=run_console), partial(replay_update, batch)
+        )
     return 0

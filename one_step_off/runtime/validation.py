@@ -8,9 +8,9 @@ from one_step_off.config.validation import (
     checks_after_algorithm,
     checks_before_algorithm,
     first_fault,
-    lacks,
+    missing_hardware,
     resolved_device,
-    visible_gpus,
+    visible_gpu_count,
 )
 
 
@@ -19,7 +19,7 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     machine; None: counted here, where it matters. Without `machine` it may have too few. Raises ConfigError: the first
     fault found."""
     if num_gpus is None:
-        num_gpus = visible_gpus(cfg)
+        num_gpus = visible_gpu_count(cfg)
     device = resolved_device(cfg, num_gpus)
     groups = [
         *checks_before_algorithm(cfg, device),
@@ -28,6 +28,6 @@ def validate(cfg: Config, num_gpus: int | None = None, machine: bool = True) -> 
     ]
     fault = first_fault(cfg, itertools.chain(*groups))
     if not fault and machine:
-        fault = lacks(cfg, num_gpus)
+        fault = missing_hardware(cfg, num_gpus)
     if fault:
         raise ConfigError(fault)

@@ -30,14 +30,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
-from one_step_off.algorithms.core_algos import Answer, log_probs_and_entropy
+from one_step_off.algorithms.core_algos import TokenOutputs, log_probs_and_entropy
 from one_step_off.config.schema import (
     Config,
     ConfigError,
     TrainedConfig,
     as_config_error,
-    path_of,
-    settings_of,
+    role_model_path,
+    role_settings,
 )
 from one_step_off.training import lora
 from one_step_off.weight_sync.weight_piece import WeightPiece
@@ -72,7 +72,7 @@ def build(cfg: Config, device: torch.device, role: str) -> PreTrainedModel:
     """Build the role's model without weights, shard it, then load: rank 0 reads the checkpoint and broadcasts, so a
     host holds one full copy for a moment, not one per rank. Collective. A critic whose checkpoint has no scalar head
     begins with the random one of `trainer.seed`. Raises ConfigError: on rank 0; the others wait for it until they end."""
-    own = settings_of(cfg, role)
+    own = role_settings(cfg, role)
     trainable, adapted = isinstance(own, TrainedConfig), role == "actor" and cfg.model.lora_rank > 0
     # Masters are fp32. A frozen model has none, so it is held in the compute dtype.
     dtype = torch.float32 if trainable and not adapted else getattr(torch, cfg.model.dtype)
@@ -113,7 +113,7 @@ def read_checkpoint(
 ) -> PreTrainedModel:
     """The whole model on the device "cpu", with everything checked that can be checked on it; or on "meta", where only
     the heads of its files are read, and what takes numbers is not checked. Raises ConfigError."""
-    path, scalar = path_of(cfg, role), role in SCALAR_ROLES
+    path, scalar = role_model_path(cfg, role), role in SCALAR_ROLES
     key = "model.path" if path == cfg.model.path else f"{role}.path"
     auto, labels, kind = _family(role)
     how = {
@@ -156,7 +156,7 @@ def empty(
     """The model with parameters on the meta device and real buffers (rotary frequencies are not in checkpoints)."""
     (auto, labels, _), trust = _family(role), cfg.model.trust_remote_code
     hf_config = transformers.AutoConfig.from_pretrained(
-        path_of(cfg, role), trust_remote_code=trust, **labels
+        role_model_path(cfg, role), trust_remote_code=trust, **labels
     )
     with accelerate.init_empty_weights(include_buffers=False):
         model = auto.from_config(
@@ -222,25 +222,31 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 def _answer(
-    self: Any, at: Tensor, tokens: Tensor, temperature: float, entropy: str, chunk: int, **ids: Any
-) -> Answer:
+    self: Any,
+    logit_index: Tensor,
+    tokens: Tensor,
+    temperature: float,
+    entropy: str,
+    chunk: int,
+    **ids: Any,
+) -> TokenOutputs:
     """Log-probs (and entropies) of the wanted tokens, or the scalar head's output there, float32 [n]: see
     `batching.MicroBatch` for them and for `ids`. It stands in for the model's own forward, because FSDP2 gathers the
     root's parameters (embedding, norm, head) around that method alone."""
     given = {name: tensor for name, tensor in ids.items() if tensor is not None}
     hidden = self.base_model(**given, use_cache=False).last_hidden_state
 
-    def project(hidden: Tensor, tokens: Tensor) -> Answer:
+    def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         if head := getattr(self, SCALAR_HEAD, None):
             return head(hidden).float().squeeze(-1), None
         return log_probs_and_entropy(logits_of(self, hidden), tokens, temperature, entropy)
 
-    return in_chunks(project, hidden, at, tokens, chunk)
+    return in_chunks(project, hidden, logit_index, tokens, chunk)
 
 
 def in_chunks(
-    project: Callable[..., Answer], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
-) -> Answer:
+    project: Callable[..., TokenOutputs], hidden: Tensor, at: Tensor, tokens: Tensor, chunk: int
+) -> TokenOutputs:
     """`project` of the hidden states [rows, width, H] at the flat positions `at`, and of the wanted tokens there, `chunk`
     at a time; in training each is recomputed in the backward pass: all logits in fp32 would take 10 GB for 16k tokens of
     a 152k vocabulary. Where nothing is wanted one position stands in: its gradient is zero but reaches every parameter,

@@ -32,23 +32,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from one_step_off.algorithms import batching, core_algos, policy_losses, schedule
-from one_step_off.algorithms.advantages import Arrays
-from one_step_off.cluster.network import own_host, use_interface_towards
+from one_step_off.algorithms.advantages import TokenArrays
+from one_step_off.cluster.network import reachable_host, select_gloo_interface
 from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
 from one_step_off.config.schema import (
     Config,
     ConfigError,
     TrainedConfig,
     first_line,
-    settings_of,
-    tokenizer_of,
+    load_section_tokenizer,
+    role_settings,
 )
-from one_step_off.data.samples import Batch, Sample, Shares, assert_versions
+from one_step_off.data.samples import Batch, PackedShares, Sample, assert_staleness
 from one_step_off.models import safe_unpickling as safe_reading
 from one_step_off.training import fsdp_model, lora
 from one_step_off.training.update_stats import Clock, Stats
-from one_step_off.weight_sync.bucket_plan import Pieces, owners
-from one_step_off.weight_sync.trainer_sender import SendingEnd
+from one_step_off.weight_sync.bucket_plan import Pieces, pieces_by_tensor
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -66,7 +66,7 @@ class ModelWorker(UsageProbe):
     ) -> None:
         """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles that learn."""
         self.cfg, self.role, self.rank, self.world_size = cfg, role, rank, world_size
-        self.own = settings_of(cfg, role)
+        self.own = role_settings(cfg, role)
         self._device_type, self._total_steps = device, total_steps or cfg.trainer.total_steps
         # The part of a batch that is this rank's, of how many, and whether it tells what it finds of it; of what a
         # micro-batch's width and their number must be multiples.
@@ -80,7 +80,7 @@ class ModelWorker(UsageProbe):
 
     def free_address(self, host: str = "") -> tuple[str, int]:
         """Where the ranks are to meet, a free port included (ask rank 0). `host` empty: this node's own address."""
-        with socket.create_server((own_host(host), 0)) as s:
+        with socket.create_server((reachable_host(host), 0)) as s:
             return s.getsockname()[:2]
 
     def setup(self, master_addr: str, master_port: int) -> None:
@@ -96,7 +96,7 @@ class ModelWorker(UsageProbe):
         torch.get_device_module(self.device).set_device(self.device)
         backend, limit = "cpu:gloo,cuda:nccl" if cuda else "gloo", self.cfg.trainer.step_timeout_s
         where, timeout = f"tcp://{master_addr}:{master_port}", datetime.timedelta(seconds=limit)
-        use_interface_towards(master_addr)
+        select_gloo_interface(master_addr)
         dist.init_process_group(backend, where, timeout, self.world_size, self.rank)
         self._build()
         if isinstance(self.own, TrainedConfig):
@@ -113,20 +113,22 @@ class ModelWorker(UsageProbe):
         """The model's output at all response tokens of this rank's share: position in batch -> float32 [R] (collective)."""
         wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
         sequences = [_sequence(s) for s in batch.samples]
-        return Shares(self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more))
+        return PackedShares(
+            self._scores(sequences, wanted, self.cfg.rollout.temperature, more=more)
+        )
 
-    def _plan(self, lengths: list[int], ranks: int) -> batching.Plan:
+    def _plan(self, lengths: list[int], ranks: int) -> batching.MicroBatchPlan:
         budget = (
             self.own.micro_batch_tokens * self.own.context_parallel_size
         )  # so many ranks share each sequence
         lengths = [-(-length // self.multiple) * self.multiple for length in lengths]
-        return batching.plan(lengths, ranks, budget, self.packed, self.rounds)
+        return batching.plan_micro_batches(lengths, ranks, budget, self.packed, self.rounds)
 
     @torch.no_grad()
     def _scores(
         self,
-        sequences: Arrays,
-        wanted: Arrays,
+        sequences: TokenArrays,
+        wanted: TokenArrays,
         temperature: float,
         shared: bool = True,
         more: str = "none",
@@ -154,7 +156,7 @@ class ModelWorker(UsageProbe):
                 result.update(zip(micro, answers, strict=False))  # an empty one has no index
         return result
 
-    def _lay(self, sequences: Arrays, wanted: Arrays) -> batching.MicroBatch:
+    def _lay(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
         return batching.collate(sequences, wanted, self.packed, self.multiple)
 
     def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
@@ -173,7 +175,7 @@ class ModelWorker(UsageProbe):
 
     def _forward(
         self, laid: batching.MicroBatch, temperature: float, entropy: str
-    ) -> core_algos.Answer:
+    ) -> core_algos.TokenOutputs:
         inputs = {
             name: x if x is None else self._tensor(x)
             for name, x in vars(laid).items()
@@ -213,10 +215,10 @@ class TrainedWorker(ModelWorker):
     @functools.cached_property
     def decay(self) -> schedule.Decay:
         """Of the learning rate; `load_state` changes it where the checkpoint's run had another plan."""
-        return schedule.of_new_run(self._decay_plan(), self.own.warmup_steps)
+        return schedule.new_decay(self._decay_plan(), self.own.warmup_steps)
 
-    def _decay_plan(self) -> schedule.Plan:
-        return schedule.plan_of(self.cfg, self.role, self._total_steps or 0)
+    def _decay_plan(self) -> schedule.DecayPlan:
+        return schedule.decay_plan(self.cfg, self.role, self._total_steps or 0)
 
     def before_step(self) -> None:
         """Called before the weights change; whoever still reads them makes it wait."""
@@ -265,7 +267,7 @@ class TrainedWorker(ModelWorker):
                 on_trace_ready=lambda found: found.export_chrome_trace(path)
             ):
                 return self.update(batch, learn)
-        assert_versions(batch)
+        assert_staleness(batch)
         if not learn:
             self.before_step()
             self.version += 1
@@ -276,7 +278,10 @@ class TrainedWorker(ModelWorker):
                     f"step {batch.step}: the update needs {name} of all {len(batch.samples)} samples"
                 )
         prompts = [s.prompt_id for s in batch.samples]
-        minis = batching.mini_batches(prompts, self.own.ppo_mini_batch_size) * self.own.ppo_epochs
+        minis = (
+            batching.split_into_mini_batches(prompts, self.own.ppo_mini_batch_size)
+            * self.own.ppo_epochs
+        )
         stats, clock, rates = Stats(self.device), Clock(self.device), []
         for k, mini in enumerate(minis):
             self._accumulate(batch, mini, stats, clock, first=k == 0)
@@ -463,7 +468,7 @@ class TrainedWorker(ModelWorker):
             "optimizer_steps": self.optimizer_steps,
             "rng": torch.get_rng_state(),
         }
-        own |= schedule.packed(self.decay, self._decay_plan())
+        own |= schedule.to_arrays(self.decay, self._decay_plan())
         if self._device_type == "cuda":
             own["cuda_rng"] = torch.cuda.get_rng_state()
         np.savez(os.path.join(folder, f"{self.role}_rank_{self.rank}.npz"), **own)
@@ -498,8 +503,8 @@ class TrainedWorker(ModelWorker):
             del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         self.adapters.gather()
         self.version, self.optimizer_steps = int(own["version"]), int(own["optimizer_steps"])
-        self.decay = schedule.resumed(
-            self._decay_plan(), self.own.warmup_steps, schedule.unpacked(own)
+        self.decay = schedule.resumed_decay(
+            self._decay_plan(), self.own.warmup_steps, schedule.from_arrays(own)
         )
         if same_ranks:
             torch.set_rng_state(torch.from_numpy(own["rng"]))
@@ -610,7 +615,7 @@ class PolicyWorker(TrainedWorker):
         trained in, or merged with an adapter. Read them before the next optimiser step."""
         for piece, tensor in self._weights:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block)
+            yield self.adapters.merged(piece.name, local).detach().reshape(piece.block_shape)
 
     @torch.no_grad()
     def gathered(self, pieces: Pieces, device: torch.device | str) -> Iterator[tuple[str, Tensor]]:
@@ -621,16 +626,18 @@ class PolicyWorker(TrainedWorker):
             for piece, tensor in zip(pieces[self.rank], own, strict=True):
                 dist.send(tensor.to(device, getattr(torch, piece.dtype)).contiguous(), 0)
             return
-        for parts in owners(pieces):  # which keeps the order of each rank's own
+        for parts in pieces_by_tensor(pieces):  # which keeps the order of each rank's own
             shape, dtype = parts[0][1].shape, getattr(torch, parts[0][1].dtype)
             whole = torch.empty(shape, dtype=dtype, device=device)
             for rank, piece in parts:
                 block = (
-                    next(own) if rank == 0 else torch.empty(piece.block, dtype=dtype, device=device)
+                    next(own)
+                    if rank == 0
+                    else torch.empty(piece.block_shape, dtype=dtype, device=device)
                 )
                 if rank != 0:
                     dist.recv(block, rank)
-                piece.place(whole).copy_(block)
+                piece.slice_of(whole).copy_(block)
             yield piece.name, whole
 
     def save_hf(self, path: str) -> None:
@@ -661,7 +668,7 @@ class PolicyWorker(TrainedWorker):
         )  # which `whole` has already
         if adapter:
             lora.write(adapter, cfg.model, os.path.join(temporary, "adapter"))
-        tokenizer_of(cfg, "model").save_pretrained(temporary)
+        load_section_tokenizer(cfg, "model").save_pretrained(temporary)
         shutil.rmtree(path, ignore_errors=True)
         os.rename(temporary, path)
 
@@ -717,7 +724,7 @@ class RewardModelWorker(ModelWorker):
         return {i: float(score[0]) for i, score in found.items()}
 
 
-class ActorWorker(SendingEnd, PolicyWorker):
+class ActorWorker(WeightSenderMixin, PolicyWorker):
     """The role "actor", whose ranks also send the weights."""
 
 

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from transformers.utils.hub import has_file
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import Answer
+from one_step_off.algorithms.core_algos import TokenOutputs
 from one_step_off.config.schema import (
     BackendConfig,
     Config,
     ConfigError,
     TrainedConfig,
-    path_of,
-    settings_of,
+    role_model_path,
+    role_settings,
 )
 from one_step_off.training.fsdp_model import SCALAR_ROLES, in_chunks
 from one_step_off.training.megatron_weights import head_dim
@@ -39,7 +39,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 def read_config(cfg: Config, role: str) -> Any:
     """The model's config.json, once it is sure that Megatron makes the same model of it. Raises ConfigError: a family,
     or a variant of one, that this back end does not know, or sizes that do not divide."""
-    path, own = path_of(cfg, role), settings_of(cfg, role)
+    path, own = role_model_path(cfg, role), role_settings(cfg, role)
     hf = transformers.AutoConfig.from_pretrained(
         path, trust_remote_code=cfg.model.trust_remote_code
     )
@@ -107,7 +107,7 @@ def sizes(own: BackendConfig) -> dict[str, Any]:
 
 
 def _transformer_config(cfg: Config, role: str, hf: Any, device: torch.device) -> TransformerConfig:
-    own, cuda = settings_of(cfg, role), device.type == "cuda"
+    own, cuda = role_settings(cfg, role), device.type == "cuda"
     dtype = getattr(torch, cfg.model.dtype)
     settings: dict[str, Any] = {
         "num_layers": hf.num_hidden_layers,
@@ -191,7 +191,7 @@ class _Attention(nn.Module):
                 for x in (key, value)
             )
             at = [
-                torch.from_numpy(batching.columns(len(key), r, group.size()))
+                torch.from_numpy(batching.context_parallel_columns(len(key), r, group.size()))
                 for r in range(group.size())
             ]
             mask = torch.cat(at) <= at[group.rank()][:, None]
@@ -244,7 +244,7 @@ def at_positions(
     entropy: str,
     chunk: int,
     **hook: Any,
-) -> Answer:
+) -> TokenOutputs:
     """GPTModel's `output_processor` on the last stage: log-probs (and entropies) of wanted tokens, float32 [n]. See
     `batching.MicroBatch` for `at` and `tokens`, `core_algos.log_probs_and_entropy` for the rest; `hook` is what
     GPTModel gives. With a scalar head, its output at those positions."""
@@ -263,7 +263,7 @@ def at_positions(
     first = mpu.get_tensor_model_parallel_rank() * weight.shape[0]
     rows = max(0, min(weight.shape[0], vocabulary - first))  # without the padding
 
-    def project(hidden: Tensor, tokens: Tensor) -> Answer:
+    def project(hidden: Tensor, tokens: Tensor) -> TokenOutputs:
         logits = F.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden), weight)[
             :, :rows
         ].float()
@@ -282,7 +282,7 @@ def joined(found: Tensor, mine: Tensor, count: int) -> Tensor:
 
 def split_log_probs(
     logits: Tensor, tokens: Tensor, first: int, temperature: float, entropy: str
-) -> Answer:
+) -> TokenOutputs:
     """As `core_algos.log_probs_and_entropy`, of logits whose vocabulary is split over the tensor-parallel ranks.
     `logits`: float32 [n, entries from `first` on]."""
     # Only sums are reduced, and all that depends on them is the same on every rank, so their gradient is identity.

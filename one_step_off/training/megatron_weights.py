@@ -19,7 +19,7 @@ from huggingface_hub import snapshot_download
 from megatron.core import parallel_state as mpu
 from torch import Tensor, nn
 
-from one_step_off.config.schema import Config, ConfigError, as_config_error, path_of
+from one_step_off.config.schema import Config, ConfigError, as_config_error, role_model_path
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 _EXPERTS = r"mlp\.experts\.(?:local_experts\.(\d+)\.{layer}\.weight|{layer}\.weight(\d+))"
@@ -178,7 +178,7 @@ class CheckpointReader:
 def load(cfg: Config, role: str, chunks: list[nn.Module], hf_config: Any) -> None:
     """Fill the local parameters; a critic's head that the checkpoint lacks begins random, the same on every rank. Raises
     ConfigError: as `CheckpointReader`."""
-    path = path_of(cfg, role)
+    path = role_model_path(cfg, role)
     reader = CheckpointReader("model.path" if path == cfg.model.path else f"{role}.path", path)
     # What pads the vocabulary is multiplied by gradients of 0, and memory may hold NaN.
     torch._foreach_zero_([p for chunk in chunks for p in chunk.parameters()])

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from torch import Tensor
 
 from one_step_off.algorithms import batching
-from one_step_off.algorithms.core_algos import Answer
+from one_step_off.algorithms.core_algos import TokenOutputs
 from one_step_off.config.schema import TrainedConfig
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.fsdp_workers import WORKERS as OF_FSDP
@@ -103,7 +103,7 @@ class MegatronWorker(ModelWorker):
             return self._forward(item[0], 1.0, "none"), None
 
         # Without virtual stages the shape is of no account: it travels with the tensors.
-        rows, width = batching.same_shape([item[0] for item in items]) if virtual else (1, 1)
+        rows, width = batching.pad_to_same_shape([item[0] for item in items]) if virtual else (1, 1)
         with cuda_is_cpu(self.device), clock("forward_backward"):
             for chunk in self.chunks if train else ():
                 chunk.zero_grad_buffer()
@@ -112,16 +112,19 @@ class MegatronWorker(ModelWorker):
             shape = {"num_microbatches": len(items), "seq_length": width, "micro_batch_size": rows}
             get_forward_backward_func()(**given, **shape, forward_only=not train)
 
-    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> Answer:
-        part, mine = batching.part(
+    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> TokenOutputs:
+        part, mine = batching.context_parallel_slice(
             laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size
         )
-        at, tokens, mine = (self._tensor(array) for array in (part.at, part.tokens, mine))
+        at, tokens, mine = (self._tensor(array) for array in (part.logit_index, part.tokens, mine))
         how = self.hf_config.vocab_size, temperature, entropy, self.cfg.actor.log_prob_chunk
 
         def output(**hook: Any) -> list[Tensor | None]:
             found = megatron_model.at_positions(at, tokens, *how, **hook)
-            return [x if x is None else megatron_model.joined(x, mine, len(laid.at)) for x in found]
+            return [
+                x if x is None else megatron_model.joined(x, mine, len(laid.logit_index))
+                for x in found
+            ]
 
         # A stage that is not the last gives its hidden states, and asks for no output.
         return self._chunk(self._tensor(part.input_ids), None, None, output_processor=output)

@@ -16,13 +16,13 @@ import numpy as np
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Arrays, Batch, Find, Sample
-from one_step_off.rewards.scoring import LARGEST, RewardError
+from one_step_off.data.samples import Batch, PackedArrays, PromptLookup, Sample
+from one_step_off.rewards.scoring import MAX_REWARD, RewardError
 from one_step_off.training.trainer_group import TrainGroup, merged
 
 
 def sequences_for(
-    samples: Sequence[Sample], find: Find, ours: Any, theirs: Any
+    samples: Sequence[Sample], find: PromptLookup, ours: Any, theirs: Any
 ) -> list[np.ndarray]:
     """Prompt and response as the reward model reads them: int32 token ids, one array per sample. Where both tokenizers
     are the same these are the very tokens of the policy. Else the texts are written anew: through the reward model's
@@ -46,7 +46,7 @@ def sequences_for(
 class LocalRewardModel(TrainGroup):
     """The role reward_model: a sequence classifier under the training back end."""
 
-    def __init__(self, *of_group: Any, find: Find, ours: Any, theirs: Any) -> None:
+    def __init__(self, *of_group: Any, find: PromptLookup, ours: Any, theirs: Any) -> None:
         """`of_group`: as of `TrainGroup`. `ours`, `theirs`: the tokenizers of the policy and of the reward model."""
         super().__init__(*of_group)
         self.find, self.ours, self.theirs = find, ours, theirs
@@ -56,13 +56,13 @@ class LocalRewardModel(TrainGroup):
         sequences = await asyncio.to_thread(
             sequences_for, batch.samples, self.find, self.ours, self.theirs
         )
-        return merged(await self._in_turn(batch.step, "score_sequences", Arrays(sequences)))
+        return merged(await self._in_turn(batch.step, "score_sequences", PackedArrays(sequences)))
 
 
 class RemoteRewardModel:
     """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores": [numbers]}."""
 
-    def __init__(self, cfg: Config, find: Find) -> None:
+    def __init__(self, cfg: Config, find: PromptLookup) -> None:
         self.own, self.find, self.gate = (
             cfg.reward_model,
             find,
@@ -121,8 +121,8 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
     """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own.
     Raises RoleError: a score is not finite, or too large, and `reward.on_error=stop`; otherwise it counts as 0, and is an error."""
     for sample, score in zip(samples, scores, strict=True):
-        if not abs(score) <= LARGEST:
-            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}, no number up to {LARGEST:g}"
+        if not abs(score) <= MAX_REWARD:
+            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}, no number up to {MAX_REWARD:g}"
             if cfg.reward.on_error == "stop":
                 raise RoleError(sample.extra.get("error", what))
             sample.extra, score = {"error": what, "fault": "reward/errors"} | sample.extra, 0.0

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from one_step_off.cluster.remote_calls import OnSpan, every, now
+from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import COLUMNS, NOWHERE, Arrays, Batch, Samples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
 
 T = TypeVar("T")
 
@@ -33,8 +33,8 @@ class TrainGroup:
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
         limit = self.cfg.trainer.start_timeout_s
-        (address,) = await every(limit, self.role, self.ranks[:1], "free_address", self.host)
-        await every(limit, self.role, self.ranks, "setup", *address)
+        (address,) = await call_all(limit, self.role, self.ranks[:1], "free_address", self.host)
+        await call_all(limit, self.role, self.ranks, "setup", *address)
 
     async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
         """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""
@@ -42,7 +42,7 @@ class TrainGroup:
             if self.colocated is not None:
                 await self.colocated.sleep()
             begin = now()
-            answers = await every(
+            answers = await call_all(
                 self.limit, f"step {step}, {self.role}", self.ranks, method, *args
             )
             self.on_span(self.role, method, step, begin, now())
@@ -71,7 +71,7 @@ class TrainGroup:
     def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
         """The trainer's half of the canary: log-probs of every token but the first, at temperature 1, by the weights as
         they are now, whatever is called before this is awaited."""
-        answers = every(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)
+        answers = call_all(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)
 
         async def whole() -> list[np.ndarray]:
             return next(filter(None, await answers))
@@ -80,16 +80,16 @@ class TrainGroup:
 
     async def save_state(self, folder: str) -> Awaitable[Any]:
         """Let all ranks copy their part of a checkpoint; when the answer has been awaited it is written."""
-        await every(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
-        return every(self.limit, f"checkpoint, {self.role}", self.ranks, "saved")
+        await call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
+        return call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "saved")
 
     async def load_state(self, folder: str) -> None:
         """Go to a checkpoint's state; after `setup`."""
-        await every(self.limit, f"checkpoint, {self.role}", self.ranks, "load_state", folder)
+        await call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "load_state", folder)
 
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
-        await every(self.limit, self.role, self.ranks, "save_hf", path)
+        await call_all(self.limit, self.role, self.ranks, "save_hf", path)
 
 
 def merged(parts: list[dict[int, T]]) -> list[T]:
@@ -103,16 +103,18 @@ def put_batch(batch: Batch) -> Any:
     import ray
 
     now, (before, stored) = (
-        [batch.samples, *(getattr(batch, name) for name in COLUMNS)],
+        [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)],
         batch.stored,
     )
     if not all(map(operator.is_, now, before)):
-        columns = {name: v and Arrays(v) for name, v in zip(COLUMNS, now[1:], strict=True)}
-        samples = Samples(batch.samples)
+        columns = {
+            name: v and PackedArrays(v) for name, v in zip(TRAINER_FIELDS, now[1:], strict=True)
+        }
+        samples = PackedSamples(batch.samples)
         samples.leave = "response", "extra"
         stored = ray.put(
             replace(
-                batch, samples=samples, prob_squares=None, dropped=[], stored=NOWHERE, **columns
+                batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
             )
         )
         batch.stored = now, stored

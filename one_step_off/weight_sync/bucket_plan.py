@@ -30,17 +30,17 @@ Pieces = list[list[WeightPiece]]
 @dataclass(frozen=True)
 class Slot:
     """A piece, or the strip of one, and where it lies in its sender's part of a bucket: bytes [offset, offset + nbytes),
-    followed by zeros up to offset + padded. `of`: the piece as the sender has it."""
+    followed by zeros up to offset + padded. `source`: the piece as the sender has it."""
 
     piece: WeightPiece
-    of: WeightPiece
+    source: WeightPiece
     sender: int
     offset: int = 0
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the piece."""
-        return math.prod(self.piece.block) * getattr(torch, self.piece.dtype).itemsize
+        return math.prod(self.piece.block_shape) * getattr(torch, self.piece.dtype).itemsize
 
     @property
     def padded(self) -> int:
@@ -50,7 +50,7 @@ class Slot:
     def view(self, part: torch.Tensor) -> torch.Tensor:
         """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
         flat = part[self.offset : self.offset + self.nbytes]
-        return flat.view(getattr(torch, self.piece.dtype)).view(self.piece.block)
+        return flat.view(getattr(torch, self.piece.dtype)).view(self.piece.block_shape)
 
     def seal(self, part: torch.Tensor) -> None:
         """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
@@ -95,7 +95,7 @@ class Bucket:
         tensors = []
         for name, tensor, joined in self.whole(parts, room):
             for slot in joined:
-                slot.piece.place(tensor).copy_(slot.view(parts[slot.sender]))
+                slot.piece.slice_of(tensor).copy_(slot.view(parts[slot.sender]))
             tensors.append((name, tensor))
         return tensors
 
@@ -105,7 +105,7 @@ class Bucket:
             slot.seal(parts[slot.sender])
         for _, tensor, joined in self.whole(parts, room):
             for slot in joined:
-                slot.view(parts[slot.sender]).copy_(slot.piece.place(tensor))
+                slot.view(parts[slot.sender]).copy_(slot.piece.slice_of(tensor))
 
 
 @dataclass
@@ -133,7 +133,7 @@ class BucketPlan:
         """
         buckets: list[Bucket] = []
         filled, room, joined = math.inf, 0, 0
-        for parts in owners(pieces):
+        for parts in pieces_by_tensor(pieces):
             strips = _strips(parts, bucket_bytes)
             size, alone = sum(slot.padded for strip in strips for slot in strip), len(strips) > 1
             joins = alone or len(parts) > 1
@@ -176,7 +176,7 @@ def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]
     return [[slot for slot in cut if slot.nbytes] for cut in cuts]
 
 
-def owners(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
+def pieces_by_tensor(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
     """Per tensor its (sender, piece) in the order of rows, after checking (SyncError) that rows are covered once each;
     the tensors as `_merged` has them."""
     by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
@@ -200,11 +200,11 @@ def owners(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
     return [by_name[name] for name in _merged(pieces)]
 
 
-def sent_by(pieces: Pieces, how: str) -> dict[int, list[WeightPiece]]:
+def pieces_of_senders(pieces: Pieces, how: str) -> dict[int, list[WeightPiece]]:
     """Rank -> the pieces that it sends, of those that hold any; with `how` = "gather" rank 0 sends all, whole."""
     if how == "sharded":
         return {rank: held for rank, held in enumerate(pieces) if held}
-    firsts = (parts[0][1] for parts in owners(pieces))
+    firsts = (parts[0][1] for parts in pieces_by_tensor(pieces))
     return {0: [replace(p, start=0, stop=p.shape[0] if p.shape else 1, dim=0) for p in firsts]}
 
 

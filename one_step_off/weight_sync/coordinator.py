@@ -22,11 +22,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, SyncError, TrainerDied
-from one_step_off.cluster.remote_calls import ATTEMPTS, every, named, not_alive
+from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, call_all, name_failures, not_alive
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
 from one_step_off.distributed_util import connect_limit
-from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
+from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
 
 ABORT_S = 5.0  # for the trainers to take an abort
 QUICK_S = (
@@ -127,10 +127,10 @@ class WeightSync:
             self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
         )
         self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
-        self.last: tuple[Stamp, list[np.ndarray]] | None = (
+        self.last_sent: tuple[Stamp, list[np.ndarray]] | None = (
             None  # what replicas are to hold, and the trainer's canary
         )
-        self.grouped: list[Any] = []  # the replicas that the groups were made for
+        self.connected_replicas: list[Any] = []  # the replicas that the groups were made for
         self.failures: dict[
             int, int
         ] = {}  # replica -> syncs in a row that it failed in, its own ones not counted
@@ -146,13 +146,13 @@ class WeightSync:
             self.cfg.bucket_mb << 20,
             "weight sync, trainer rank",
         )
-        plans = await every(limit, what, self.actor.ranks, "weight_plan")
-        found = await every(
+        plans = await call_all(limit, what, self.actor.ranks, "weight_plan")
+        found = await call_all(
             limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit
         )
-        sending = sent_by(plans, self.cfg.sender)
+        sending = pieces_of_senders(plans, self.cfg.sender)
         self.senders = [self.actor.ranks[i] for i in sending]
-        self.taking_part = self.actor.ranks if self.cfg.sender == "gather" else self.senders
+        self.sending_ranks = self.actor.ranks if self.cfg.sender == "gather" else self.senders
         self.near = [self.near[i] for i in sending]
         self.total_bytes = BucketPlan.build([*sending.values()], size).total_bytes
         self.info = {
@@ -167,7 +167,7 @@ class WeightSync:
 
     async def _regroup(self, numbers: list[int]) -> None:
         """New groups, of the senders and these replicas. Raises BrokenSync."""
-        self.epoch, self.grouped = self.epoch + 1, []
+        self.epoch, self.connected_replicas = self.epoch + 1, []
         width = self.rollout.cfg.rollout.tensor_parallel_size
         place = {number: i for i, number in enumerate(numbers)}
         near = [[place[r] for r in those if r in place] for those in self.near]
@@ -193,7 +193,7 @@ class WeightSync:
         # Each process keeps the limit itself; this one is for what hangs outside of its waits.
         limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
         await self._together(what, calls, limit, limit)
-        self.grouped = [self.rollout.replicas[number] for number in numbers]
+        self.connected_replicas = [self.rollout.replicas[number] for number in numbers]
 
     async def _together(
         self, what: str, calls: list[Call], limit_s: float, rest_s: float
@@ -201,7 +201,8 @@ class WeightSync:
         """What all calls return, which are for `what`. As soon as one fails, or none has ended after `limit_s` seconds, or
         some have not `rest_s` seconds after the first, the epoch is aborted, which ends the others. Raises BrokenSync then."""
         tasks = {
-            asyncio.ensure_future(named(f"{what}, {call.who}", call.answer)): call for call in calls
+            asyncio.ensure_future(name_failures(f"{what}, {call.who}", call.answer)): call
+            for call in calls
         }
         try:
             done, pending = await asyncio.wait(
@@ -249,7 +250,7 @@ class WeightSync:
         """Tell the trainers that wait for the end of the sync that the attempt ends: they raise SyncError."""
         await _quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
 
-    def expect(self) -> Awaitable[list[np.ndarray]]:
+    def score_canary(self) -> Awaitable[list[np.ndarray]]:
         """Ask the trainer for its half of the canary, by the weights that it has now."""
         return self.actor.score(self.canary)
 
@@ -261,11 +262,11 @@ class WeightSync:
         if a trainer is gone or hangs; NoReplica if all replicas are."""
         begin = time.perf_counter()
         metrics: dict[str, Any] = {}
-        trainer = await (expected or self.expect())
-        asked, self.last = time.perf_counter() - begin, (stamp, trainer)
+        trainer = await (expected or self.score_canary())
+        asked, self.last_sent = time.perf_counter() - begin, (stamp, trainer)
         self.rollout.syncing = True  # prompts that come meanwhile wait
         self.rollout.mark_stale()
-        # Bounded: of each round that brings nothing at least one replica died, and each may do so ATTEMPTS times.
+        # Bounded: of each round that brings nothing at least one replica died, and each may do so MAX_ATTEMPTS times.
         while not metrics:
             await (
                 self.rollout.wait_for_any_replica()
@@ -279,14 +280,14 @@ class WeightSync:
 
     def release(self, version: int) -> Awaitable[Any]:
         """Tell the trainer that these weights may change: nobody needs them any more."""
-        return every(
+        return call_all(
             self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", version
         )
 
     async def restore(self, number: int) -> bool:
         """Bring a replica that was started anew to the weights that were sent last; where nothing was sent yet, or it is
         not kept, it gets the next. Returns whether it is still there."""
-        kept = self.last and self.cfg.keep_sent and self.cfg.sender == "sharded"
+        kept = self.last_sent and self.cfg.keep_sent and self.cfg.sender == "sharded"
         return not kept or bool(await self._bring([number]))
 
     async def _bring(self, numbers: list[int]) -> dict[str, Any]:
@@ -294,14 +295,14 @@ class WeightSync:
         being restarted."""
         async with self.lock:
             # Only now: while this waited, one may have come back, with what was the last before.
-            stamp, trainer = self.last
+            stamp, trainer = self.last_sent
             alone, numbers = bool(numbers), numbers or self.rollout.active
             if not numbers:
                 return {}
             # Now: when the sync has failed, another process may have taken the place of one that died.
             replicas = {i: self.rollout.replicas[i] for i in numbers}
             try:
-                if self.grouped != [self.rollout.replicas[i] for i in numbers]:
+                if self.connected_replicas != [self.rollout.replicas[i] for i in numbers]:
                     await self._regroup(numbers)
                 start = time.perf_counter()
                 metrics = self._metrics(numbers, start, *await self._transfer(stamp, numbers))
@@ -309,13 +310,13 @@ class WeightSync:
                 metrics |= await self._check_canary(stamp, trainer, numbers)
                 metrics["time/canary_s"] = time.perf_counter() - checked
             except BrokenSync as broken:
-                self.grouped = []
+                self.connected_replicas = []
                 await self._give_up_failed(broken, stamp, replicas, alone)
                 return {}
             except SyncError:
-                self.grouped = []
+                self.connected_replicas = []
                 raise
-        for i, replica in zip(numbers, self.grouped, strict=True):
+        for i, replica in zip(numbers, self.connected_replicas, strict=True):
             if not alone:
                 self.failures.pop(i, None)
             self.rollout.mark_synced(i, replica)
@@ -350,9 +351,9 @@ class WeightSync:
             raise ProcessDied(f"{what}: {'; '.join(dead.values())}") from broken.error
         for i, why in dead.items():
             self.failures[i] = self.failures.get(i, 0) + (not alone)
-            if self.failures[i] >= ATTEMPTS:
+            if self.failures[i] >= MAX_ATTEMPTS:
                 self.rollout.exclude(
-                    i, f"it failed in {ATTEMPTS} weight syncs in a row; the last time: {why}"
+                    i, f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {why}"
                 )
             else:
                 self.rollout.mark_failed(i, f"in the {what}: {why}")
@@ -362,7 +363,7 @@ class WeightSync:
         what = f"weight sync of version {stamp[1]}"
         calls = [
             Call(f"trainer rank {i}", rank, rank.send_weights.remote(stamp[1]))
-            for i, rank in enumerate(self.taking_part)
+            for i, rank in enumerate(self.sending_ranks)
         ]
         chosen = {i: self.rollout.replicas[i] for i in replicas}
         calls += [
@@ -374,7 +375,7 @@ class WeightSync:
         reports = await self._together(
             what, calls, 3 * self.cfg.timeout_s + slowest, self.cfg.timeout_s + slowest
         )
-        return reports[: len(self.taking_part)], reports[len(self.taking_part) :]
+        return reports[: len(self.sending_ranks)], reports[len(self.sending_ranks) :]
 
     def _metrics(
         self, numbers: list[int], start: float, sent: list, received: list
@@ -398,9 +399,11 @@ class WeightSync:
         for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
             metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
         # Either end's time includes its wait for the other, so the shorter one counts.
-        slowest = dict(sorted((i, seconds) for report in sent for i, seconds in report["each"]))
+        slowest = dict(
+            sorted((i, seconds) for report in sent for i, seconds in report["bucket_wire"])
+        )
         metrics["sync/wire_s"], raw = max(
-            (sum(min(s, slowest[i]) for i, s in w["each"]), w["raw"]) for w in workers
+            (sum(min(s, slowest[i]) for i, s in w["bucket_wire"]), w["bare_wire"]) for w in workers
         )
         if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
             metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
@@ -418,7 +421,7 @@ class WeightSync:
             for s in r["spans"][: MOST_DRAWN // len(ranks)]
         ]
         self.on_trace(
-            [(who + lane, phase, self.last[0][1], *when) for who, lane, phase, *when in spans]
+            [(who + lane, phase, self.last_sent[0][1], *when) for who, lane, phase, *when in spans]
         )
         metrics["sync/ranks"] = {
             who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()

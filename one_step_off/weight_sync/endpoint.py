@@ -3,8 +3,8 @@
 Trainer ranks send the pieces they own; every vLLM worker receives all of them and assembles whole tensors:
 
     plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
-    Sender(plan, rank, ...).connect(epoch, n_receivers);               .send(tensors, version)
-    Receiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
+    WeightSender(plan, rank, ...).connect(epoch, n_receivers);               .send(tensors, version)
+    WeightReceiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
 
 There is one group per sender, {sender} u receivers, made anew in every epoch, that is when receivers come or go. All
 receivers and senders walk the buckets in the order of the plan; the senders' parts of a bucket arrive side by side. Receivers that are `near` a sender, on the same device, are not in its group: they read its buckets where
@@ -31,7 +31,7 @@ import torch.distributed as dist
 from one_step_off.cluster.bounded_waits import Aborted, AbortSignal, WorkerThread, wait_for_result
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
-from one_step_off.distributed_util import NetworkLink
+from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 
 T = TypeVar("T")
@@ -43,6 +43,8 @@ MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 class _End:
     """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
 
+    role = "endpoint"  # in error messages
+
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
@@ -53,7 +55,7 @@ class _End:
             host,
             timeout_s,
         )
-        self.who = f"{type(self).__name__.lower()} {self.index}"
+        self.who = f"{self.role} {self.index}"
         self.links: list[Any] = []
         self.signals: list[AbortSignal] = []  # one per sender's store that this end uses
         # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
@@ -90,14 +92,22 @@ class _End:
         try:
             return wait_for_result(made, deadline - time.monotonic(), self._check_signals)
         except BaseException:
-            if function is NetworkLink:
+            if function is DedicatedGroup:
                 made.add_done_callback(_close_late)
             raise
 
-    def _join(self, store: dist.Store, rank: int, size: int, deadline: float) -> NetworkLink:
+    def _join(self, store: dist.Store, rank: int, size: int, deadline: float) -> DedicatedGroup:
         left = deadline - time.monotonic()
         return self._until(
-            deadline, NetworkLink, store, rank, size, self.device, self.host, self.timeout_s, left
+            deadline,
+            DedicatedGroup,
+            store,
+            rank,
+            size,
+            self.device,
+            self.host,
+            self.timeout_s,
+            left,
         )
 
     def _on_wire(self, function: Callable[..., T], *args: Any) -> T:
@@ -138,7 +148,7 @@ class _End:
             cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
             traceback.clear_frames(
                 e.__traceback__
-            )  # they hold the group's work: see NetworkLink.close
+            )  # they hold the group's work: see DedicatedGroup.close
             place = (self.bucket if bucket is None else bucket) + 1
             where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
             given_up = GIVEN_UP if isinstance(e, Aborted) else ""
@@ -158,7 +168,12 @@ class _End:
         return seconds
 
     def _report(self) -> dict[str, Any]:
-        return {**self.seconds, "bytes": float(self.bytes), "each": self.each, "spans": self.spans}
+        return {
+            **self.seconds,
+            "bytes": float(self.bytes),
+            "bucket_wire": self.each,
+            "spans": self.spans,
+        }
 
 
 def _close_late(joining: Future) -> None:

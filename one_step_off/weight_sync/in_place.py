@@ -25,7 +25,7 @@ class NotInPlace(RuntimeError):
     """The model's parameters do not hold these tensors as they were sent. The model is as it was."""
 
 
-class LiveWeights:
+class InPlaceBucket:
     """One bucket's way into the model, by parts of parameters (`live`) and of HF tensors (`held`) of one shape each."""
 
     @torch.no_grad()
@@ -82,7 +82,7 @@ class LiveWeights:
         torch._foreach_copy_(self.live, self.held)
 
 
-class InPlace(Mirror):
+class InPlaceModel(Mirror):
     """The model's own parameters in place of a mirror: what `distributed_util.Receiver` keeps as `live`. It needs a
     buffer as large as the largest bucket, on the model's device."""
 
@@ -95,12 +95,12 @@ class InPlace(Mirror):
         self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(
             plan.buckets
         )
-        self.live: list[LiveWeights] = []
+        self.live: list[InPlaceBucket] = []
         for i, bucket in enumerate(plan.buckets):
             if bucket.ends:  # with the strips before it
                 strips = range(len(self.live), i + 1)
                 tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
-                self.live += [LiveWeights(model, tensors)] * len(strips)
+                self.live += [InPlaceBucket(model, tensors)] * len(strips)
                 if not all(
                     torch.equal(checksum(p), sums[s, k])
                     for k in strips

@@ -9,18 +9,19 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import NetworkLink, _open_client, connect_limit
+from one_step_off.distributed_util import DedicatedGroup, _open_client, connect_limit
 from one_step_off.weight_sync.bucket_plan import Parts, checksum
 from one_step_off.weight_sync.endpoint import _End
 from one_step_off.weight_sync.mirror import Mirror
-from one_step_off.weight_sync.shared_memory import SharedInlet
+from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
 
-class Receiver(_End):
+class WeightReceiver(_End):
     """The receiving end in one vLLM worker. Where only changes travel it needs what it got before: a `mirror`, made by
     the first sync, or `live`, an object that has it in the model itself (`Mirror.update`, and `write(i)` in place of
     loading bucket `i`)."""
 
+    role = "receiver"
     mirror: Mirror | None = None
     live: Any = None
 
@@ -56,12 +57,12 @@ class Receiver(_End):
             self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1, deadline))
         else:
             inlet = self._until(
-                deadline, SharedInlet, store, self.index, self.device, self.timeout_s
+                deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
             )
             self.links.append(inlet)
 
     def _prepare_buffers(self) -> None:
-        self.far = any(isinstance(link, NetworkLink) for link in self.links)
+        self.far = any(isinstance(link, DedicatedGroup) for link in self.links)
         where = (
             self.device if self.far else "meta"
         )  # where all is read out of the senders', there need be none
@@ -74,7 +75,7 @@ class Receiver(_End):
     def _measure(self) -> None:
         """Seconds per byte of the bare link: the first bucket as it will travel, twice; the second time counts."""
         parts = self.plan.buckets[0].parts(self.buffers[0])
-        far = {s: room for s, room in parts.items() if isinstance(self.links[s], NetworkLink)}
+        far = {s: room for s, room in parts.items() if isinstance(self.links[s], DedicatedGroup)}
         for _ in range(2):
             begin = time.perf_counter()
             self._on_wire(self._take, far)
@@ -91,7 +92,7 @@ class Receiver(_End):
 
         The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
         the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load), "bytes", "each" bucket's time on the wire, and "raw", the time that the bare link would take for all
+        verify, load), "bytes", "bucket_wire" bucket's time on the wire, and "bare_wire", the time that the bare link would take for all
         of them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
         given up then."""
         self._begin()
@@ -103,7 +104,7 @@ class Receiver(_End):
             self.mirror = self.live = None
             self.give_up(error)
             raise
-        return self._report() | {"raw": self.raw * self.bytes}
+        return self._report() | {"bare_wire": self.raw * self.bytes}
 
     def _receive(
         self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int

@@ -14,18 +14,19 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import NetworkLink, connect_limit, open_store
+from one_step_off.distributed_util import DedicatedGroup, connect_limit, open_store
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Slot, checksum
 from one_step_off.weight_sync.endpoint import _End
-from one_step_off.weight_sync.shared_memory import SharedOutlet
+from one_step_off.weight_sync.shared_memory import SharedMemorySender
 
 
-class Sender(_End):
+class WeightSender(_End):
     """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
     sends everything each time; n > 0 what changed since the last time, and everything every n-th. `keep`: hold what was
     sent in host memory, to send it again when the model has changed; `kept`: the version that is held, whole, or -1."""
 
+    role = "sender"
     full_every, keep, kept = 0, False, -1
 
     def __init__(
@@ -45,7 +46,7 @@ class Sender(_End):
         self.since_full = -1  # receivers hold nothing of it
 
     def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
-        """Form the group with `receivers` vLLM workers, which must call `Receiver.connect` meanwhile. `near`: the
+        """Form the group with `receivers` vLLM workers, which must call `WeightReceiver.connect` meanwhile. `near`: the
         receivers that are on this sender's device. An earlier epoch's group is given up. Raises SyncError: not all are
         there within `connect_limit`, or the epoch was given up."""
         self.close()
@@ -68,7 +69,7 @@ class Sender(_End):
         # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
         room = [max(self.sizes, default=0)] * 2
         if near:
-            self.links = [SharedOutlet(store, room, list(near), self.device)]
+            self.links = [SharedMemorySender(store, room, list(near), self.device)]
             self.buffers = self.links[0].buffers
         elif not self.buffers:
             self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
@@ -78,7 +79,7 @@ class Sender(_End):
             for _ in range(2 if self.sizes[0] else 0):  # for the receivers' `raw`
                 self._on_wire(self._measure, link)
 
-    def _measure(self, link: NetworkLink) -> None:
+    def _measure(self, link: DedicatedGroup) -> None:
         """Send the first bucket as it is, for receivers to measure the bare link."""
         link.publish(self.buffers[0][: self.sizes[0]])
         link.wait(self.timeout_s)
@@ -92,7 +93,7 @@ class Sender(_End):
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
         """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
         looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
-        and "each" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
+        and "bucket_wire" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
         up then, and receivers do not wait for it any longer."""
         self._begin()
         try:
@@ -175,10 +176,12 @@ class Sender(_End):
 
     def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
         for slot in slots:
-            if slot.piece.start == slot.of.start:  # the others are strips of the same tensor
+            if slot.piece.start == slot.source.start:  # the others are strips of the same tensor
                 self.tensor = next(data)
-                if self.tensor.shape != slot.of.block:
-                    shape, planned = tuple(self.tensor.shape), slot.of.block
-                    raise SyncError(f"{self.who}: {slot.of.name} is {shape}, planned {planned}")
-            slot.view(flat).copy_(slot.piece.place(self.tensor, slot.of.start), non_blocking=True)
+                if self.tensor.shape != slot.source.block_shape:
+                    shape, planned = tuple(self.tensor.shape), slot.source.block_shape
+                    raise SyncError(f"{self.who}: {slot.source.name} is {shape}, planned {planned}")
+            slot.view(flat).copy_(
+                slot.piece.slice_of(self.tensor, slot.source.start), non_blocking=True
+            )
             slot.seal(flat)

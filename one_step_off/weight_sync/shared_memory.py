@@ -36,7 +36,7 @@ def _mapped(path: str, size: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
-class SharedOutlet:
+class SharedMemorySender:
     """The sender's end. `buffers`: uint8, to be packed in turn; every message waits for all `readers` (numbers)."""
 
     def __init__(
@@ -76,8 +76,8 @@ class SharedOutlet:
         self.buffers = []
 
 
-class SharedInlet:
-    """A receiver's end, as reader `number`; its peer must hold a SharedOutlet. `timeout_s`: for any message."""
+class SharedMemoryReceiver:
+    """A receiver's end, as reader `number`; its peer must hold a SharedMemorySender. `timeout_s`: for any message."""
 
     def __init__(
         self, store: dist.Store, number: int, device: torch.device, timeout_s: float
@@ -95,7 +95,7 @@ class SharedInlet:
 
     def take(self, room: torch.Tensor) -> torch.Tensor:
         """The next message. Bytes stand for a bucket of as many as `room`, which is the sender's own and stays as it is until
-        `release`; any other goes into `room`. Raises as `SharedOutlet.wait`."""
+        `release`; any other goes into `room`. Raises as `SharedMemorySender.wait`."""
         key = f"message{self.count + 1}"
         wait_for_keys(self.store, [key], self.timeout_s, self.signal)
         message, self.count = (

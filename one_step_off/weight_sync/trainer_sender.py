@@ -16,13 +16,13 @@ import torch
 
 from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import SyncError
-from one_step_off.cluster.network import own_host
+from one_step_off.cluster.network import reachable_host
 from one_step_off.config.schema import Config
-from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, sent_by
-from one_step_off.weight_sync.sender import Sender
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, pieces_of_senders
+from one_step_off.weight_sync.sender import WeightSender
 
 
-class SendingEnd:
+class WeightSenderMixin:
     """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
 
     # The worker's own.
@@ -44,11 +44,13 @@ class SendingEnd:
         """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
         nothing itself."""
         self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
-        sent = sent_by(pieces, own.sender)
+        sent = pieces_of_senders(pieces, own.sender)
         if self.rank not in sent:
             return None
         plan, device = BucketPlan.build([*sent.values()], bucket_bytes), torch.device(self.device)
-        self.sender = Sender(plan, [*sent].index(self.rank), device, own_host(host), timeout_s)
+        self.sender = WeightSender(
+            plan, [*sent].index(self.rank), device, reachable_host(host), timeout_s
+        )
         self.sender.full_every = own.full_every if own.mode == "delta" else 0
         self.sender.keep = own.keep_sent and own.sender == "sharded"
         return self.sender.address
@@ -60,7 +62,7 @@ class SendingEnd:
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `Sender.send`; it refuses (SyncError) a version that is neither the worker's nor kept. With weight_sync.sender=gather
+        """As `WeightSender.send`; it refuses (SyncError) a version that is neither the worker's nor kept. With weight_sync.sender=gather
         every rank is called, and gives rank 0 its pieces (collective)."""
         unpin()
         own = self.cfg.weight_sync.sender == "sharded"
@@ -73,7 +75,7 @@ class SendingEnd:
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
             return self.sender.send((tensor for _, tensor in gathered), version)
-        return {"bytes": 0.0, "changed": 0.0, "each": [], "spans": []} | dict(
+        return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []} | dict(
             gathered
         )  # which has nothing here
 

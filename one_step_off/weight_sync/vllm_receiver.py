@@ -30,8 +30,8 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.in_place import InPlace, NotInPlace
-from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
+from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
@@ -50,14 +50,14 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         **groups: Any,
     ) -> None:
         """Build the plan and join the senders' groups; an earlier epoch's are given up. Plain data only, since it crosses
-        process borders: `pieces[s]` are the fields of sender s's WeightPieces. `groups`: for `Receiver.connect`."""
+        process borders: `pieces[s]` are the fields of sender s's WeightPieces. `groups`: for `WeightReceiver.connect`."""
         pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in pieces]
         plan, index = (
             BucketPlan.build(pieces, bucket_bytes),
             first_receiver + get_tensor_model_parallel_rank(),
         )
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
-            self.receiver = Receiver(plan, index, torch.device(self.device), host, timeout_s)
+            self.receiver = WeightReceiver(plan, index, torch.device(self.device), host, timeout_s)
             # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync. Taken while
             # it is whole: after an update that broke, a tied head stands there under a name of its own.
             self.expected = {name for name, _ in self.model.named_parameters()}
@@ -125,7 +125,7 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         try:
             if self.model_config.enable_sleep_mode:
                 raise NotInPlace("an engine that sleeps gives its weights away")
-            receiver.live = InPlace(receiver.plan, receiver.room, receiver.sums, self.model)
+            receiver.live = InPlaceModel(receiver.plan, receiver.room, receiver.sums, self.model)
             receiver.mirror = None
         except NotInPlace as e:
             logger.info("weight sync: a mirror of the model stays in host memory, because %s", e)

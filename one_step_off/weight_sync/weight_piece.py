@@ -34,7 +34,7 @@ class WeightPiece:
     dim: int = 0
 
     @property
-    def block(self) -> tuple[int, ...]:
+    def block_shape(self) -> tuple[int, ...]:
         """The shape of the piece itself."""
         if not self.shape:
             return ()
@@ -45,7 +45,7 @@ class WeightPiece:
         first, size = self.start, self.stop - self.start
         return replace(self, start=first + size * i // count, stop=first + size * (i + 1) // count)
 
-    def place(self, tensor: Any, first: int = 0) -> Any:
+    def slice_of(self, tensor: Any, first: int = 0) -> Any:
         """Where the piece lies in the whole tensor, or in another piece of it that starts at `first`: a view."""
         return (
             tensor.narrow(self.dim, self.start - first, self.stop - self.start)

@@ -202,9 +202,9 @@ def left_behind(command: Command) -> list[str]:
 
 def expected_prompts(arguments: list[str], steps: int) -> list[list]:
     """The prompts of each step of a run that nothing disturbs, by its own data and order, without any engine."""
-    from one_step_off.config.loading import load
+    from one_step_off.config.loading import load_config
     from one_step_off.runtime.launch import prepare
 
-    cfg = load([*arguments, "trainer.resume=never"])
+    cfg = load_config([*arguments, "trainer.resume=never"])
     stream = prepare(cfg, lambda line: None).data.stream
     return [[list(prompt.id) for prompt in stream.next_batch()] for _ in range(steps)]

@@ -98,8 +98,8 @@ POINTS = [
     Point(
         "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
     ),
-    Point("starting", "driver", "one_step_off.runtime.processes:Spawned.setup"),
-    Point("resuming", "driver", "one_step_off.runtime.processes:Spawned.load_state"),
+    Point("starting", "driver", "one_step_off.runtime.processes:RunProcesses.setup"),
+    Point("resuming", "driver", "one_step_off.runtime.processes:RunProcesses.load_state"),
     # A replica: the Ray actor.
     Point("generating", "replica", f"{ROLLOUT}:RolloutReplica._generate"),
     Point("idle", "replica", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
@@ -115,21 +115,24 @@ POINTS = [
     Point(
         "in the header",
         "engine",
-        f"{RECEIVER}:Receiver._headers",
+        f"{RECEIVER}:WeightReceiver._headers",
         version=_second,
         corrupt=_other_plan,
     ),
     Point(
         "before the first bucket",
         "engine",
-        f"{RECEIVER}:Receiver._headers",
+        f"{RECEIVER}:WeightReceiver._headers",
         "after",
         version=_second,
     ),
     Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
     Point("loading", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine._load"),
     Point(
-        "after the last bucket", "engine", f"{RECEIVER}:Receiver._check_sums", corrupt=_other_sum
+        "after the last bucket",
+        "engine",
+        f"{RECEIVER}:WeightReceiver._check_sums",
+        corrupt=_other_sum,
     ),
     Point(
         "packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"
@@ -139,15 +142,20 @@ POINTS = [
     Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
     Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
     Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
-    Point("joining the sync", "trainer", f"{TRAINER_SENDER}:SendingEnd.connect_sync"),
+    Point("joining the sync", "trainer", f"{TRAINER_SENDER}:WeightSenderMixin.connect_sync"),
     Point(
         "before the first bucket",
         "trainer",
-        f"{TRAINER_SENDER}:SendingEnd.send_weights",
+        f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
         version=_second,
     ),
-    Point("between buckets", "trainer", f"{SENDER}:Sender._pack", only=_later_bucket),
-    Point("after the last bucket", "trainer", f"{TRAINER_SENDER}:SendingEnd.send_weights", "after"),
+    Point("between buckets", "trainer", f"{SENDER}:WeightSender._pack", only=_later_bucket),
+    Point(
+        "after the last bucket",
+        "trainer",
+        f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
+        "after",
+    ),
     Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
     Point("checkpoint", "trainer", f"{FSDP}:TrainedWorker._write_state", only=_role("actor")),
     Point(

@@ -139,7 +139,7 @@ class Layout:
     """The processes of one layout, and the cases run over them."""
 
     def __init__(self, out: Path, ranks: int, replicas: int) -> None:
-        from one_step_off.config.loading import load
+        from one_step_off.config.loading import load_config
         from one_step_off.runtime import launch
 
         self.out, self.lines = out, []
@@ -150,18 +150,18 @@ class Layout:
             f"weight_sync.timeout_s={LIMIT_S}",
         ]
         more += [pools, "trainer.test_freq=-1", "trainer.val_before_train=false"]
-        self.cfg = load(real.settings(out / "run", STEPS, more=more))
+        self.cfg = load_config(real.settings(out / "run", STEPS, more=more))
         self.prepared = launch.prepare(self.cfg, lambda line: None)
         self.beginning = self.prepared.data.stream.state_dict()
         self.team: Any = None
 
     async def start(self) -> None:
         """New processes. They wait for the first sync to be connected, so that a case may break that."""
-        from one_step_off.runtime.processes import Spawned
+        from one_step_off.runtime.processes import RunProcesses
 
         if self.team is not None:
             await self.team.end()
-        self.team = Spawned(self.prepared)
+        self.team = RunProcesses(self.prepared)
         await self.team.setup()
 
     async def reset(self, overlap: bool, joins: bool) -> None:
@@ -179,9 +179,9 @@ class Layout:
         while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
         roles.sync.failures.clear()
-        roles.sync.last = None
+        roles.sync.last_sent = None
         if joins:
-            roles.sync.grouped = []
+            roles.sync.connected_replicas = []
         roles.rollout.supervisor.syncing = False
         self.cfg.weight_sync.overlap = overlap
         self.prepared.data.stream.load_state_dict(self.beginning)
@@ -198,7 +198,7 @@ class Layout:
         tracker = Tracker(str(self.out / f"case_{number}"), STEPS, out=open(os.devnull, "w"))
         tracker.start(0)
         said: list[tuple[float, str]] = []
-        tracker.say = lambda line: said.append((time.time(), line))
+        tracker.log = lambda line: said.append((time.time(), line))
         before = team.roles.rollout.restarts
         pipeline = Pipeline(self.cfg, team.roles, data.stream, data.val, tracker)
         self.arm(number, case)
@@ -209,7 +209,7 @@ class Layout:
             case.outcome = "ended well"
         except Exception as error:
             case.outcome = f"{type(error).__name__}: {error}"
-            another = await team.lost(error)
+            another = await team.is_process_failure(error)
         ended = time.time()
         hit = self.out / f"hit_{number}"
         case.hit = hit.exists()
@@ -360,7 +360,7 @@ def main(argv: list[str]) -> int:
     quiet_libraries()
     out = Path(argv[0])
     cases = [Case(**row) for row in json.loads((out / "wanted.json").read_text())]
-    with launch.swept():
+    with launch.cleanup_after_run():
         launch.start_ray(Layout(out, cases[0].ranks, cases[0].replicas).cfg)
         try:
             asyncio.run(run_all(out, cases))

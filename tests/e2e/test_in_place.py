@@ -45,7 +45,7 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     mine = models(tied=True, seed=2)
     engine = {"model": models(tied=True, seed=1), "tokenizer": mine, "max_model_len": 160}
@@ -65,7 +65,7 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
     )
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         found = [await roles.sync((0, 0))]
@@ -92,7 +92,9 @@ def test_changes_leave_an_engine_as_a_full_sync_would(models, tmp_path, packed, 
         await roles.rollout.stop()
 
     async def bits(roles: Any) -> Any:
-        return None if packed else await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
+        return (
+            None if packed else await roles.rollout.replicas[0]._call_workers.remote("fingerprint")
+        )
 
     launch.start_ray(cfg)
     try:

@@ -61,7 +61,7 @@ def batch_for_update() -> Batch:
                 np.zeros(12, np.int32),
             )
         )
-    batch = Batch(0, samples, expected=(0, 0))
+    batch = Batch(0, samples, expected_stamp=(0, 0))
     batch.advantages = [rng.normal(size=12).astype(np.float32) for _ in samples]
     return batch
 
@@ -116,7 +116,7 @@ def sync_and_compare(
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(
         mine,
@@ -130,7 +130,7 @@ def sync_and_compare(
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        roles = Spawned(prepared).roles
+        roles = RunProcesses(prepared).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         first = await roles.sync((0, 0))
@@ -216,14 +216,14 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
     import ray
 
     from one_step_off.cluster.errors import RoleError, SyncError
-    from one_step_off.cluster.remote_calls import named
+    from one_step_off.cluster.remote_calls import name_failures
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     cfg = tiny_config(models(), str(tmp_path), **{"weight_sync.timeout_s": 3.0})
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()
         await roles.sync((0, 0))
@@ -231,9 +231,11 @@ def test_a_sync_that_breaks_inside_vllm_is_named_and_leaves_the_replica_unused(m
         with pytest.raises(
             SyncError, match=r"rollout 0: receiver 0, phase header, bucket 0 of \d+: .*[Tt]imed out"
         ):
-            await named("rollout 0", replica.sync.remote((0, 1)))
+            await name_failures("rollout 0", replica.sync.remote((0, 1)))
         with pytest.raises(RoleError, match="rollout replica 0 has no verified weights"):
-            await named("rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None)))
+            await name_failures(
+                "rollout 0", replica.rollout.remote(prompts(), Sampling(1, 1.0, None))
+            )
 
     launch.start_ray(cfg)
     try:
@@ -264,7 +266,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     mine, said = models(tied=True, seed=2), []
     own = {"worker_extension_cls": f"{extension}.SyncWorkerExtension"} if extension else {}
@@ -283,7 +285,7 @@ def test_a_replica_killed_in_mid_sync_is_left_out_and_comes_back(models, tmp_pat
     )
 
     async def check() -> None:
-        roles = Spawned(launch.prepare(cfg, lambda line: None)).roles
+        roles = RunProcesses(launch.prepare(cfg, lambda line: None)).roles
         roles.rollout.on_message = said.append
         await asyncio.gather(roles.actor.setup(), roles.rollout.setup())
         await roles.sync.connect()

@@ -16,12 +16,12 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop import FakeEngine, looped
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate
-from one_step_off.config.loading import load
+from benchmarks.agent_loop.__main__ import FakeEngine, looped
+from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.config.validation import BUILT_IN_LOOPS, BUILT_IN_TOOLS
-from one_step_off.data.samples import OTHERS, Batch, Prompt, StalenessError, assert_versions
+from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt, StalenessError, assert_staleness
 from one_step_off.data.word_problems import make_products, make_puzzles
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import Reward
@@ -122,7 +122,7 @@ def test_a_conversation_of_four_turns_in_tokens(tokenizer):
     np.testing.assert_allclose(sample.log_probs[sample.loss_mask], expected, rtol=1e-6)
     assert set(sample.versions[sample.loss_mask]) == {3} and set(
         sample.versions[~sample.loss_mask]
-    ) == {OTHERS}
+    ) == {NOT_GENERATED}
     assert not sample.log_probs[~sample.loss_mask].any()
     assert sample.extra["agent"]["turns"] == 4 and sample.finish_reason == "stop"
 
@@ -130,18 +130,18 @@ def test_a_conversation_of_four_turns_in_tokens(tokenizer):
 def test_every_token_of_the_policy_is_checked_trained_or_not(tokenizer):
     sample = run(config(), tokenizer, Script(tokenizer, *FOUR)).sample(prompt(tokenizer), 0)
     batch = Batch(4, [sample], (0, 3))
-    assert_versions(batch)
+    assert_staleness(batch)
     place, other = (
         int(np.flatnonzero(sample.loss_mask)[-1]),
         int(np.flatnonzero(~sample.loss_mask)[0]),
     )
     sample.versions[place], sample.loss_mask[place] = 2, False
     with pytest.raises(StalenessError, match=f"token {place}"):
-        assert_versions(batch)
+        assert_staleness(batch)
     sample.versions[place], sample.loss_mask[place] = 3, True
     sample.loss_mask[other] = True  # nobody may train on what no weights made
     with pytest.raises(StalenessError, match=f"token {other}"):
-        assert_versions(batch)
+        assert_staleness(batch)
 
 
 def test_log_probs_of_a_conversation_are_those_of_one_forward_pass(tokenizer):
@@ -188,7 +188,7 @@ def test_gae_goes_from_turn_to_turn_over_what_tools_said(tokenizer):
         np.float32
     )  # the critic's values of tool tokens must not matter
     gamma, lam = 0.9, 0.8
-    found = estimate(
+    found = estimate_advantages(
         "gae",
         Trajectories(np.array([1.0]), [0], [mask], values=[wild]),
         Options(gamma, lam, True),
@@ -543,7 +543,7 @@ def test_a_loop_that_does_not_fit_is_told_before_engines_start(tokenizer, change
 
 def test_the_config_of_the_example_answers_by_tool_within_its_limits():
     tokenizer = tiny_qwen.build_tokenizer("tools")
-    cfg = load([f"config={Path(__file__).parents[3] / 'config' / 'tool_agent.yaml'}"])
+    cfg = load_config([f"config={Path(__file__).parents[3] / 'config' / 'tool_agent.yaml'}"])
     assert cfg.agent.tools == "calculator" and cfg.reward.function == "gsm8k"
     loops = Loops(cfg, tokenizer)
     row = make_products("train", 1, 0)[0]
@@ -565,8 +565,8 @@ def test_the_names_in_the_config_checks_are_those_that_exist():
 
 
 def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
-    """docs/agent_loop.md shows a loop of at most 20 lines; it is the one that runs here, with the keys of the page."""
-    page = (Path(__file__).parents[3] / "docs" / "agent_loop.md").read_text()
+    """docs/tutorials/your_own_agent.md shows a loop of at most 20 lines; it is the one that runs here, with the keys of the page."""
+    page = (Path(__file__).parents[3] / "docs/tutorials/your_own_agent.md").read_text()
     code = next(m[1] for m in re.finditer(r"```python\n(# my_loop.py\n.*?)```", page, re.S))
     assert len([line for line in code.splitlines() if line.strip()]) <= 20
     (tmp_path / "my_loop.py").write_text(code)
@@ -578,7 +578,7 @@ def test_the_loop_of_the_page_runs(tokenizer, tmp_path, monkeypatch):
     words = shlex.split(re.search(r"^python -m .*agent.loop=my_loop.*$", page, re.M)[0])
     for question, keys in (("Are you sure?", 1), ("Really?", 2)):
         given = [word for word in words if word.startswith("agent.")][:keys]
-        cfg = load([*given, "data.train_files=generator:word_problems"])
+        cfg = load_config([*given, "data.train_files=generator:word_problems"])
         talk = run(cfg, tokenizer, Script(tokenizer, " #### 155", " #### 156"), score)
         assert talk.turns == 2 and talk.facts == {"changed": 1}
         assert heard(talk, tokenizer) == [f"\nQuestion: {question}\nAnswer:"]

@@ -198,7 +198,7 @@ def test_schemas_come_from_types_and_docstrings():
 
 
 def test_the_tool_of_the_page_works(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[3] / "docs" / "agent_loop.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/tutorials/your_own_agent.md").read_text()
     (tmp_path / "my_tools.py").write_text(
         page.partition("```python\n# my_tools.py\n")[2].partition("```")[0]
     )

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import advantages as adv
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate
+from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.config.loading import KEYS
 from one_step_off.config.schema import ConfigError
@@ -32,7 +32,7 @@ def outcome(rewards, groups, lengths=None, **more):
 
 def first(t, name, options=None, **kwargs):
     """One value per trajectory: its first trained token's."""
-    found = estimate(name, t, options, **kwargs)[0]
+    found = estimate_advantages(name, t, options, **kwargs)[0]
     return [float(a[m][0]) for a, m in zip(found, t.masks, strict=True)]
 
 
@@ -84,7 +84,7 @@ def test_grpo_by_hand():
         first(t, "grpo", Options(norm_by_std=False)), [-0.5, -0.5, 0.5, 0.5, 0.0]
     )
     np.testing.assert_allclose(first(t, "dr_grpo"), [-0.5, -0.5, 0.5, 0.5, 0.0])
-    assert estimate("grpo", t)[0][0].dtype == np.float32
+    assert estimate_advantages("grpo", t)[0][0].dtype == np.float32
 
 
 def test_without_variance_exactly_zero():
@@ -143,12 +143,12 @@ def test_passk_of_the_whole_group_is_the_lead_of_the_best():
         first(outcome([1, 4, 2], [0] * 3), "grpo_passk"), [0, 2 / s, 0], rtol=1e-6
     )
     with pytest.raises(ValueError, match="pass_k=1"):
-        estimate("grpo_passk", outcome([1, 2], [0, 0]), pass_k=1)
+        estimate_advantages("grpo_passk", outcome([1, 2], [0, 0]), pass_k=1)
 
 
 def test_gae_by_hand():
     t = outcome([1.0], [0], [3], values=[np.array([0.5, 0.2, 0.4])])
-    found = estimate("gae", t, Options(gamma=0.9, lam=0.5), whiten=False)
+    found = estimate_advantages("gae", t, Options(gamma=0.9, lam=0.5), whiten=False)
     # deltas: .9*.2-.5 = -.32; .9*.4-.2 = .16; 1-.4 = .6.  A3 = .6, A2 = .16 + .45*.6 = .43, A1 = -.32 + .45*.43
     np.testing.assert_allclose(found[0][0], [-0.1265, 0.43, 0.6], rtol=1e-6)
     np.testing.assert_allclose(found[1][0], [0.3735, 0.63, 1.0], rtol=1e-6)
@@ -158,7 +158,7 @@ def test_gae_by_hand():
 @quick
 def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
     t = some(seed)
-    found = estimate("gae", t, Options(gamma=gamma, lam=lam), whiten=False)
+    found = estimate_advantages("gae", t, Options(gamma=gamma, lam=lam), whiten=False)
     for i, mask in enumerate(t.masks):
         at = np.flatnonzero(mask)
         ahead, value = 0.0, 0.0
@@ -174,8 +174,8 @@ def test_gae_goes_from_one_trained_token_to_the_next(seed, gamma, lam):
 def test_gae_ends():
     t = some(3)
     # lam 1: reward-to-go less the value; lam 0: one step of temporal difference
-    full, one = (estimate("gae", t, Options(lam=x), whiten=False) for x in (1.0, 0.0))
-    to_go = adv.discounted(t.step_rewards(), 1.0)
+    full, one = (estimate_advantages("gae", t, Options(lam=x), whiten=False) for x in (1.0, 0.0))
+    to_go = adv.discounted_sums(t.step_rewards(), 1.0)
     values = t.rows(t.values)
     np.testing.assert_allclose(t.rows(full[0]), (to_go - values) * t.alive, atol=1e-5)
     ahead = np.pad(values[:, 1:], ((0, 0), (0, 1)))
@@ -188,10 +188,10 @@ def test_reinforce_plus_plus_by_hand():
     t = outcome(
         [1.0, 0.0], [0, 1], [2, 1], token_rewards=[np.array([-0.5, 0.25]), np.array([0.75])]
     )
-    raw = estimate("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False)[0]
+    raw = estimate_advantages("reinforce_plus_plus", t, Options(gamma=0.5), whiten=False)[0]
     # the outcome's 1 joins the last token: 1.25; the first has -.5 + .5 * 1.25; the other trajectory .75
     assert [a.tolist() for a in raw] == [[0.125, 1.25], [0.75]]
-    white = estimate("reinforce_plus_plus", t, Options(gamma=0.5))[0]
+    white = estimate_advantages("reinforce_plus_plus", t, Options(gamma=0.5))[0]
     x = np.array([0.125, 1.25, 0.75])
     np.testing.assert_allclose(
         np.concatenate(white), (x - x.mean()) / (x.std(ddof=1) + 1e-6), rtol=1e-5
@@ -207,7 +207,7 @@ def test_reinforce_plus_plus_baseline_by_hand():
 
 def test_remax_by_hand():
     t = outcome([1.0], [0], [2], token_rewards=[np.array([0.1, -0.2])], baselines=np.array([0.4]))
-    np.testing.assert_allclose(estimate("remax", t)[0][0], [0.5, 0.4], rtol=1e-6)
+    np.testing.assert_allclose(estimate_advantages("remax", t)[0][0], [0.5, 0.4], rtol=1e-6)
 
 
 def test_gdpo_by_hand():
@@ -222,7 +222,7 @@ def test_gdpo_by_hand():
         first(t, "gdpo", weights={"form": 2.0}), x / x.std(ddof=1), rtol=1e-4
     )
     with pytest.raises(ConfigError, match="'fom'.*no part.*'form', 'right'"):
-        estimate("gdpo", t, weights={"fom": 1.0})
+        estimate_advantages("gdpo", t, weights={"fom": 1.0})
 
 
 def test_optimal_token_baseline_by_hand():
@@ -236,7 +236,7 @@ def test_optimal_token_baseline_by_hand():
     )
     # energies: 1 - 1 + .5 = .5 and 1 - .4 + .6 = 1.2: B = 1 * .5 / 1.7 for the first tokens; the second is alone
     b = 0.5 / 1.7
-    got = estimate("optimal_token_baseline", t)[0]
+    got = estimate_advantages("optimal_token_baseline", t)[0]
     np.testing.assert_allclose(np.concatenate(got), [1 - b, 1.0, -b], rtol=1e-6)
 
 
@@ -244,9 +244,9 @@ def test_optimal_token_baseline_has_the_least_variance():
     """Of all baselines at the first token: E[(G - b)^2 W] is smallest at B."""
     t = some(5, n=40, turns=False)
     t = Trajectories(**vars_of(t) | {"groups": [0] * 40})
-    found = estimate("optimal_token_baseline", t)[0]
+    found = estimate_advantages("optimal_token_baseline", t)[0]
     live = np.flatnonzero(t.lengths)
-    to_go = adv.discounted(t.step_rewards(), 1.0)[live, 0]
+    to_go = adv.discounted_sums(t.step_rewards(), 1.0)[live, 0]
     weight = np.array([1 - 2 * np.exp(t.log_probs[i][0]) + t.prob_squares[i][0] for i in live])
     best = to_go[0] - found[live[0]][0]
 
@@ -267,7 +267,7 @@ def test_optimal_token_baseline_has_the_least_variance():
 def test_order_does_not_matter(name, seed):
     t = some(seed)
     order = np.random.default_rng(seed).permutation(len(t.groups))
-    base, moved = estimate(name, t)[0], estimate(name, take(t, order))[0]
+    base, moved = estimate_advantages(name, t)[0], estimate_advantages(name, take(t, order))[0]
     for i, a in zip(order, moved, strict=True):
         np.testing.assert_allclose(a, base[i], rtol=1e-4, atol=1e-5)
 
@@ -278,7 +278,7 @@ def test_order_does_not_matter(name, seed):
 def test_what_is_not_trained_does_not_matter(name, seed):
     """Tokens with mask False have advantage 0; to leave them out, or to put more among them, changes nothing."""
     t = some(seed)
-    base = estimate(name, t)[0]
+    base = estimate_advantages(name, t)[0]
     for a, m in zip(base, t.masks, strict=True):
         assert a.dtype == np.float32 and a.shape == m.shape and (a[~m] == 0).all()
     rng = np.random.default_rng(seed)
@@ -297,7 +297,9 @@ def test_what_is_not_trained_does_not_matter(name, seed):
         for f in ("token_rewards", "values", "log_probs", "prob_squares")
     }
     rest = {f: getattr(t, f) for f in ("rewards", "groups", "parts", "baselines")}
-    again = estimate(name, Trajectories(masks=spread(t.masks, False), **per_token, **rest))[0]
+    again = estimate_advantages(
+        name, Trajectories(masks=spread(t.masks, False), **per_token, **rest)
+    )[0]
     for a, k, b, p in zip(base, keep, again, places, strict=True):
         np.testing.assert_allclose(b[p], a[k], rtol=1e-5, atol=1e-6)
 
@@ -332,7 +334,9 @@ def test_the_scale_of_everything_in_the_rewards_unit(name, seed, scale):
         **vars_of(t) | by | {"rewards": scale * t.rewards, "baselines": scale * t.baselines}
     )
     factor = 1.0 if adv.ADVANTAGE_ESTIMATORS[name].whitens else scale
-    for a, b in zip(estimate(name, t)[0], estimate(name, moved)[0], strict=True):
+    for a, b in zip(
+        estimate_advantages(name, t)[0], estimate_advantages(name, moved)[0], strict=True
+    ):
         np.testing.assert_allclose(b, factor * a, rtol=1e-3, atol=1e-3)
 
 
@@ -353,12 +357,12 @@ def test_a_group_sums_to_zero(name, rewards):
 def test_whitening(seed):
     t = some(seed)
     for name in ("gae", "grpo"):
-        plain, white = (estimate(name, t, whiten=whiten)[0] for whiten in (False, True))
+        plain, white = (estimate_advantages(name, t, whiten=whiten)[0] for whiten in (False, True))
         assert all((a[~m] == 0).all() for a, m in zip(white, t.masks, strict=True))
         before, after = (
             np.concatenate([a[m] for a, m in zip(x, t.masks, strict=True)]) for x in (plain, white)
         )
-        np.testing.assert_allclose(after, adv.standardised(before.astype(float)), atol=1e-6)
+        np.testing.assert_allclose(after, adv.standardize(before.astype(float)), atol=1e-6)
         if len(after) > 2 and before.std() > 1e-2:
             assert after.mean() == pytest.approx(0, abs=1e-5) and after.std(
                 ddof=1
@@ -369,7 +373,11 @@ def test_gae_of_a_constant_critic_and_reward_is_reinforce():
     """With V = 0, lam = 1 and gamma = 1 every token's advantage is the return, as in REINFORCE++."""
     t = some(8)
     t = Trajectories(**vars_of(t) | {"values": [0 * v for v in t.values]})
-    for a, b in zip(estimate("gae", t)[0], estimate("reinforce_plus_plus", t)[0], strict=True):
+    for a, b in zip(
+        estimate_advantages("gae", t)[0],
+        estimate_advantages("reinforce_plus_plus", t)[0],
+        strict=True,
+    ):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
@@ -385,14 +393,14 @@ def test_token_rewards_count_in_the_outcome():
 
 def test_errors():
     with pytest.raises(ValueError, match="sample 1 is not finite"):
-        estimate("grpo", outcome([1.0, float("nan")], [0, 0]))
+        estimate_advantages("grpo", outcome([1.0, float("nan")], [0, 0]))
     with pytest.raises(ConfigError, match="unknown.*gae, grpo"):
-        estimate("nothing", outcome([1.0], [0]))
+        estimate_advantages("nothing", outcome([1.0], [0]))
     with pytest.raises(ValueError, match="exists already"):
         adv.register("grpo")(adv.grpo)
     parts = {"right": np.array([1.0, 0.0, 1.0]), "form": np.array([1.0, np.nan, 1.0])}
     with pytest.raises(ConfigError, match="gdpo: sample 1, of prompt b, has no part 'form'"):
-        estimate("gdpo", outcome([2, 0, 2], ["a", "b", "b"], parts=parts))
+        estimate_advantages("gdpo", outcome([2, 0, 2], ["a", "b", "b"], parts=parts))
     assert first(outcome([1, 0], [0, 0], parts={"form": np.array([1.0, np.nan])}), "dr_grpo") == [
         0.5,
         -0.5,
@@ -402,7 +410,7 @@ def test_errors():
             with pytest.raises(
                 ConfigError, match=f"adv_estimator={name}: needs {adv.NEEDS.get(field, field)[:9]}"
             ):
-                estimate(name, Trajectories(**vars(some(0)) | {field: None}))
+                estimate_advantages(name, Trajectories(**vars(some(0)) | {field: None}))
 
 
 def double(t, options, *, times=2.0):
@@ -421,11 +429,11 @@ def test_an_estimator_of_ones_own():
     assert first(t, f"{__name__}:double") == [2, 6]
     assert first(t, f"{__name__}:double", times=3.0) == [3, 9]
     with pytest.raises(ValueError, match="other lengths"):
-        estimate(f"{__name__}:ragged", t)
+        estimate_advantages(f"{__name__}:ragged", t)
     with pytest.raises(ConfigError, match="adv_estimator.*has no attribute 'nothing'"):
-        estimate(f"{__name__}:nothing", t)
+        estimate_advantages(f"{__name__}:nothing", t)
     with pytest.raises(ConfigError, match="not callable"):
-        estimate(f"{__name__}:NAMES", t)
+        estimate_advantages(f"{__name__}:NAMES", t)
 
 
 # ---- before the advantages ------------------------------------------------------------------------------------------
@@ -440,20 +448,20 @@ def test_overlong_penalty_by_hand():
 
 def test_overlong_filtering_leaves_the_groups_mean_alone():
     t = outcome([0.0, 1.0], [0, 0], [2, 2])
-    masks = adv.without_overlong(t.masks, [True, False])
+    masks = adv.mask_overlong(t.masks, [True, False])
     assert [m.tolist() for m in masks] == [[False, False], [True, True]]
-    found = estimate("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
+    found = estimate_advantages("dr_grpo", Trajectories(t.rewards, t.groups, masks))[0]
     assert [a.tolist() for a in found] == [[0, 0], [0.5, 0.5]]
 
 
 def test_uninformative_groups():
-    assert adv.uninformative([1, 0, 1, 1, 2], ["a", "b", "a", "b", "c"]) == ["a", "c"]
-    assert adv.uninformative([], []) == []
+    assert adv.zero_variance_groups([1, 0, 1, 1, 2], ["a", "b", "a", "b", "c"]) == ["a", "c"]
+    assert adv.zero_variance_groups([], []) == []
 
 
 @pytest.mark.parametrize("name", [*NAMES, *POLICY_LOSSES, *CORRECTIONS])
 def test_every_one_has_a_line_with_its_source(name):
-    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/concepts/algorithms.md").read_text()
     assert any(
         f"| `{name}` |" in line and ("arXiv:" in line or ".xyz/" in line or ".site/" in line)
         for line in text.splitlines()

@@ -20,7 +20,7 @@ def cost(micro, lengths, packed):
 @settings(max_examples=200, deadline=None)
 def test_plan_properties(case):
     lengths, ranks, budget, packed = case
-    plan = batching.plan(lengths, ranks, budget, packed)
+    plan = batching.plan_micro_batches(lengths, ranks, budget, packed)
     assert len(plan) == ranks
     assert len({len(micros) for micros in plan}) == 1, (
         "a rank with fewer micro-batches would hang the others"
@@ -30,7 +30,9 @@ def test_plan_properties(case):
     )
     for micro in (m for micros in plan for m in micros if len(m) > 1):
         assert cost(micro, lengths, packed) <= budget
-    assert plan == batching.plan(np.array(lengths, dtype=np.int64), ranks, budget, packed)
+    assert plan == batching.plan_micro_batches(
+        np.array(lengths, dtype=np.int64), ranks, budget, packed
+    )
 
 
 @given(cases)
@@ -39,26 +41,28 @@ def test_ranks_are_balanced(case):
     lengths, ranks, budget, packed = case
     loads = [
         sum(lengths[i] for m in micros for i in m)
-        for micros in batching.plan(lengths, ranks, budget, packed)
+        for micros in batching.plan_micro_batches(lengths, ranks, budget, packed)
     ]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 def test_padded_neighbours_are_alike():
-    plan = batching.plan([10, 2, 9, 1, 10, 2], 1, 30, packed=False)
+    plan = batching.plan_micro_batches([10, 2, 9, 1, 10, 2], 1, 30, packed=False)
     assert plan == [[[0, 4, 2], [1, 5, 3]]]
-    assert batching.plan([10, 2, 9, 1, 10, 2], 1, 34, packed=True) == [[[0, 4, 2, 1, 5, 3]]]
+    assert batching.plan_micro_batches([10, 2, 9, 1, 10, 2], 1, 34, packed=True) == [
+        [[0, 4, 2, 1, 5, 3]]
+    ]
 
 
 def test_a_sequence_above_the_budget_stands_alone():
     for packed in (True, False):
-        assert batching.plan([50, 3], 1, 10, packed) == [[[0], [1]]]
+        assert batching.plan_micro_batches([50, 3], 1, 10, packed) == [[[0], [1]]]
 
 
 @given(cases)
 def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
     lengths, ranks, budget, _ = case
-    plan = batching.plan(lengths, ranks, budget, packed=False, rounds=2)
+    plan = batching.plan_micro_batches(lengths, ranks, budget, packed=False, rounds=2)
     assert len({len(micros) for micros in plan}) == 1 and len(plan[0]) % 2 == 0
     for micros in plan:
         rows = max((len(micro) for micro in micros), default=0)
@@ -67,18 +71,18 @@ def test_virtual_stages_keep_the_budget_when_all_are_padded_alike(case):
 
 
 def test_more_ranks_than_sequences():
-    assert batching.plan([5], 3, 10, False) == [[[0]], [[]], [[]]]
-    assert batching.plan([], 2, 10, True) == [[], []]
+    assert batching.plan_micro_batches([5], 3, 10, False) == [[[0]], [[]], [[]]]
+    assert batching.plan_micro_batches([], 2, 10, True) == [[], []]
 
 
 def test_mini_batches_keep_groups_whole():
-    assert batching.mini_batches(["a", "a", "b", "c", "b"], 2) == [[0, 1, 2, 4], [3]]
-    assert batching.mini_batches([], 2) == []
+    assert batching.split_into_mini_batches(["a", "a", "b", "c", "b"], 2) == [[0, 1, 2, 4], [3]]
+    assert batching.split_into_mini_batches([], 2) == []
 
 
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(1, 8))
 def test_mini_batches_properties(prompts, size):
-    minis = batching.mini_batches(prompts, size)
+    minis = batching.split_into_mini_batches(prompts, size)
     assert sorted(i for m in minis for i in m) == list(range(len(prompts)))
     for m in minis:
         assert 0 < len({prompts[i] for i in m}) <= size
@@ -91,7 +95,7 @@ def test_collate_points_at_the_position_before_each_wanted_token():
     padded = batching.collate(sequences, wanted, packed=False)
     assert padded.input_ids.tolist() == [[5, 6, 7], [8, 9, 0]]
     assert (
-        padded.at.tolist() == [0, 1, 3]
+        padded.logit_index.tolist() == [0, 1, 3]
         and padded.tokens.tolist() == [6, 7, 9]
         and padded.counts == [2, 1]
     )
@@ -100,13 +104,13 @@ def test_collate_points_at_the_position_before_each_wanted_token():
     assert packed.input_ids.tolist() == [[5, 6, 7, 8, 9]] and packed.position_ids.tolist() == [
         [0, 1, 2, 0, 1]
     ]
-    assert packed.at.tolist() == [0, 1, 3] and packed.tokens.tolist() == [6, 7, 9]
+    assert packed.logit_index.tolist() == [0, 1, 3] and packed.tokens.tolist() == [6, 7, 9]
 
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_collate_edges(packed):
     empty = batching.collate([], [], packed)
-    assert empty.input_ids.shape == (1, 2) and len(empty.at) == len(empty.tokens) == 0
+    assert empty.input_ids.shape == (1, 2) and len(empty.logit_index) == len(empty.tokens) == 0
     with pytest.raises(ValueError, match="first token"):
         batching.collate([np.array([1, 2])], [np.array([0])], packed)
 
@@ -117,9 +121,12 @@ def test_parts_of_a_micro_batch_make_it_whole(lengths, ranks):
     sequences = [np.arange(n) + 100 * i for i, n in enumerate(lengths)]
     wanted = [np.arange(1, n, 2) for n in lengths]
     laid = batching.collate(sequences, wanted, False, 2 * ranks if ranks > 1 else 1)
-    parts = [batching.part(laid, rank, ranks) for rank in range(ranks)]
-    assert sorted(k for _, mine in parts for k in mine) == list(range(len(laid.at)))
+    parts = [batching.context_parallel_slice(laid, rank, ranks) for rank in range(ranks)]
+    assert sorted(k for _, mine in parts for k in mine) == list(range(len(laid.logit_index)))
     for part, mine in parts:
         assert part.input_ids.size * ranks == laid.input_ids.size
         assert (part.tokens == laid.tokens[mine]).all()
-        assert (part.input_ids.ravel()[part.at] == laid.input_ids.ravel()[laid.at[mine]]).all()
+        assert (
+            part.input_ids.ravel()[part.logit_index]
+            == laid.input_ids.ravel()[laid.logit_index[mine]]
+        ).all()

@@ -494,7 +494,7 @@ def squared(x, *, power=2.0):
 def test_a_loss_of_ones_own():
     x = of([1.0], [1.0], old=[-3.0])
     entry = POLICY_LOSSES.find(f"{__name__}:squared")
-    assert entry.function(x)[0].tolist() == [9.0] and entry.own() == {"power": 2.0}
+    assert entry.function(x)[0].tolist() == [9.0] and entry.settings() == {"power": 2.0}
     with pytest.raises(ConfigError, match="algorithm.policy_loss.*unknown.*vanilla, gspo"):
         POLICY_LOSSES.find("nothing")
     with pytest.raises(ValueError, match="exists already"):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import core_algos, schedule
-from one_step_off.algorithms.schedule import Decay, Plan, Saved
+from one_step_off.algorithms.schedule import Decay, DecayPlan, SavedSchedule
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.runtime import launch
 from tests.conftest import tiny_config
@@ -35,19 +35,19 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(
 ):
     """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
     step has the lowest rate. `resumes`: trainer steps made, those to come, and optimiser steps in each from then on."""
-    plan, step, trainer_step = Plan(kind, total, 0, per_step), 0, 0
-    decay = schedule.of_new_run(plan, warmup)
+    plan, step, trainer_step = DecayPlan(kind, total, 0, per_step), 0, 0
+    decay = schedule.new_decay(plan, warmup)
     for made, to_come, now_per_step in resumes:
         trainer_step += made
         step += made * plan.per_step
-        saved = Saved(step, trainer_step, decay, plan)
-        plan = Plan(kind, trainer_step + to_come, 0, now_per_step)
-        before, decay = decay, schedule.resumed(plan, warmup, saved)
+        saved = SavedSchedule(step, trainer_step, decay, plan)
+        plan = DecayPlan(kind, trainer_step + to_come, 0, now_per_step)
+        before, decay = decay, schedule.resumed_decay(plan, warmup, saved)
         assert plan == saved.plan or decay.total == step + to_come * now_per_step
         old, now = (rate(step, which, kind, warmup, floor) for which in (before, decay))
         assert now == pytest.approx(old, abs=1e-12)
-        again = Saved(step, trainer_step, decay, plan)
-        assert schedule.resumed(plan, warmup, again) == decay, (
+        again = SavedSchedule(step, trainer_step, decay, plan)
+        assert schedule.resumed_decay(plan, warmup, again) == decay, (
             "resumed again where it was, as after a death"
         )
     rates = [
@@ -59,56 +59,60 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(
         assert rates[-1] == pytest.approx(floor)
 
 
-def plan(total: int, kind: str = "linear", first_step: int = 0, per_step: int = 1) -> Plan:
-    return Plan(kind, total, first_step, per_step)
+def plan(total: int, kind: str = "linear", first_step: int = 0, per_step: int = 1) -> DecayPlan:
+    return DecayPlan(kind, total, first_step, per_step)
 
 
 def test_by_hand():
-    saved = Saved(5, 5, Decay(11, 0), plan(11))
-    assert schedule.resumed(plan(11), 0, saved) == saved.decay, (
+    saved = SavedSchedule(5, 5, Decay(11, 0), plan(11))
+    assert schedule.resumed_decay(plan(11), 0, saved) == saved.decay, (
         "of the same length nothing changes, bit for bit"
     )
-    decay = schedule.resumed(plan(21), 0, saved)
+    decay = schedule.resumed_decay(plan(21), 0, saved)
     assert decay == Decay(21, 5, 0.5)
     assert [rate(s, decay, "linear", 0, 0.0) for s in (5, 8, 20)] == [0.5, 0.4, 0.0]
     assert rate(5, Decay(21, 0), "linear", 0, 0.0) == 0.75, (
         "what a recomputed one would have jumped to"
     )
-    warming = Saved(2, 2, Decay(11, 3), plan(11))
-    assert schedule.resumed(plan(21), 4, warming) == Decay(21, 4), (
+    warming = SavedSchedule(2, 2, Decay(11, 3), plan(11))
+    assert schedule.resumed_decay(plan(21), 4, warming) == Decay(21, 4), (
         "still in the warm-up: as a new one"
     )
 
 
 def test_a_decay_that_the_run_did_not_have_begins_now():
-    constant = Saved(100, 100, Decay(100, 3), plan(100, "constant"))
-    assert schedule.resumed(plan(200), 3, constant) == Decay(200, 100)
-    assert schedule.resumed(
-        plan(200, "cosine"), 3, Saved(60, 60, Decay(200, 3), plan(200))
+    constant = SavedSchedule(100, 100, Decay(100, 3), plan(100, "constant"))
+    assert schedule.resumed_decay(plan(200), 3, constant) == Decay(200, 100)
+    assert schedule.resumed_decay(
+        plan(200, "cosine"), 3, SavedSchedule(60, 60, Decay(200, 3), plan(200))
     ) == Decay(200, 60)
-    assert schedule.resumed(
-        plan(200), 30, Saved(5, 5, Decay(100, 30), plan(100, "constant"))
+    assert schedule.resumed_decay(
+        plan(200), 30, SavedSchedule(5, 5, Decay(100, 30), plan(100, "constant"))
     ) == Decay(200, 30)
-    cooling = Saved(100, 100, Decay(200, 100), plan(200))
-    assert schedule.resumed(plan(200), 3, cooling) == Decay(200, 100), (
+    cooling = SavedSchedule(100, 100, Decay(200, 100), plan(200))
+    assert schedule.resumed_decay(plan(200), 3, cooling) == Decay(200, 100), (
         "killed before its first step, and resumed again"
     )
 
 
 def test_checkpoints_of_earlier_versions():
     """Without a plan the decay counts as one of today's schedule; without a decay as that of a new run."""
-    assert schedule.resumed(plan(11), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(11, 0)
-    assert schedule.resumed(plan(21), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(21, 5, 0.5)
-    assert schedule.resumed(plan(11, per_step=2), 0, Saved(5, 5, Decay(11, 0), None)) == Decay(
-        17, 5, 0.5
+    assert schedule.resumed_decay(plan(11), 0, SavedSchedule(5, 5, Decay(11, 0), None)) == Decay(
+        11, 0
     )
-    assert schedule.resumed(plan(21), 2, Saved(5, 5, None, None)) == Decay(21, 2)
+    assert schedule.resumed_decay(plan(21), 0, SavedSchedule(5, 5, Decay(11, 0), None)) == Decay(
+        21, 5, 0.5
+    )
+    assert schedule.resumed_decay(
+        plan(11, per_step=2), 0, SavedSchedule(5, 5, Decay(11, 0), None)
+    ) == Decay(17, 5, 0.5)
+    assert schedule.resumed_decay(plan(21), 2, SavedSchedule(5, 5, None, None)) == Decay(21, 2)
 
 
 def test_what_is_kept_is_read():
     decay, made_for = Decay(2**31, 7, 0.1), plan(2**31, "cosine", 9, 4)
     counters = {"optimizer_steps": np.array(12), "version": np.array(5)}
-    assert schedule.unpacked(schedule.packed(decay, made_for) | counters) == Saved(
+    assert schedule.from_arrays(schedule.to_arrays(decay, made_for) | counters) == SavedSchedule(
         12, 5, decay, made_for
     )
 
@@ -161,14 +165,14 @@ def test_constant_then_cool_down(checkpoints, single, tmp_path):  # noqa: F811
     worker = started(single, cfg)
     assert saved_after(worker, batch, 4, tmp_path / "constant") == [1e-3] * 4
     cfg.actor.lr_schedule, cfg.trainer.total_steps = "linear", 9
-    schedule.announce(cfg, tmp_path / "constant", 9, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, said.append)
     assert said == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
                     "at step 8 with 0"]  # fmt: skip
     cooling = resumed_from(tmp_path / "constant", single, cfg)
     rates = saved_after(cooling, batch, 2, tmp_path / "cooling")
     rates += [resumed_from(tmp_path / "cooling", single, cfg).update(batch)["actor/lr"]]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3]), "resumed again it goes on"
-    schedule.announce(cfg, tmp_path / "cooling", 9, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "cooling", 9, said.append)
     assert len(said) == 1
 
 
@@ -188,7 +192,7 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
     done, per_step = 3 * 4 // first, 4 // then
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
     cfg.actor.ppo_mini_batch_size, said = then, []
-    schedule.announce(cfg, tmp_path / "saved", 6, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, said.append)
     assert (
         len(said) == 1
         and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
@@ -242,12 +246,12 @@ def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(checkpoints
     )
 
 
-def saved_at(folder, step: int, decay: Decay | None, made_for: Plan | None = None) -> None:
+def saved_at(folder, step: int, decay: Decay | None, made_for: DecayPlan | None = None) -> None:
     """What `schedule` reads of a checkpoint; without `made_for` that of an earlier version."""
     folder.mkdir(parents=True)
     own = {} if decay is None else {"decay": np.array([decay.total, decay.begin, decay.done])}
     if made_for is not None:
-        own = schedule.packed(decay, made_for)
+        own = schedule.to_arrays(decay, made_for)
     np.savez(folder / "actor_rank_0.npz", optimizer_steps=step, version=step, **own)
 
 
@@ -255,9 +259,9 @@ def test_what_is_said(tmp_path):
     cfg = Config()
     cfg.actor.lr, cfg.actor.lr_schedule, said = 1e-4, "linear", []
     saved_at(tmp_path / "at", 5, Decay(11, 0), plan(11))
-    schedule.announce(cfg, tmp_path / "at", 11, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, said.append)
     assert said == [], "of the same length"
-    schedule.announce(cfg, tmp_path / "at", 21, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
     assert said == ["actor.lr_schedule=linear: was for 11 optimiser steps, and is for 21 now; it goes on from its rate at "
                     "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
@@ -265,28 +269,28 @@ def test_what_is_said(tmp_path):
         ConfigError,
         match=r"at step 11 it had come to its end, a rate of 0, and would stay there; set actor",
     ):
-        schedule.announce(cfg, tmp_path / "end", 21, said.append)
+        schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
     cfg.actor.min_lr_ratio = 0.1
-    schedule.announce(cfg, tmp_path / "end", 21, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
     assert said[1].endswith("it goes on from its rate at step 11, 1e-05, to 1e-05, without a jump")
     saved_at(tmp_path / "old", 5, None)
-    schedule.announce(cfg, tmp_path / "old", 21, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
     assert (
         re.search("warning: .* does not tell its length; the rate may jump", said[2])
         and len(said) == 3
     )
     cfg.actor.lr_schedule = "constant"
-    schedule.announce(cfg, tmp_path / "at", 21, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
     assert len(said) == 3
     cfg.actor.lr_schedule = "linear"
     saved_at(tmp_path / "untold", 5, Decay(11, 0))
     for total in (11, 21):
-        schedule.announce(cfg, tmp_path / "untold", total, said.append)
+        schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, said.append)
     assert len(said) == 5 and all(
         "does not tell its schedule, and counts as linear" in line for line in said[3:]
     )
     cfg.actor.min_lr_ratio, cfg.actor.ppo_epochs = 0.0, 2
-    schedule.announce(cfg, tmp_path / "end", 11, said.append)
+    schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, said.append)
     assert len(said) == 5, "a run that is over takes no further step, and is not refused"
 
 

@@ -7,13 +7,24 @@ import sys
 
 import pytest
 
-from benchmarks import overhead
-from benchmarks.overhead import Cell
+from benchmarks.overhead import __main__ as overhead
+from benchmarks.overhead.__main__ import Cell
 
 
 @pytest.mark.parametrize("how", [{}, {"routing": "static", "loggers": False}, {"full": True}])
 def test_a_small_cell_counts_what_was_asked(how):
-    cell = Cell(2, 32, tokens=8, ranks=2, slots=8, buckets=2, generate_s=0.01, train_s=0.02, sync_s=0.005, **how)
+    cell = Cell(
+        2,
+        32,
+        tokens=8,
+        ranks=2,
+        slots=8,
+        buckets=2,
+        generate_s=0.01,
+        train_s=0.02,
+        sync_s=0.005,
+        **how,
+    )
     found = overhead.measure(cell)
     assert found["steps"] == 3, "of six steps two warm up and the last one generates nothing"
     # per step: prompts (or one call per replica), sync and canary of 2 replicas, and of 2 ranks send, canary, release
@@ -21,7 +32,9 @@ def test_a_small_cell_counts_what_was_asked(how):
     wanted = (2 if "routing" in how else 4) + 2 * 2 + 2 * 4 + (2 * 3 if "full" in how else 0)
     assert wanted <= found["calls"] <= wanted + 1
     assert found["stand_in_ms"] > 0 and found["with_stand_ins_ms"] > found["cpu_ms"]
-    assert set(found["phases_ms"]) == set(overhead.PHASES) and all(ms > 0 for ms in found["phases_ms"].values())
+    assert set(found["phases_ms"]) == set(overhead.PHASES) and all(
+        ms > 0 for ms in found["phases_ms"].values()
+    )
 
 
 def test_what_the_clocks_say_is_per_step_and_beyond_the_fixed_times():
@@ -30,7 +43,9 @@ def test_what_the_clocks_say_is_per_step_and_beyond_the_fixed_times():
     rows = [{"time/generate_s": 1.0 + 0.01 * k} for k in range(5)]
     found = overhead.summarised(cell, marks, rows)
     assert found["steps"] == 2 and found["phases_ms"] == {"record": pytest.approx(20)}
-    assert found["with_stand_ins_ms"] == pytest.approx(250) and found["excess_ms"] == pytest.approx(100)
+    assert found["with_stand_ins_ms"] == pytest.approx(250) and found["excess_ms"] == pytest.approx(
+        100
+    )
     assert found["generate_excess_ms"] == pytest.approx(25)
 
 
@@ -43,5 +58,8 @@ def test_the_command_writes_a_table_of_all_cells(tmp_path, monkeypatch, capsys):
         ("before", "now"), ["1 x 16", "2 x 16"]
     )
     said = (tmp_path / "result.md").read_text()
-    assert said.count("\n| 1 | 16 |") == said.count("\n| 2 | 16 |") == 1 and said in capsys.readouterr().out
+    assert (
+        said.count("\n| 1 | 16 |") == said.count("\n| 2 | 16 |") == 1
+        and said in capsys.readouterr().out
+    )
     assert (tmp_path / "overhead.png").stat().st_size > 1000

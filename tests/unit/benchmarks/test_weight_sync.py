@@ -10,8 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks import sync_arms, sync_exposed, sync_model, sync_report, sync_trainer, weight_sync
-from benchmarks.sync_model import H100, Layout, Model
+from benchmarks.weight_sync import __main__ as weight_sync
+from benchmarks.weight_sync import arms as sync_arms
+from benchmarks.weight_sync import cost_model as sync_model
+from benchmarks.weight_sync import exposed as sync_exposed
+from benchmarks.weight_sync import report as sync_report
+from benchmarks.weight_sync import trainer as sync_trainer
+from benchmarks.weight_sync.cost_model import H100, Layout, Model
 from one_step_off.config.schema import WeightSyncConfig
 
 MODEL = Model("32B", 32.8e9, 771)
@@ -19,14 +24,22 @@ LAYOUT = Layout(16, 2, 8)
 SPEEDS = ("link", "within", "host", "pack", "copy", "check")
 
 
-@pytest.mark.parametrize("how", [{}, {"gather": True}, {"changed": 0.02}, {"at_once": 1}, {"pipelined": False}])
+@pytest.mark.parametrize(
+    "how", [{}, {"gather": True}, {"changed": 0.02}, {"at_once": 1}, {"pipelined": False}]
+)
 def test_a_faster_machine_is_never_slower_and_a_larger_model_never_faster(how: dict):
     layout = replace(LAYOUT, **how)
     base = sync_model.total(H100, MODEL, layout)
     for speed in SPEEDS:
-        assert sync_model.total(replace(H100, **{speed: 2 * getattr(H100, speed)}), MODEL, layout) <= base
+        assert (
+            sync_model.total(replace(H100, **{speed: 2 * getattr(H100, speed)}), MODEL, layout)
+            <= base
+        )
     for cost in ("tensor_s", "message_s", "fixed_s"):
-        assert sync_model.total(replace(H100, **{cost: 2 * getattr(H100, cost)}), MODEL, layout) >= base
+        assert (
+            sync_model.total(replace(H100, **{cost: 2 * getattr(H100, cost)}), MODEL, layout)
+            >= base
+        )
     assert sync_model.total(H100, replace(MODEL, parameters=2 * MODEL.parameters), layout) > base
     assert sync_model.total(H100, replace(MODEL, tensors=2 * MODEL.tensors), layout) >= base
 
@@ -36,8 +49,12 @@ def test_the_limits_of_the_model():
     fast = {speed: math.inf for speed in SPEEDS if speed not in ("link", "within")}
     # Nothing but one card counts: all bytes over its speed. Eight senders at once fill eight cards, sixteen no more.
     wire = replace(free, **fast, within=math.inf)
-    assert sync_model.total(wire, MODEL, replace(LAYOUT, at_once=1)) == pytest.approx(MODEL.size / H100.link)
-    eight, all_of_them = (sync_model.total(wire, MODEL, replace(LAYOUT, at_once=n)) for n in (8, None))
+    assert sync_model.total(wire, MODEL, replace(LAYOUT, at_once=1)) == pytest.approx(
+        MODEL.size / H100.link
+    )
+    eight, all_of_them = (
+        sync_model.total(wire, MODEL, replace(LAYOUT, at_once=n)) for n in (8, None)
+    )
     assert eight == all_of_them == pytest.approx(MODEL.size / H100.link / 8)
     # Pipelined it is never worse than in turns, and one bucket pipelines nothing.
     turns, once = replace(LAYOUT, pipelined=False), replace(LAYOUT, bucket=1e15)
@@ -52,21 +69,34 @@ def test_the_limits_of_the_model():
 def test_overlap_hides_a_sync_from_a_longer_training_alone():
     assert sync_model.step(10, 20, 3, overlap=False) == 23
     assert sync_model.step(10, 20, 3, overlap=True) == 20
-    assert sync_model.step(20, 10, 3, overlap=True) == sync_model.step(20, 10, 3, overlap=False) == 23
+    assert (
+        sync_model.step(20, 10, 3, overlap=True) == sync_model.step(20, 10, 3, overlap=False) == 23
+    )
 
 
 def measured(mb: float, tensors: int) -> dict:
     """What the benchmark would have measured on a machine with known speeds."""
     size, bucket = mb * 1e6, 64
     messages = math.ceil(size / (bucket << 20))
-    wire, load, verify, pack = messages * 1e-3 + size / 3e9, tensors * 4e-4 + size / 1e9, size / 4e9, size / 2e9
+    wire, load, verify, pack = (
+        messages * 1e-3 + size / 3e9,
+        tensors * 4e-4 + size / 1e9,
+        size / 4e9,
+        size / 2e9,
+    )
     split = {"pause": 0.02, "prepare": 0.01, "load": load, "verify": verify, "finish": 0.01}
     stages = sorted([wire, load + verify, pack])
     took = 0.04 + stages[2] + sum(stages[:2]) / messages
     return {
         "bytes": size,
         "tensors": tensors,
-        "arguments": {"model": f"{mb:g} MB", "ranks": 1, "replicas": 1, "tp": 1, "bucket_mb": bucket},
+        "arguments": {
+            "model": f"{mb:g} MB",
+            "ranks": 1,
+            "replicas": 1,
+            "tp": 1,
+            "bucket_mb": bucket,
+        },
         "arms": {
             "raw": {"seconds": {"median": wire}},
             "sharded": {
@@ -90,24 +120,37 @@ def test_the_model_finds_the_speeds_that_measurements_were_made_of():
 
 def test_the_estimates_say_what_they_are():
     said = sync_model.estimates()
-    assert said.startswith("Estimates, not measurements") and all(name in said for name in sync_model.CASES)
+    assert said.startswith("Estimates, not measurements") and all(
+        name in said for name in sync_model.CASES
+    )
     assert "senders at once" in sync_model.cards()
 
 
 def took(seconds: float, **split: float) -> sync_arms.Took:
-    return sync_arms.Took(seconds, split, {"gather": 0.1}, {"bytes": 2e6, "wire": 0.25} if "wait" in split else {})
+    return sync_arms.Took(
+        seconds, split, {"gather": 0.1}, {"bytes": 2e6, "wire": 0.25} if "wait" in split else {}
+    )
 
 
 def test_table_and_plot_of_the_arms(tmp_path: Path):
     raws = [0.5, 1.0, 0.5]
     arms = {
-        "raw": sync_report.summarise([took(s, wire=s) for s in raws], raws) | {"memory": {}, "said": "the yardstick"},
-        "sharded": sync_report.summarise([took(s, wait=0.6, load=0.4) for s in (1.0, 3.0, 1.5)], raws)
+        "raw": sync_report.summarise([took(s, wire=s) for s in raws], raws)
+        | {"memory": {}, "said": "the yardstick"},
+        "sharded": sync_report.summarise(
+            [took(s, wait=0.6, load=0.4) for s in (1.0, 3.0, 1.5)], raws
+        )
         | {"memory": {"sender": 128e6, "receiver": 64e6}, "said": "in shards"},
     }
     assert arms["sharded"]["ratio_to_raw"]["all"] == [2.0, 3.0, 3.0]
     assert arms["sharded"]["split"] == {"wait": 0.6, "load": 0.4}
-    result = {"what": "A model.", "bytes": 4e6, "repeats": 3, "arms": arms, "skipped": {"vllm, NCCL": "no GPUs here"}}
+    result = {
+        "what": "A model.",
+        "bytes": 4e6,
+        "repeats": 3,
+        "arms": arms,
+        "skipped": {"vllm, NCCL": "no GPUs here"},
+    }
     said = sync_report.table(result)
     assert (
         "| sharded | 1.5 (1 to 3) | 3.00 (2.00 to 3.00) | wait 0.6, load 0.4 | 0.25 | gather 0.1 | 2 | 128 | 64 |"
@@ -133,7 +176,11 @@ def worker() -> SimpleNamespace:
     model = torch.nn.Linear(256, 256, bias=False)
     torch.nn.init.normal_(model.weight, std=0.02)
     return SimpleNamespace(
-        model=model, rank=0, version=0, sender=None, cfg=SimpleNamespace(weight_sync=WeightSyncConfig())
+        model=model,
+        rank=0,
+        version=0,
+        sender=None,
+        cfg=SimpleNamespace(weight_sync=WeightSyncConfig()),
     )
 
 
@@ -158,7 +205,12 @@ def test_each_arm_finds_what_it_left_in_a_worker():
     assert own.sender is None and not hasattr(own, "mirror") and own.cfg.weight_sync.bucket_mb == 64
     own.sender, own.version = "b's", 7
     sync_trainer.select(own, "a", {"bucket_mb": 1})
-    assert (own.sender, own.mirror, own.version, own.cfg.weight_sync.bucket_mb) == ("a's", [1], 7, 1)
+    assert (own.sender, own.mirror, own.version, own.cfg.weight_sync.bucket_mb) == (
+        "a's",
+        [1],
+        7,
+        1,
+    )
     sync_trainer.select(own, "b", {})
     assert own.sender == "b's" and not hasattr(own, "mirror")
 
@@ -178,7 +230,9 @@ def test_an_arm_leaves_nothing_in_a_worker():
     sync_trainer.select(own, "a", {"bucket_mb": 1})
     own.sender, own.mirror, own.version = end, [1], 3
     sync_trainer.forget(own, "a")
-    assert own.sender is None and not hasattr(own, "mirror") and own.version == 3 and end.closed == 2
+    assert (
+        own.sender is None and not hasattr(own, "mirror") and own.version == 3 and end.closed == 2
+    )
     assert own.cfg.weight_sync.bucket_mb == 64 and "a" not in own.bench_arms
 
 
@@ -193,7 +247,9 @@ def test_what_a_sync_exposes():
         times = {"time/generate_s": 1.0, "time/train_s": 1.8, "time/sync_s": 0.5}
         return [[{"time/step_s": s} | times] * 3 for s in steps]
 
-    found = sync_exposed.summarise({sync_exposed.ZERO: runs(2.0, 2.2), sync_exposed.PLAIN: runs(2.5, 2.9)})
+    found = sync_exposed.summarise(
+        {sync_exposed.ZERO: runs(2.0, 2.2), sync_exposed.PLAIN: runs(2.5, 2.9)}
+    )
     assert found[sync_exposed.PLAIN]["exposed"]["all"] == pytest.approx([0.5, 0.7])
     assert found[sync_exposed.ZERO]["exposed"]["median"] == 0.0
     result = {
@@ -207,11 +263,13 @@ def test_what_a_sync_exposes():
     assert "| plain | 2.7 (2.5 to 2.9) |" in said and "| overlapped | not run: no key |" in said
     assert len({line.count("|") for line in said.splitlines() if line.startswith("|")}) == 1
     assert "training longer: T_train / T_gen = 1.80 without a sync." in said
-    assert "T_gen / T_train = 0.56 without a sync, NOT" in sync_exposed.longer("generation longer", found)
+    assert "T_gen / T_train = 0.56 without a sync, NOT" in sync_exposed.longer(
+        "generation longer", found
+    )
 
 
 def test_the_page_shows_the_estimates_as_the_script_prints_them():
-    page = (Path(__file__).parents[3] / "docs/weight_sync.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/measured/weight_sync_estimates.md").read_text()
     for line in (sync_model.estimates() + sync_model.cards()).splitlines():
         assert not line.startswith("|") or line in page, (
             "put the output of python -m benchmarks.sync_model into the page"

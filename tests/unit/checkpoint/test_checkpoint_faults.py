@@ -513,7 +513,7 @@ def running(tmp_path: Path, write_s: float, steps: int = 6, fail_at: int = -1, s
 def test_one_is_written_beside_the_next_step_and_the_end_waits_for_the_last(tmp_path):
     pipeline, notes = running(tmp_path, write_s=0.2)
     said: list[str] = []
-    pipeline.tracker.say = said.append
+    pipeline.tracker.log = said.append
     asyncio.run(pipeline.fit())
     assert notes.index(("trained", 1)) < notes.index(("written", 1)), (
         "step 1 trained while its checkpoint was written"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from one_step_off.cluster import placement
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.processes import KEEPING
 from one_step_off.runtime.validation import validate
@@ -55,7 +55,7 @@ def seats(
     monkeypatch.setattr(
         placement.ray, "available_resources", lambda: {"GPU": float(sum(nodes.free))}
     )
-    cfg = load([*BASE, *overrides])
+    cfg = load_config([*BASE, *overrides])
     validate(cfg, 0)
     found: dict[str, Any] = placement.create_pools(cfg, "cuda")
     return {pool: [(s.group.where, s.node, s.bundle) for s in of] for pool, of in found.items()}

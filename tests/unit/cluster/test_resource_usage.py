@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from one_step_off.cluster import resource_usage as usage
-from one_step_off.cluster.resource_usage import UsageProbe, look, peak_resident_bytes, watching
+from one_step_off.cluster.resource_usage import UsageProbe, look, peak_resident_bytes, watch_usage
 
 
 def test_children_count():
@@ -117,7 +117,7 @@ def test_the_watch_looks_at_the_beginning_and_the_end_and_leaves_errors_alone():
     actor = Actor({"memory_bytes": 5, "device": ""})
 
     async def run(fail: bool):
-        async with watching({"trainer": [actor]}, False, lambda m, name: None):
+        async with watch_usage({"trainer": [actor]}, False, lambda m, name: None):
             await asyncio.sleep(0.01)
             if fail:
                 raise ValueError("the pipeline's")

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import KEYS, SECTIONS, load, resolved_yaml
+from one_step_off.config.loading import KEYS, SECTIONS, load_config, resolved_yaml
 from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
@@ -70,10 +70,10 @@ def nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 def settle(argv: list[str], folder: Path) -> None:
     """Load and check; what comes of it must be a config that its own text means again, or one line."""
     try:
-        cfg = load(argv)
+        cfg = load_config(argv)
         text = resolved_yaml(cfg)
         (folder / "again.yaml").write_text(text)
-        assert resolved_yaml(load([f"config={folder}/again.yaml"])) == text
+        assert resolved_yaml(load_config([f"config={folder}/again.yaml"])) == text
         validate(cfg)
     except ConfigError as e:
         line = str(e)

@@ -91,7 +91,7 @@ MODELS = [
     ("pictures", keys(model_type="vit", architectures=["ViTModel"]), ["no causal language model"]),
     ("classifier", keys(architectures=["Qwen2ForSequenceClassification"]), ["Qwen2ForSequenceClassification", "no causal"]),
     ("backbone alone", keys(architectures=["Qwen2Model"]), ["Qwen2Model", "no causal"]),
-    ("quantised", keys(quantization_config={"quant_method": "awq", "bits": 4}), ["quantised (awq)", "made from"]),
+    ("quantized", keys(quantization_config={"quant_method": "awq", "bits": 4}), ["quantized (awq)", "made from"]),
     ("layers in words", keys(num_hidden_layers="two"), ["its config cannot be loaded", "num_hidden_layers"]),
     ("no layers", keys(num_hidden_layers=0), ["num_hidden_layers"]),
     ("heads that do not divide", keys(num_attention_heads=3), ["lacks", "in their shapes"]),

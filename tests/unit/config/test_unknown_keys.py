@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.config import unknown_keys
-from one_step_off.config.loading import KEYS, find_key, load
+from one_step_off.config.loading import KEYS, find_key, load_config
 from one_step_off.config.schema import ConfigError
 
 # Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
@@ -30,20 +30,20 @@ RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.t
 
 def said(*argv: str) -> str:
     with pytest.raises(ConfigError) as error:
-        load(list(argv))
+        load_config(list(argv))
     return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("argument", "answer"),
     [
-        ("actor.learning_rate=1", "use actor.lr (TRL's learning_rate: docs/from_trl.md)"),
-        ("learning_rate=1", "use actor.lr (TRL's learning_rate: docs/from_trl.md)"),
-        ("num_generations=4", "use rollout.n (TRL's num_generations: docs/from_trl.md)"),
+        ("actor.learning_rate=1", "use actor.lr (TRL's learning_rate: docs/reference/from_trl.md)"),
+        ("learning_rate=1", "use actor.lr (TRL's learning_rate: docs/reference/from_trl.md)"),
+        ("num_generations=4", "use rollout.n (TRL's num_generations: docs/reference/from_trl.md)"),
         ("rollout.num_generations=4", "use rollout.n (TRL's"),
         ("rollout.n_samples=4", "use rollout.n "),
         ("trainer.n_gpus_per_node=8", "use placement.pools.actor=[6], the actor's pool, or"),
-        ("actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/from_verl.md)"),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr: docs/reference/from_verl.md)"),
         ("+actor_rollout_ref.actor.optim.lr=1e-6", "use actor.lr (verl's"),
         ("actor.optim.lr=1e-6", "use actor.lr (verl's actor_rollout_ref.actor.optim.lr"),
         ("rollout.tensor_model_parallel_size=2", "use rollout.tensor_parallel_size (verl's"),
@@ -52,8 +52,8 @@ def said(*argv: str) -> str:
         ("actor_rollout_ref.actor.loss_agg_mode=my", "use algorithm.loss_agg=token-mean; or algorithm.loss_agg=sequence-mean; or"),
         ("algorithm.rollout_correction.bypass_mode=False", "use algorithm.old_log_probs=recompute (verl's"),
         ("loss_type=dr_grpo", "use algorithm.loss_agg=seq-sum-norm (TRL's"),
-        ("gradient_accumulation_steps=2", "docs/from_trl.md#batch-sizes (TRL's"),
-        ("resource_pool_spec={}", "placement.roles: docs/placement.md (verl's"),
+        ("gradient_accumulation_steps=2", "docs/reference/from_trl.md#batch-sizes (TRL's"),
+        ("resource_pool_spec={}", "placement.roles: docs/concepts/placement.md (verl's"),
         # what was meant
         ("actor.lrr=1", "did you mean actor.lr?"),
         ("actor.total_step=1", "did you mean trainer.total_steps?"),
@@ -80,7 +80,7 @@ def test_nothing_close_has_no_suggestion(key: str) -> None:
 def test_every_key_of_verls_script_is_answered() -> None:
     for key in RUN_QWEN2_7B:
         if key not in KEYS:
-            assert f"(verl's {key}: docs/from_verl.md)" in said(f"{key}=1")
+            assert f"(verl's {key}: docs/reference/from_verl.md)" in said(f"{key}=1")
 
 
 def test_a_verl_config_file_is_answered_by_its_first_key_that_is_known(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_is_recommended_exists() -> None:
             ours, equals, value = row.here.split("`")[1].partition("=")
             find_key(".".join(ours.split(".")[:2]))
             if equals:
-                load([f"{ours}={value}"])
+                load_config([f"{ours}={value}"])
 
 
 @given(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off.data.evaluation import figures, pass_at_k, set_epoch
+from one_step_off.data.evaluation import evaluation_metrics, pass_at_k, set_epoch
 from one_step_off.data.samples import Sample
 from one_step_off.monitoring.tracker import held_out_line
 
@@ -33,7 +33,8 @@ def samples(index: int, rewards: list[list[float]]) -> list[Sample]:
 def test_pass_at_k_by_a_threshold():
     rewards = [[0.6, 0.4], [0.5, 0.9]]
     passed = [
-        figures(samples(0, rewards), ["val"], at)["val/pass@1"] for at in (0.3, 0.5, 0.6, 1.0)
+        evaluation_metrics(samples(0, rewards), ["val"], at)["val/pass@1"]
+        for at in (0.3, 0.5, 0.6, 1.0)
     ]
     assert passed == [1.0, 0.75, 0.5, 0.0]
 
@@ -47,7 +48,7 @@ def test_parts_of_rewards_stand_beside_them():
         sample.extra = (
             {"reward_parts": parts} if parts else {"error": "why"} if parts is None else {}
         )
-    found = figures(found, ["val", "hard"])
+    found = evaluation_metrics(found, ["val", "hard"])
     assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
     assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found
     assert held_out_line({"val/version": 3.0} | found) == (
@@ -57,7 +58,9 @@ def test_parts_of_rewards_stand_beside_them():
 
 
 def test_figures_of_two_sets():
-    found = figures(samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"])
+    found = evaluation_metrics(
+        samples(0, [[1, 0], [0, 0]]) + samples(1, [[0.5], [1.0]]), ["val", "hard"]
+    )
     assert found["val/reward"] == found["val/avg@2"] == found["val/pass@1"] == 0.25
     assert found["val/pass@2"] == 0.5
     assert found["val/hard/reward"] == 0.75 and found["val/hard/samples"] == 2

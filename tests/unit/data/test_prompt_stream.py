@@ -19,10 +19,10 @@ from one_step_off.config.schema import Config, ConfigError, DataConfig
 from one_step_off.data.prompt_stream import (
     PromptStream,
     Report,
-    build,
-    encode,
     final_number,
     load_rows,
+    load_run_data,
+    tokenize_rows,
 )
 from one_step_off.data.samples import Prompt
 
@@ -201,9 +201,9 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
         ConfigError,
         match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn",
     ):
-        encode(found, PLAIN, DataConfig(chat_template="never"), 0, Report("data"), tools_of)
+        tokenize_rows(found, PLAIN, DataConfig(chat_template="never"), 0, Report("data"), tools_of)
     plain, own = (
-        encode([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data"))
+        tokenize_rows([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data"))
         for row in found[::-1]
     )
     assert own[0].agent_loop == "tool"
@@ -372,7 +372,7 @@ def prompts_of(
     config = DataConfig(**cfg)
     path = write_jsonl(tmp_path / "d.jsonl", rows)
     report = report or Report("data")
-    return encode(load_rows(path, "train", config, 0, report), tokenizer, config, 0, report)
+    return tokenize_rows(load_rows(path, "train", config, 0, report), tokenizer, config, 0, report)
 
 
 @pytest.mark.parametrize(
@@ -576,7 +576,7 @@ def test_build(tmp_path: Path) -> None:
         tmp_path / "train.jsonl", [{**GOOD, "question": f"q{i}"} for i in range(10)] + ["broken"]
     )
     val = write_jsonl(tmp_path / "val.jsonl", [{**GOOD, "question": f"q{i}"} for i in (3, 77, 78)])
-    data = build(run_config(train, val, train_batch_size=4, val_size=2), PLAIN)
+    data = load_run_data(run_config(train, val, train_batch_size=4, val_size=2), PLAIN)
     assert data.stream.total_steps == 3 and len(data.stream) == 10
     assert [p.id for p in data.val] == [(-1, 0), (-1, 1)]
     lines = "\n".join(data.lines())
@@ -589,15 +589,15 @@ def test_build_without_evaluation(val: str, val_size: int) -> None:
     cfg = run_config(
         "generator:word_problems", val, val_size=val_size, generator_size=8, train_batch_size=4
     )
-    data = build(cfg, PLAIN)
+    data = load_run_data(cfg, PLAIN)
     assert data.val is None and data.stream.total_steps == 2
 
 
 def test_build_with_the_generator() -> None:
     cfg = run_config("generator:word_problems", "generator:word_problems", generator_size=600)
-    data = build(cfg, PLAIN)
+    data = load_run_data(cfg, PLAIN)
     cfg.trainer.seed = 9
-    again = build(cfg, PLAIN)
+    again = load_run_data(cfg, PLAIN)
     assert [p.text for p in data.val] == [p.text for p in again.val]
     assert [p.text for p in data.stream.next_batch()] != [p.text for p in again.stream.next_batch()]
     assert not any("warning" in line for line in data.lines())
@@ -605,7 +605,7 @@ def test_build_with_the_generator() -> None:
 
 def test_build_without_data() -> None:
     with pytest.raises(ConfigError, match="'' names nothing"):
-        build(run_config(""), PLAIN)
+        load_run_data(run_config(""), PLAIN)
 
 
 @settings(deadline=None)
@@ -632,7 +632,7 @@ def test_real_gsm8k() -> None:
 
     files = [str(Path(GSM8K, f"gsm8k_{split}.jsonl")) for split in ("train", "test")]
     start = time.monotonic()
-    data = build(
+    data = load_run_data(
         run_config(*files, max_prompt_length=2000, train_batch_size=64), make_tokenizer(TEMPLATE)
     )
     seconds = time.monotonic() - start

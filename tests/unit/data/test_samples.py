@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from one_step_off.data.samples import (
-    Arrays,
     Batch,
+    PackedArrays,
+    PackedSamples,
+    PackedShares,
     Sample,
-    Samples,
-    Shares,
     StalenessError,
-    assert_versions,
-    generated,
+    assert_staleness,
+    generated_tokens,
 )
 
 
@@ -29,7 +29,7 @@ def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
 
 
 def test_every_token_of_the_expected_weights_passes():
-    assert_versions(Batch(4, [sample([3, 3, 3]), sample([3])], expected=(0, 3)))
+    assert_staleness(Batch(4, [sample([3, 3, 3]), sample([3])], expected_stamp=(0, 3)))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_every_token_of_the_expected_weights_passes():
 )
 def test_any_other_token_is_named(bad, words):
     with pytest.raises(StalenessError, match=words):
-        assert_versions(Batch(4, [sample([3]), bad], expected=(0, 3)))
+        assert_staleness(Batch(4, [sample([3]), bad], expected_stamp=(0, 3)))
 
 
 def test_prompt_order_names_each_prompt_once():
@@ -69,7 +69,7 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
             {"baseline": float(i)},
             f"so {i}",
         )
-    found, arrays = sent(Samples(before))
+    found, arrays = sent(PackedSamples(before))
     assert type(found) is list and len(found) == len(sizes) and len(arrays) == (5 if sizes else 0)
     pairs: list[Any] = list(zip(before, found, strict=True))
     for old, new in pairs:
@@ -81,7 +81,7 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
             elif name != "reward":
                 assert value == getattr(new, name)
         assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
-    shortened = Samples(before)
+    shortened = PackedSamples(before)
     shortened.leave = "response", "extra"
     assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
         ("", {}, i) for i in range(len(sizes))
@@ -90,22 +90,22 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
 
 def test_a_sample_whose_arrays_disagree_arrives_so_and_is_found():
     torn = sample([3, 3], tokens=3)
-    found = sent(Samples([sample([3]), torn, sample([3])]))[0]
+    found = sent(PackedSamples([sample([3]), torn, sample([3])]))[0]
     assert [len(s.versions) for s in found] == [1, 2, 1] and [
         len(s.response_ids) for s in found
     ] == [1, 3, 1]
     with pytest.raises(StalenessError, match="sample 0, token 0"):
-        assert_versions(Batch(4, found, expected=(0, 3)))
+        assert_staleness(Batch(4, found, expected_stamp=(0, 3)))
 
 
 def test_arrays_and_shares_arrive_as_lists_and_dicts():
     given = {7: np.ones((2, 2)), 3: np.zeros((0, 2)), 5: np.arange(6.0).reshape(3, 2)}
-    for before, kind in ((Arrays(given.values()), list), (Shares(given), dict)):
+    for before, kind in ((PackedArrays(given.values()), list), (PackedShares(given), dict)):
         found, arrays = sent(before)
         assert type(found) is kind and len(arrays) == 1
         keys = given if kind is dict else range(3)
         assert all(np.array_equal(found[key], before[key]) for key in keys) and len(found) == 3
-    assert sent(Arrays())[0] == [] and sent(Shares())[0] == {}
+    assert sent(PackedArrays())[0] == [] and sent(PackedShares())[0] == {}
 
 
 def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
@@ -114,13 +114,13 @@ def test_what_was_generated_is_counted_in_all_parts_of_a_long_batch():
     samples[299].versions[:], samples[555].versions[1:] = -1, -1
     samples[299].loss_mask[:], samples[555].loss_mask[1:] = False, False
     samples[10].versions[:], samples[580].versions[:] = 2, 5
-    counts, oldest, newest = generated(samples)
+    counts, oldest, newest = generated_tokens(samples)
     assert counts.tolist() == [sum(int(v) != -1 for v in s.versions) for s in samples] and (
         oldest,
         newest,
     ) == (2, 5)
-    assert_versions(Batch(4, samples, expected=(0, 5), older=3))
+    assert_staleness(Batch(4, samples, expected_stamp=(0, 5), max_version_lag=3))
     with pytest.raises(StalenessError, match="version 5"):
-        assert_versions(Batch(4, samples, expected=(0, 4), older=3))
-    none = generated([sample([-1, -1]), sample([])])
+        assert_staleness(Batch(4, samples, expected_stamp=(0, 4), max_version_lag=3))
+    none = generated_tokens([sample([-1, -1]), sample([])])
     assert none[0].tolist() == [0, 0] and np.isnan(none[1:]).all()

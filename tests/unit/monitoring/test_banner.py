@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from one_step_off.config.loading import load, resolved_yaml
+from one_step_off.config.loading import load_config, resolved_yaml
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt
@@ -34,7 +34,7 @@ def data_of(train: int, held_out: int, steps: int) -> SimpleNamespace:
 
 
 def test_the_banner():
-    cfg = load(["config=config/gsm8k_tiny_cpu.yaml"])
+    cfg = load_config(["config=config/gsm8k_tiny_cpu.yaml"])
     cfg.model.path = "/cache/tiny-qwen2-abc"
     facts = start_facts(cfg, "tiny:qwen2", 345_000, data_of(4096, 128, 40), [("wandb", "offline")])
     text = "\n".join(f"{k}: {v}" for k, v in facts)
@@ -156,7 +156,7 @@ def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
         [python, "-c", "import sys; print(sys.prefix)"], capture_output=True, text=True, env={}
     )
     assert said.stdout.strip() == sys.prefix
-    again = load(arguments)
+    again = load_config(arguments)
     assert again.model.path == str(tmp_path / "a run" / "hf_model")
     assert again.trainer.output_dir == str(tmp_path / "a run_next")
     again.model.path, again.trainer.output_dir = cfg.model.path, cfg.trainer.output_dir

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from one_step_off.monitoring.console import Screen, figures, quiet_libraries
+from one_step_off.monitoring.console import RunConsole, figures, quiet_libraries
 
 ROOT = Path(__file__).parents[3]
 
@@ -31,21 +31,21 @@ def row(step: int, reward: float = 0.5) -> dict:
     }  # fmt: skip
 
 
-def a_run(screen: Screen) -> None:
-    with screen.working("starting engines"):
+def a_run(run_console: RunConsole) -> None:
+    with run_console.working("starting engines"):
         for i in range(11):
-            screen.progress("building", i / 10)
-    screen.table([("model", "tiny"), ("placement", "one"), ("", "two")])
-    with screen.training(3):
+            run_console.progress("building", i / 10)
+    run_console.table([("model", "tiny"), ("placement", "one"), ("", "two")])
+    with run_console.training(3):
         for step in range(3):
-            screen.step(row(step, step / 2), 3)
-        screen.say("held-out [bold]0.5[/bold]")
+            run_console.step(row(step, step / 2), 3)
+        run_console.print_line("held-out [bold]0.5[/bold]")
 
 
 def test_plain_lines_are_one_per_step():
     out = io.StringIO()
-    with Screen(out) as screen:
-        a_run(screen)
+    with RunConsole(out) as run_console:
+        a_run(run_console)
     lines = out.getvalue().splitlines()
     assert [line for line in lines if line.startswith("step ")] == [
         f"step {i + 1}/3  v{i}  reward {i / 2:.3f}  length  12.3  step 2.00s (gen 1.00, train 1.50, sync 0.10)  "
@@ -66,8 +66,8 @@ def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
         io.StringIO(),
         {"reward/right/mean": 0.25, "reward/form/mean": 0.5, "reward/std": 0.1},
     )
-    with Screen(out) as screen, screen.training(3):
-        screen.step(row(0, 0.75) | parts, 3)
+    with RunConsole(out) as run_console, run_console.training(3):
+        run_console.step(row(0, 0.75) | parts, 3)
     assert "reward 0.750 (right 0.250, form 0.500)  length  12.3" in out.getvalue()
     assert figures(row(0, 0.75) | parts).startswith(
         "reward 0.750 (right 0.250, form 0.500)  length"
@@ -88,11 +88,11 @@ class Clock:
 def test_what_is_said_while_running_shows_no_secret(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     url, out = "http://me:hunter2pass@h:1/v1?token=s3cr3tvalue", io.StringIO()
-    with Screen(out) as screen:
-        screen.say(
+    with RunConsole(out) as run_console:
+        run_console.print_line(
             f"warning: the first: reward_model.url={url}: 3 requests failed with hf_abcdefgh123"
         )
-        screen.table([("model", url), ("", "hf_abcdefgh123")])
+        run_console.table([("model", url), ("", "hf_abcdefgh123")])
     assert out.getvalue().count("http://***@h:1/v1?token=***") == 2
     assert not any(
         secret in out.getvalue() for secret in ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123")
@@ -101,10 +101,10 @@ def test_what_is_said_while_running_shows_no_secret(monkeypatch):
 
 def test_what_takes_long_is_told_once_and_with_its_time():
     out, clock = io.StringIO(), Clock()
-    with Screen(out, clock=clock) as screen, screen.working("reading"):
+    with RunConsole(out, clock=clock) as run_console, run_console.working("reading"):
         for i in range(100):
             clock.now += 0.5
-            screen.progress("building (once, then cached)", (i + 1) / 100)
+            run_console.progress("building (once, then cached)", (i + 1) / 100)
     assert out.getvalue().splitlines() == [
         "reading ...",
         "building (once, then cached) ...",
@@ -115,7 +115,7 @@ def test_what_takes_long_is_told_once_and_with_its_time():
 
 def test_what_failed_is_not_said_to_have_ended():
     out = io.StringIO()
-    with pytest.raises(ValueError), Screen(out) as screen, screen.working("reading"):
+    with pytest.raises(ValueError), RunConsole(out) as run_console, run_console.working("reading"):
         raise ValueError
     assert out.getvalue() == "reading ...\n"
 
@@ -127,23 +127,25 @@ def terminal(width: int = 120) -> Any:
     )
 
 
-def drawn(screen: Screen, width: int) -> str:
+def drawn(run_console: RunConsole, width: int) -> str:
     """What moves, as it is now."""
     console = terminal(width)
-    console.print(screen.get_renderable())
+    console.print(run_console.get_renderable())
     return " ".join(console.file.getvalue().split())
 
 
 @pytest.mark.parametrize("width", [120, 60])
 def test_the_bar_and_its_figures(width):
     clock = Clock()
-    with Screen(terminal(width), clock=clock) as screen, screen.training(40):
-        assert "step 0/40" in drawn(screen, width) and "left -:--:--" in drawn(screen, width)
+    with RunConsole(terminal(width), clock=clock) as run_console, run_console.training(40):
+        assert "step 0/40" in drawn(run_console, width) and "left -:--:--" in drawn(
+            run_console, width
+        )
         clock.now = 100.0  # the first step does not count: buffers and caches warm up in it
         for step in range(10):
-            screen.step(row(step, step / 10), 40)
+            run_console.step(row(step, step / 10), 40)
             clock.now += 70.0
-        text = drawn(screen, width)
+        text = drawn(run_console, width)
     for part in (
         "step 10/40",
         "━",
@@ -159,15 +161,15 @@ def test_the_bar_and_its_figures(width):
 
 def test_other_work_has_a_moving_line_and_leaves_its_time():
     clock, console = Clock(), terminal()
-    with Screen(console, clock=clock) as screen, screen.working("starting [Ray]"):
-        screen.progress("building", 0.0)
+    with RunConsole(console, clock=clock) as run_console, run_console.working("starting [Ray]"):
+        run_console.progress("building", 0.0)
         clock.now = 10.0
-        screen.progress("building", 0.25)
+        run_console.progress("building", 0.25)
         clock.now = 20.0
-        screen.progress("building", 0.5)
-        text = drawn(screen, 120)
-        screen.progress("building", 1.0)
-        assert "building" not in drawn(screen, 120)
+        run_console.progress("building", 0.5)
+        text = drawn(run_console, 120)
+        run_console.progress("building", 1.0)
+        assert "building" not in drawn(run_console, 120)
     assert "starting [Ray] ━" in text and "50% 0:00:20 left 0:00:20" in text
     assert (
         "starting [Ray]: 20 s" in console.file.getvalue()
@@ -177,8 +179,8 @@ def test_other_work_has_a_moving_line_and_leaves_its_time():
 
 def test_the_live_part_goes_and_what_was_said_stays():
     console = terminal()
-    with Screen(console) as screen:
-        a_run(screen)
+    with RunConsole(console) as run_console:
+        a_run(run_console)
     out = console.file.getvalue()
     assert "held-out [bold]0.5[/bold]" in out and "placement" in out
     assert out.count("\x1b[?25l") == out.count("\x1b[?25h") > 0, (
@@ -188,15 +190,15 @@ def test_the_live_part_goes_and_what_was_said_stays():
 
 def test_a_long_command_stays_one_line():
     console = terminal(40)
-    Screen(console).table([("to go on", "python -m " + "x" * 100)])
+    RunConsole(console).table([("to go on", "python -m " + "x" * 100)])
     assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
 
 
 def test_an_error_ends_the_live_part_and_threads():
     before = threading.active_count()
-    screen = Screen(terminal())
-    with pytest.raises(ValueError), screen, screen.training(3):
-        screen.progress("building", 0.5)
+    run_console = RunConsole(terminal())
+    with pytest.raises(ValueError), run_console, run_console.training(3):
+        run_console.progress("building", 0.5)
         raise ValueError
     deadline = time.monotonic() + 5
     while threading.active_count() > before and time.monotonic() < deadline:
@@ -210,13 +212,13 @@ def test_a_speed_that_is_not_known_is_left_out():
 
 PROGRAM = """
 import sys, time, warnings
-from one_step_off.monitoring.console import Screen
+from one_step_off.monitoring.console import RunConsole
 from tests.unit.monitoring.test_console import a_run, row
 try:
-    with Screen() as screen:
-        a_run(screen)
-        with screen.training(3):
-            screen.step(row(0), 3)
+    with RunConsole() as run_console:
+        a_run(run_console)
+        with run_console.training(3):
+            run_console.step(row(0), 3)
             print("from a library")
             warnings.warn("ours")
             time.sleep(0.4)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, Sample, generated
+from one_step_off.data.samples import Batch, Sample, generated_tokens
 from one_step_off.monitoring.flops import Meter, ModelShape, peak_flops, shape_of
 
 SHAPE = ModelShape(matmul_params=1000, layers=2, attention_width=8)
@@ -79,7 +79,7 @@ def batch_of(**extra: object) -> Batch:
 
 def step(meter: Meter, batch: Batch, *times: float, **named: float) -> dict[str, float | None]:
     """As the tracker asks for it."""
-    return meter.step(batch, generated(batch.samples)[0], *times, **named)
+    return meter.step(batch, generated_tokens(batch.samples)[0], *times, **named)
 
 
 def test_rates_and_mfu_of_both_groups():

@@ -212,9 +212,9 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
     cfg = config(tmp_path, **{name: True})
     cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
     cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
-    honest = config_checks._installed
+    honest = config_checks.is_installed
     monkeypatch.setattr(
-        config_checks, "_installed", lambda package: package != name and honest(package)
+        config_checks, "is_installed", lambda package: package != name and honest(package)
     )
     with pytest.raises(
         ConfigError,
@@ -224,11 +224,11 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
-    from one_step_off.config.validation import _installed
+    from one_step_off.config.validation import is_installed
 
     (tmp_path / "some_logger").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert not _installed("some_logger") and _installed("json")
+    assert not is_installed("some_logger") and is_installed("json")
 
 
 needs_wandb = pytest.mark.skipif(

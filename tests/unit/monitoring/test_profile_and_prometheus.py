@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
@@ -42,8 +42,10 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
-    checkpoints, single, tmp_path
-):  # noqa: F811
+    checkpoints,  # noqa: F811
+    single,  # noqa: F811
+    tmp_path,
+):
     path = checkpoints["tied"]
     batch = make_batch(path)
     plain = single(config(path)).update(batch)
@@ -112,7 +114,7 @@ def test_profile_on_the_command_line(capsys):
         assert main(argv) == 2
         assert f"trainer.profile_step={shown}: must be a whole number" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="profile_step=-1: must be at least 0"):
-        load(["trainer.profile_step=-1"])
+        load_config(["trainer.profile_step=-1"])
 
 
 def gauges(port: int) -> dict[str, float]:

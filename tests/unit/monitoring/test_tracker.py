@@ -127,7 +127,7 @@ def three_steps(folder) -> None:
     tracker = Tracker(str(folder), 3, io.StringIO())
     tracker.start(0)
     for step in range(3):
-        tracker.step(Batch(step, [sample(1.0, 2, row=step)], expected=(0, 0)), step, times())
+        tracker.step(Batch(step, [sample(1.0, 2, row=step)], expected_stamp=(0, 0)), step, times())
 
 
 def test_a_row_that_a_kill_cut_off_does_not_keep_the_run_from_going_on(tmp_path):

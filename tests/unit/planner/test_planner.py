@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from benchmarks import planner
+from benchmarks.planner import __main__ as planner
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import load, resolved_yaml
+from one_step_off.config.loading import load_config, resolved_yaml
 from one_step_off.planner import planner as plan
 
 GPUS = [
@@ -103,7 +103,7 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
     """A run in turns of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
     folder.mkdir(parents=True)
-    cfg = load(
+    cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
     )
     cfg.pipeline.staleness = 0 if "pipeline.staleness=1" not in keys else 1
@@ -161,7 +161,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
     asked = []
 
     def run(command, **_):
-        asked.append(load(command[3:]))
+        asked.append(load_config(command[3:]))
         write_run(Path(asked[-1].trainer.output_dir), asked[-1].data.train_batch_size)
         return SimpleNamespace(returncode=0)
 
@@ -259,13 +259,13 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
 
 
 def test_published_tables_and_paper() -> None:
-    """What docs/scaling.md shows of them."""
+    """What docs/measured/planner.md shows of them."""
     said = planner.published()
     assert "| FSDP2, one step off on 4 + 12 | 520 | 458 (-12%) | 45 | 13 |" in said
     assert "| 30B-A3B, 16 GB200 | 221 | 301 | 0.73 | does not fit: slower than in turns |" in said
-    page = (Path(__file__).parents[3] / "docs" / "scaling.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/measured/planner.md").read_text()
     for line in said.splitlines():
-        assert line in page, f"docs/scaling.md lacks {line}"
+        assert line in page, f"docs/measured/planner.md lacks {line}"
     assert "| hours between two stops | 49.5 | 3.1 |" in planner.paper()
 
 

@@ -71,8 +71,8 @@ def test_an_armed_point_kills_the_process_that_passes_it_and_no_other(tmp_path):
 CHILD = """
     import multiprocessing, os, subprocess, sys, tempfile, time
     from multiprocessing import resource_tracker, shared_memory
-    from one_step_off.runtime.launch import swept
-    with swept():
+    from one_step_off.runtime.launch import cleanup_after_run
+    with cleanup_after_run():
         memory = shared_memory.SharedMemory(create=True, size=64)
         resource_tracker.unregister(memory._name, "shared_memory")  # nobody else cleans up
         code = "import time, multiprocessing.shared_memory as s; m = s.SharedMemory({!r}); print(flush=True); time.sleep(600)"
@@ -115,8 +115,8 @@ def test_the_folder_of_a_run_leaves_room_for_the_names_of_sockets(tmp_path, monk
     deep.mkdir()
     for there in (deep, Path("/tmp")):
         monkeypatch.setattr(tempfile, "tempdir", str(there))
-        with launch.swept():
-            folder = os.environ[leftovers.RUN]
+        with launch.cleanup_after_run():
+            folder = os.environ[leftovers.RUN_FOLDER_VARIABLE]
             assert len(folder) + 38 <= 107 and Path(folder).is_dir()
         assert not Path(folder).exists()
 
@@ -131,8 +131,8 @@ def _alive(pid: str) -> bool:
 LEAVES = """
     import os, subprocess, sys, time
     from multiprocessing import get_context, resource_tracker, shared_memory
-    from one_step_off.runtime.launch import swept
-    with swept():
+    from one_step_off.runtime.launch import cleanup_after_run
+    with cleanup_after_run():
         code = "import os, time, multiprocessing as m, multiprocessing.shared_memory as s\\n"
         code += "x, y = s.SharedMemory(create=True, size=64), m.get_context('spawn').Lock()\\n"
         code += "print(x.name, 'sem.' + y._semlock.name.strip('/'), flush=True); os.kill(m.resource_tracker._resource_tracker._pid, 9); time.sleep(600)"
@@ -185,7 +185,7 @@ def test_another_run_is_left_alone(tmp_path):
     for folder in (mine, other):
         folder.mkdir()
     sleeps = [sys.executable, "-c", "import time; time.sleep(60)"]
-    process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN: str(other)})
+    process = subprocess.Popen(sleeps, env=os.environ | {leftovers.RUN_FOLDER_VARIABLE: str(other)})
     try:
         subprocess.run(
             [sys.executable, "-P", leftovers.__file__, str(mine), "0"],

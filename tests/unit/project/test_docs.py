@@ -17,13 +17,14 @@ import yaml
 
 from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import KEYS, SECTIONS, find_key, load
+from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.main_ppo import FLAGS
+from one_step_off.monitoring.tracker import speed
 from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 ids = {"ids": lambda p: p.name if isinstance(p, Path) else None}
 GPUS = 8  # of this machine, as it is pretended
 
@@ -93,10 +94,10 @@ def test_configs(text: str, workplace: Path) -> None:
         content = over(yaml.safe_load((ROOT / base[1]).read_text()), content)
     path = workplace / "config.yaml"
     path.write_text(yaml.safe_dump(content))
-    check(load([f"config={path}"]))
+    check(load_config([f"config={path}"]))
     # The block itself too: keys must not stand twice, and numbers must be numbers.
     path.write_text(text)
-    load([f"config={path}"])
+    load_config([f"config={path}"])
 
 
 def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
@@ -149,10 +150,10 @@ def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) 
             with monkeypatch.context() as patch:
                 if variables.get("BACKEND") == "megatron":
                     argv[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
-                    patch.setattr(config_checks, "_installed", lambda package: True)
+                    patch.setattr(config_checks, "is_installed", lambda package: True)
                 if "RAY_ADDRESS" in variables:
                     patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
-                check(load(argv))
+                check(load_config(argv))
 
 
 def code_spans(page: Path) -> Iterator[str]:
@@ -201,7 +202,7 @@ def run_with(*overrides: str) -> Config:
         "data.train_files=generator:word_problems",
         "trainer.total_steps=1",
     )
-    return load([*fixed, "placement.device=cuda", *overrides])
+    return load_config([*fixed, "placement.device=cuda", *overrides])
 
 
 @pytest.mark.parametrize("page", PAGES, **ids)
@@ -292,9 +293,50 @@ def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None
 
 def test_every_page_is_in_the_navigation() -> None:
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert {name for entry in nav for name in entry.values()} == {
-        p.name for p in (ROOT / "docs").glob("*.md")
-    }
+    sections = [pages for entry in nav for pages in entry.values()]
+    listed = [
+        page
+        for pages in sections
+        if isinstance(pages, list)
+        for entry in pages
+        for page in entry.values()
+    ]
+    listed += [page for page in sections if isinstance(page, str)]
+    assert sorted(listed) == sorted(
+        str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")
+    )
+
+
+PLACEHOLDERS = {
+    "GROUP": "(rollout|trainer)",
+    "ROLE": "(actor|critic)",
+    "WORKER": "(rollout|sync|actor|critic|ref|reward_model)",
+    "SET": r"val(/\w+)?",
+}
+
+
+def described_metrics() -> list[re.Pattern[str]]:
+    """The first column of the tables of docs/reference/metrics.md. Words in capitals stand for names."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
+    first_columns = re.findall(r"^\|((?: `[^`|]+`,?)+) \|", page, re.M)
+    names = re.findall(r"`([^`]+)`", " ".join(first_columns))
+
+    def values_of(placeholder: re.Match[str]) -> str:
+        return PLACEHOLDERS.get(placeholder[0], r"\w+")
+
+    return [re.compile(re.sub("[A-Z]+", values_of, name)) for name in names]
+
+
+def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
+    row = json.loads((ROOT / "tests/a_row.json").read_text())
+    summary = {"steps", "seconds", *speed([row, row])}
+    patterns = described_metrics()
+    missing = [
+        name
+        for name in [*row, *summary]
+        if not any(pattern.fullmatch(name) for pattern in patterns)
+    ]
+    assert not missing, "describe them in docs/reference/metrics.md"
 
 
 def test_links_of_readme_and_contributing() -> None:
@@ -314,12 +356,12 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     )
     assert built.returncode == 0, built.stdout + built.stderr
     assert not list((tmp_path / "site").rglob("*.py"))
-    assert "actor.lr" in (tmp_path / "site" / "config" / "index.html").read_text()
+    assert "actor.lr" in (tmp_path / "site" / "reference" / "config" / "index.html").read_text()
 
 
 def test_every_room_stands_in_the_architecture():
-    page = (ROOT / "docs/architecture.md").read_text()
+    page = (ROOT / "docs/concepts/architecture.md").read_text()
     rooms = [
-        path.name for path in (ROOT / "one_step_off").glob("*.py") if path.name != "__init__.py"
+        path.name for path in (ROOT / "one_step_off").rglob("*.py") if path.name != "__init__.py"
     ]
     assert not [name for name in rooms if f"`{name}`" not in page]

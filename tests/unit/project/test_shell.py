@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
@@ -233,7 +233,8 @@ def test_bench(checkout: Path) -> None:
     """On the CPU unless asked otherwise, with a folder for the results, and the checkout on the path."""
     tool(checkout / "shell/setup.sh", f'[[ $# == 0 ]] || echo "{checkout}/.venv-$EXTRA"')
     (checkout / "benchmarks").mkdir()
-    for name in ("throughput", "weight_sync"):
+    (checkout / "benchmarks/throughput").mkdir()
+    for name in ("throughput/__main__", "weight_sync"):
         (checkout / f"benchmarks/{name}.py").touch()
     for name in ("cpu", "gpu"):
         tool(
@@ -288,9 +289,9 @@ def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPat
         given = re.findall(
             r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0]
         )
-        monkeypatch.setattr(config_checks, "_installed", lambda package: True)
+        monkeypatch.setattr(config_checks, "is_installed", lambda package: True)
         monkeypatch.setenv("RAY_ADDRESS", "h:1")
-        validate(load(given), 0)
+        validate(load_config(given), 0)
         assert (
             keys in call
             and f"megatron_{size} --dry-run" in call

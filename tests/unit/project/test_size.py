@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PRODUCT = sorted((*ROOT.glob("one_step_off/**/*.py"), *ROOT.glob("agent_loop/**/*.py")))
-ALL = [*PRODUCT, *sorted((*ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/*.py")))]
+ALL = [*PRODUCT, *sorted((*ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/**/*.py")))]
 
 
 @pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(ROOT)))

@@ -19,7 +19,7 @@ def work(roles: Roles):
     {}
 """
 LAYOUT = """
-from benchmarks.weight_sync import Layout, make_config
+from benchmarks.weight_sync.layout import Layout, make_config
 
 {}
 """

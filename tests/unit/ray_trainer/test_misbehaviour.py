@@ -23,7 +23,7 @@ from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.checkpoint.checkpoints import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import FAULTS, Batch, Prompt, Sample, assert_versions
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
 from one_step_off.main_ppo import main
 from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker
@@ -33,7 +33,7 @@ from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.trajectory_run import TrajectoryRun
 from one_step_off.rollout.vllm_replica import RolloutReplica
-from one_step_off.runtime.replay import findings
+from one_step_off.runtime.replay import describe_quantities
 from tests.unit.ray_trainer.test_ray_trainer import World, build, train_all
 
 POLICIES = "stop", "zero", "drop"
@@ -299,7 +299,7 @@ def test_every_way_in_which_an_agent_loop_misbehaves(how, on_error, monkeypatch)
     )
     late = "raised TimeoutError: it did not end in 0.4 s, twice agent.timeout_s and agent.tool_timeout_s"
     assert (late in sample.extra["error"]) == (how in ("for_ever", "stubborn", "greedy", "judge"))
-    assert_versions(Batch(0, [sample], (0, 4)))
+    assert_staleness(Batch(0, [sample], (0, 4)))
 
 
 def test_a_greedy_sample_that_failed_is_still_the_greedy_one(monkeypatch):
@@ -591,7 +591,7 @@ def test_skipped_updates_are_kept_for_replay_and_bounded(tmp_path):
     batch = read_batch(tmp_path / "skipped" / "step_000003")
     assert (
         batch.step == 3
-        and batch.expected == (0, 2)
+        and batch.expected_stamp == (0, 2)
         and len(batch.samples) == 6 == len(batch.advantages)
     )
 
@@ -607,7 +607,7 @@ def test_a_batch_is_read_as_it_was_written(tmp_path):
     batch = Batch(12, samples, (1, 11), advantages=each, values=[-a for a in each])
     write_batch(batch, tmp_path / "b")
     again = read_batch(tmp_path / "b")
-    assert (again.step, again.expected, again.returns, again.ref_log_probs) == (
+    assert (again.step, again.expected_stamp, again.returns, again.ref_log_probs) == (
         12,
         (1, 11),
         None,
@@ -673,7 +673,7 @@ def test_findings_name_the_tokens():
     samples = [tiny(0, 0), tiny(0, 1)]
     samples[0].loss_mask[0] = False
     values = [np.array([np.nan, 1.0, -2.0]), np.array([np.inf, 0.0, 5.0])]
-    lines = findings(
+    lines = describe_quantities(
         samples,
         {"ratio": values, "good": [np.zeros(3), np.ones(3)], "all bad": [np.full(3, np.nan)] * 2},
     )
@@ -690,7 +690,7 @@ def test_findings_name_the_tokens():
 
 def test_every_estimator_takes_samples_without_tokens():
     """What an agent loop did not end has none."""
-    from one_step_off.algorithms.advantages import Options, Trajectories, estimate
+    from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
 
     lengths = np.array([3, 0, 0, 2])
     arrays = [np.full(n, -0.5, np.float32) for n in lengths]
@@ -698,7 +698,7 @@ def test_every_estimator_takes_samples_without_tokens():
                      values=arrays, parts={"x": np.array([1.0, 0.0, 0.0, 0.5])}, baselines=np.zeros(4),
                      log_probs=arrays, prob_squares=[-a for a in arrays])  # fmt: skip
     for name in ADVANTAGE_ESTIMATORS:
-        found = estimate(name, t, Options())[0]
+        found = estimate_advantages(name, t, Options())[0]
         assert [len(a) for a in found] == lengths.tolist() and all(
             np.isfinite(a).all() for a in found
         ), name
@@ -707,4 +707,4 @@ def test_every_estimator_takes_samples_without_tokens():
 def test_the_faults_are_metrics_from_the_first_step(tmp_path):
     asyncio.run(build(tmp_path, World(random.Random(0)), 1, 1).fit())
     (row,) = rows(tmp_path, "metrics.jsonl")
-    assert all(row[name] == 0 for name in (*FAULTS, "samples/dropped_groups"))
+    assert all(row[name] == 0 for name in (*FAULT_METRICS, "samples/dropped_groups"))

@@ -125,7 +125,7 @@ class FakeSync:
     def __init__(self, world: World) -> None:
         self.world = world
 
-    def expect(self):
+    def score_canary(self):
         return self.world.version
 
     async def fail(self, error):

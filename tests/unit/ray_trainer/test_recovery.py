@@ -22,7 +22,7 @@ from one_step_off.rollout import replica_supervisor
 from one_step_off.rollout.health import ReplicaHealth, ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
-from one_step_off.runtime.processes import Spawned
+from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync import coordinator as weight_sync
 from one_step_off.weight_sync.coordinator import WeightSync
@@ -81,7 +81,7 @@ class Lossy(WeightSync):
         actors = [self.replica(i, answers) for i in range(replicas)]
         cfg = Config()
         cfg.weight_sync.timeout_s = 1.0
-        report = {"bytes": 8.0, "changed": 1.0, "each": [[0, 0.1]], "spans": []}
+        report = {"bytes": 8.0, "changed": 1.0, "bucket_wire": [[0, 0.1]], "spans": []}
         sends = {
             "connect_sync": None,
             "send_weights": lambda version: dict(report),
@@ -94,7 +94,7 @@ class Lossy(WeightSync):
         ).supervisor
         rollout.child_processes = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
-        self.senders = self.taking_part = group.ranks
+        self.senders = self.sending_ranks = group.ranks
         self.total_bytes, self.info, rollout.on_message = 8, {}, self.lines.append
 
     def replica(self, i: int, answers: bool) -> Actor:
@@ -103,7 +103,7 @@ class Lossy(WeightSync):
                 self.broken[i] -= 1
                 died.append(1)
                 raise SyncError("its process died")
-            return [{"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}]
+            return [{"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}]
 
         async def alive():
             if died and not answers:
@@ -363,7 +363,7 @@ def test_a_replica_that_dies_in_the_sync_of_every_new_life_is_left_out():
         assert len(samples) == 24
         await asyncio.wait([group.supervisor.restart_tasks[1]])
         assert (
-            lives == [1] * remote_calls.ATTEMPTS
+            lives == [1] * remote_calls.MAX_ATTEMPTS
             and group.active == [0] == await group.supervisor.wait_for_healthy()
         )
 
@@ -431,14 +431,14 @@ def test_another_attempt_is_begun_only_where_a_process_is_gone_or_hangs(
     error, other, answer, monkeypatch
 ):
     """A process that waited for that one may have failed first. Real processes that are busy: test_sync_failures.py."""
-    monkeypatch.setattr(remote_calls, "LIVENESS_S", 0.2)
+    monkeypatch.setattr(remote_calls, "LIVENESS_TIMEOUT_S", 0.2)
     ranks: list[Any] = [Actor(alive=None), Actor(alive=None)]
     ranks[1].alive = Method(
         other if other is GONE else None, delay=other if isinstance(other, float) else 0.0
     )
     roles = SimpleNamespace(rollout=SimpleNamespace(replicas=[], active=[]))
     team = SimpleNamespace(roles=roles, groups={"actor": SimpleNamespace(ranks=ranks)})
-    assert asyncio.run(Spawned.lost(team, error)) is answer
+    assert asyncio.run(RunProcesses.is_process_failure(team, error)) is answer
 
 
 class Notes:

@@ -56,7 +56,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
     import ray
 
     from one_step_off.runtime import launch
-    from one_step_off.runtime.processes import Spawned
+    from one_step_off.runtime.processes import RunProcesses
 
     pools = {"rollout": [2], "actor": [1]}
     cfg = tiny_config(
@@ -73,8 +73,8 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
         ]
         return [sample.response_ids.tolist() for (sample,) in samples]
 
-    async def started(prepared) -> Spawned:
-        team = Spawned(prepared)
+    async def started(prepared) -> RunProcesses:
+        team = RunProcesses(prepared)
         await team.setup()
         await team.roles.sync((prepared.incarnation, 0))
         return team

@@ -373,7 +373,7 @@ def test_when_the_last_replica_goes_in_a_sync_the_trainer_that_waits_for_samples
         pass
 
     stand_in: Any = gone
-    stand_in.expect, stand_in.release, stand_in.fail = sync.expect, release, sync.fail
+    stand_in.score_canary, stand_in.release, stand_in.fail = sync.score_canary, release, sync.fail
     stand_in.on_trace = None
     with pytest.raises(NoReplica):
         asyncio.run(asyncio.wait_for(pipeline.fit(), 10))

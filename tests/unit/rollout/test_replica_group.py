@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
-from one_step_off.cluster.remote_calls import every, named, within
+from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import NOWHERE, Batch, Prompt, Sample, StalenessError
+from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
@@ -44,7 +44,7 @@ class Actor:
 def test_a_limit_names_what_it_waited_for():
     begin = time.perf_counter()
     with pytest.raises(PhaseTimeout, match=r"step 3, actor: no answer in 0\.05 s"):
-        asyncio.run(within(0.05, "step 3, actor", asyncio.sleep(60)))
+        asyncio.run(with_time_limit(0.05, "step 3, actor", asyncio.sleep(60)))
     assert time.perf_counter() - begin < 5
 
 
@@ -52,7 +52,7 @@ def test_the_first_failure_does_not_wait_for_the_slow_ones():
     actors = [Actor(work=Method(1, delay=30)), Actor(work=ValueError("rank 1 broke"))]
 
     async def main():
-        await every(60, "actor", actors, "work")
+        await call_all(60, "actor", actors, "work")
 
     begin = time.perf_counter()
     with pytest.raises(RoleError, match="actor 1, work: ValueError: rank 1 broke"):
@@ -274,13 +274,13 @@ CONTROL = {
 def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> WeightSync:
     cfg = Config()
     cfg.model.dtype = dtype
-    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "each": [[0, 0.3]], "spans": []}
+    sent = {"bytes": 8.0, "changed": 1.0, "gather": 0.1, "bucket_wire": [[0, 0.3]], "spans": []}
     got = {
         "bytes": 8.0,
         "load": 0.2,
-        "each": [[0, 0.1]],
+        "bucket_wire": [[0, 0.1]],
         "spans": [["", "load", 1.0, 2.0]],
-        "raw": 0.05,
+        "bare_wire": 0.05,
     }
     rank = Actor(
         score=lambda seqs: trainer, send_weights=lambda version: dict(sent), release=None, **CONTROL
@@ -293,7 +293,7 @@ def sync_of(trainer: list, engines: list[list], dtype: str = "float32") -> Weigh
     sync = WeightSync(
         actor, RolloutGroup(replicas, cfg, True).supervisor, [np.arange(3)], "127.0.0.1", [[]]
     )
-    sync.senders, sync.taking_part, sync.grouped = actor.ranks, actor.ranks, replicas
+    sync.senders, sync.sending_ranks, sync.connected_replicas = actor.ranks, actor.ranks, replicas
     sync.total_bytes = 8
     return sync
 
@@ -303,7 +303,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     right = [np.array([-1.0])]
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
     rollout, sync.info = sync.rollout, {}
-    report = {"bytes": 8.0, "each": [[0, 0.1]], "spans": [], "raw": 0.05}
+    report = {"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}
     for ranks in (sync.actor.ranks, rollout.replicas):
         for one in ranks:
             one.connect_sync = Method(None)
@@ -315,7 +315,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
         del rollout.restart_tasks[1]
 
     async def main():
-        sync.last, sync.grouped = ((0, 3), right), []
+        sync.last_sent, sync.connected_replicas = ((0, 3), right), []
         rollout.restart_tasks[1] = asyncio.create_task(come_back())
         await asyncio.sleep(0.01)
         assert had == {0: [], 1: []} and sync.lock.locked(), "the one is under way"
@@ -336,7 +336,7 @@ def test_when_several_ends_fail_the_first_is_named_and_none_is_reported_behind_o
     ranks: list[Any] = [Actor(send_weights=late, **CONTROL), Actor(send_weights=first, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
-    sync.senders = sync.taking_part = sync.actor.ranks = ranks
+    sync.senders = sync.sending_ranks = sync.actor.ranks = ranks
 
     async def main():
         with pytest.raises(SyncError, match="trainer rank 1: sender 1: first"):
@@ -374,7 +374,7 @@ def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_f
     ranks: list[Any] = [Actor(send_weights=hung, **CONTROL), Actor(send_weights=waited, **CONTROL)]
     ranks[0].score = sync.actor.ranks[0].score
     ranks[1].score = Method(None)
-    sync.senders = sync.taking_part = sync.actor.ranks = ranks
+    sync.senders = sync.sending_ranks = sync.actor.ranks = ranks
     with pytest.raises(ProcessDied, match="version 3: trainer rank 0: it hangs"):
         asyncio.run(sync((0, 3)))
 
@@ -418,7 +418,7 @@ def test_weights_that_are_only_a_little_off_everywhere_are_caught_by_the_mean():
 
 def test_a_time_limit_of_the_work_itself_is_not_taken_for_ours():
     async def main():
-        await within(60, "x", Method(TimeoutError("inner limit")).remote())
+        await with_time_limit(60, "x", Method(TimeoutError("inner limit")).remote())
 
     with pytest.raises(TimeoutError, match="inner limit"):
         asyncio.run(main())
@@ -443,7 +443,7 @@ class RayLike(Exception):
 )
 def test_a_failure_in_a_process_is_named_and_keeps_its_kind(cause, kind, words):
     with pytest.raises(kind, match=words):
-        asyncio.run(named("sync, rollout 1", Method(RayLike(cause)).remote()))
+        asyncio.run(name_failures("sync, rollout 1", Method(RayLike(cause)).remote()))
 
 
 @pytest.mark.parametrize(
@@ -464,7 +464,7 @@ def test_a_dead_process_is_named_and_a_lost_node_too(how, words):
         f"The actor died unexpectedly.\n\tclass_name: Rank\n\tpid: 41\n\tip: 10.0.0.2\n{how}"
     )
     with pytest.raises(RoleError, match=words):
-        asyncio.run(named("sync, rollout 1", Method(died).remote()))
+        asyncio.run(name_failures("sync, rollout 1", Method(died).remote()))
 
 
 def test_a_role_in_the_replicas_pool_has_them_sleep_first(monkeypatch):
@@ -551,7 +551,7 @@ def test_what_a_replica_gets_at_a_time_is_one_call():
 def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch):
     put = []
     monkeypatch.setattr("ray.put", lambda batch: put.append(batch) or len(put))
-    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected=(0, 0))
+    batch = Batch(0, [a_sample(Prompt((0, 0), np.arange(2), "", ""), 0)], expected_stamp=(0, 0))
     assert [room.put_batch(batch), room.put_batch(batch)] == [1, 1], (
         "the reference model's and the critic's"
     )
@@ -563,7 +563,7 @@ def test_a_batch_goes_into_the_store_again_only_when_it_has_changed(monkeypatch)
     assert (
         room.put_batch(batch) == 3
         and not put[2].samples[0].loss_mask.any()
-        and put[2].stored == NOWHERE
+        and put[2].stored == NOT_STORED
     )
 
 

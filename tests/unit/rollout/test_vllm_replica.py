@@ -21,10 +21,10 @@ from one_step_off.config.schema import Config, ConfigError
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.scoring import RewardError, RewardItem
-from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import token_versions
+from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling, sample_seed
 from one_step_off.rollout.vllm_replica import RolloutReplica

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config.loading import KEYS, load
+from one_step_off.config.loading import KEYS, load_config
 from one_step_off.config.schema import Config, ConfigError
 from one_step_off.main_ppo import FLAGS, main
 
@@ -132,21 +132,23 @@ def test_dry_run_prints_what_it_would_run(capsys: pytest.CaptureFixture, tmp_pat
     assert main([argv[0], "--dry-run", *argv[1:]]) == 0
     out = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(out)
-    assert load([f"config={tmp_path}/again.yaml"]) == load(argv)
+    assert load_config([f"config={tmp_path}/again.yaml"]) == load_config(argv)
     assert "# rollout [1] on cpu: rollout x 1" in out and "# actor [1] on cpu: actor x 1" in out
 
 
 def test_a_config_is_understood_without_its_name(tmp_path: Path) -> None:
-    assert load([TINY.removeprefix("config="), "actor.lr=1"]) == load([TINY, "actor.lr=1"])
+    assert load_config([TINY.removeprefix("config="), "actor.lr=1"]) == load_config(
+        [TINY, "actor.lr=1"]
+    )
     (tmp_path / "mine.yml").write_text("actor: {lr: 1}\n")
-    assert load([f"{tmp_path}/mine.yml"]).actor.lr == 1
+    assert load_config([f"{tmp_path}/mine.yml"]).actor.lr == 1
     for argv, part in (
         ([TINY, f"{tmp_path}/mine.yml"], "mine.yml: config is given 2 times"),
         (["nowhere.yaml"], "config=nowhere.yaml: No such file"),
         (["nowhere.txt"], "argument nowhere.txt: must be config=FILE"),
     ):
         with pytest.raises(ConfigError, match=part):
-            load(argv)
+            load_config(argv)
 
 
 def test_later_faults_and_interrupts(

@@ -73,7 +73,7 @@ def test_models_that_do_not_fit(models, tmp_path, keys, words):
     refused(cfg, words)
 
 
-def test_a_quantised_reference_is_refused(models, tmp_path):
+def test_a_quantized_reference_is_refused(models, tmp_path):
     other = changed(models(), tmp_path, quantization_config={"quant_method": "fp8"})
     roles = {"rollout": "rollout", "actor": "actor", "ref": "actor"}
     changes = {"placement.roles": roles, "algorithm.kl_coef": 0.1, "ref.path": other}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config.loading import load
+from one_step_off.config.loading import load_config
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch, run_folder
 from tests.bad_input import base, refused
@@ -129,7 +129,7 @@ def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
 
 def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
     """Requeued before its first checkpoint it begins again; behind one it goes on from it."""
-    text = (ROOT / "docs" / "multinode.md").read_text() + (
+    text = (ROOT / "docs/tutorials/many_gpus.md").read_text() + (
         ROOT / "shell" / "slurm_qwen_gsm8k.sh"
     ).read_text()
     commands = [line.strip("# ") for line in text.splitlines() if "sbatch --requeue shell/" in line]
@@ -140,7 +140,7 @@ def test_a_job_that_may_be_requeued_is_given_as_the_docs_say(tmp_path):
         if "=" in word and not word.startswith("trainer.output_dir=")
     ]
     earlier(tmp_path, 5)
-    cfg = load([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
+    cfg = load_config([*KEYS, *keys, f"trainer.output_dir={tmp_path}"])
     assert (
         cfg.trainer.resume == "auto"
         and cfg.trainer.save_freq > 0
@@ -201,20 +201,20 @@ def test_a_folder_that_only_seems_to_be_writable(folder, models, tmp_path, capsy
 
 
 def test_the_question_leaves_nothing_behind(tmp_path):
-    cfg = load([*KEYS, f"trainer.output_dir={tmp_path}/a/b"])
+    cfg = load_config([*KEYS, f"trainer.output_dir={tmp_path}/a/b"])
     run_folder.require(cfg)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks import command_line
+    from benchmarks.common import command_line
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []
     monkeypatch.setattr(command_line, "run_process", lambda command, cores: asked.append(command))
     command_line.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
-    assert run_folder.replaced_by(load([word for word in asked[0] if "=" in word])) is None
+    assert run_folder.replaced_by(load_config([word for word in asked[0] if "=" in word])) is None
 
 
 def test_the_answer_comes_without_torch(tmp_path):

@@ -10,9 +10,9 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from one_step_off.config.loading import load, resolved_yaml
+from one_step_off.config.loading import load_config, resolved_yaml
 from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import masked
+from one_step_off.config.validation import mask_secrets
 from one_step_off.distributed_util import open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
@@ -40,7 +40,7 @@ SECRETS = ("hunter2pass", "s3cr3tvalue", "hf_abcdefgh123")
 def test_secrets_are_masked_and_nothing_else(text, shown, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_abcdefgh123")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "calculator")
-    assert masked(text) == shown and masked(shown) == shown
+    assert mask_secrets(text) == shown and mask_secrets(shown) == shown
 
 
 def test_no_file_and_no_screen_shows_a_secret(models, tmp_path, capsys, monkeypatch):
@@ -82,13 +82,13 @@ def test_a_masked_config_asks_for_its_secret(tmp_path):
         "trainer.total_steps=1",
         "placement.device=cpu",
     ]
-    cfg = load([*good, f"reward_model.url={URL}"])
+    cfg = load_config([*good, f"reward_model.url={URL}"])
     validate(cfg)
     (tmp_path / "x.yaml").write_text(resolved_yaml(cfg))
-    again = load([f"config={tmp_path}/x.yaml"])
+    again = load_config([f"config={tmp_path}/x.yaml"])
     with pytest.raises(ConfigError, match="reward_model.url=https://.*with its secret"):
         validate(again)
-    whole = load([f"config={tmp_path}/x.yaml", f"reward_model.url={URL}"])
+    whole = load_config([f"config={tmp_path}/x.yaml", f"reward_model.url={URL}"])
     validate(whole)
     assert whole == cfg, "nothing but the secret is lost"
 

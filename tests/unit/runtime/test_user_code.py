@@ -13,7 +13,7 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
-from one_step_off.config.registry import load
+from one_step_off.config.registry import import_object
 from one_step_off.config.schema import Config, ConfigError, RewardConfig
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
@@ -179,7 +179,7 @@ def test_a_module_that_cannot_be_imported_names_its_line(own):
         ConfigError,
         match=r"cannot be imported: JSONDecodeError: .* \(broken_code.py:3\); check the name",
     ):
-        load("agent.tools", "broken_code:f")
+        import_object("agent.tools", "broken_code:f")
 
 
 def test_an_environment_that_raises_names_its_line():
@@ -207,7 +207,7 @@ def test_a_failure_in_the_driver_names_the_users_line(own):
     cfg = Config()
     cfg.trainer.output_dir = str(own / "run")
     try:
-        load("reward.function", "own_code:inner")("oops")
+        import_object("reward.function", "own_code:inner")("oops")
     except ValueError as e:
         said = launch.report_failure(cfg, e)
     assert said.splitlines()[1] == f"  raised at own_code.py:{line_of('return json.loads')}"

@@ -117,7 +117,7 @@ def make_batch(path, prompts=4, n=3, seed=0, version=3):
                 )
             samples.append(s)
     values = rng.normal(0, 1, len(samples))
-    batch = Batch(step=4, samples=samples, expected=(0, version))
+    batch = Batch(step=4, samples=samples, expected_stamp=(0, version))
     batch.advantages = [
         np.where(s.loss_mask, v, 0.0).astype(np.float32)
         for v, s in zip(values, samples, strict=True)

@@ -164,7 +164,7 @@ class Recorder(WORKERS["actor"]):
             megatron_weights.parts(self.models, self.hf_config, "float32")
         )
         self.gradients = [
-            (dataclasses.astuple(p), t.clone().reshape(p.block).numpy()) for p, t in sent
+            (dataclasses.astuple(p), t.clone().reshape(p.block_shape).numpy()) for p, t in sent
         ]
         for p, data in kept:
             p.data = data
@@ -317,9 +317,11 @@ def assembled(ranks, key):
     for slot in (
         slot for bucket in BucketPlan.build(pieces, 1 << 12).buckets for slot in bucket.slots
     ):
-        into = whole.setdefault(slot.piece.name, np.empty(slot.piece.shape, data[slot.of].dtype))
-        block = slot.piece.place(torch.from_numpy(data[slot.of]), slot.of.start)
-        slot.piece.place(torch.from_numpy(into)).copy_(block)
+        into = whole.setdefault(
+            slot.piece.name, np.empty(slot.piece.shape, data[slot.source].dtype)
+        )
+        block = slot.piece.slice_of(torch.from_numpy(data[slot.source]), slot.source.start)
+        slot.piece.slice_of(torch.from_numpy(into)).copy_(block)
     return whole
 
 
@@ -643,7 +645,7 @@ def held_by(worker):
         megatron_weights.parts(worker.models, worker.hf_config, "float32")
     )
     return [
-        (dataclasses.astuple(p), t.detach().float().clone().reshape(p.block).numpy())
+        (dataclasses.astuple(p), t.detach().float().clone().reshape(p.block_shape).numpy())
         for p, t in parts
     ]
 

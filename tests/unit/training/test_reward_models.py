@@ -19,7 +19,7 @@ from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.models.tiny_qwen import build_tokenizer
-from one_step_off.monitoring.console import Screen
+from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.loggers import SampleDump
 from one_step_off.training.reward_models import RemoteRewardModel, mix, sequences_for
 
@@ -176,7 +176,7 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     assert "reward_model.url=http://***@127.0.0.1:9/v1?token=***" in samples[0].extra["error"]
     write_batch(batch, tmp_path / "skipped")
     SampleDump(tmp_path, PROMPTS.get).write({}, 3, "step_000003.jsonl", samples, [])
-    Screen(out).say(f"warning: the first: {samples[0].extra['error']}")
+    RunConsole(out).print_line(f"warning: the first: {samples[0].extra['error']}")
     written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
     assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))
     assert not any(

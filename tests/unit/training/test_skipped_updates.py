@@ -21,7 +21,7 @@ from one_step_off.algorithms.policy_losses import vanilla
 from one_step_off.checkpoint.checkpoints import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime.replay import _replayed
+from one_step_off.runtime.replay import replay_update
 from one_step_off.training.fsdp_workers import WORKERS, CriticWorker
 from one_step_off.training.trainer_group import merged
 from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch  # noqa: F401
@@ -209,7 +209,7 @@ def test_a_replay_tells_what_it_finds(checkpoints, tmp_path):  # noqa: F811
     prepared = SimpleNamespace(resume_from=None, state=None)
     try:
         again = read_batch(tmp_path / "step_000004")
-        asyncio.run(_replayed(again, prepared, team, Tracker(str(tmp_path / "t"), 0, out=out)))
+        asyncio.run(replay_update(again, prepared, team, Tracker(str(tmp_path / "t"), 0, out=out)))
     finally:
         dist.destroy_process_group()
     said = out.getvalue()

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.cluster.network import use_interface_towards
+from one_step_off.cluster.network import select_gloo_interface
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum, weighted_sums
-from one_step_off.weight_sync.receiver import Receiver
-from one_step_off.weight_sync.sender import Sender
-from one_step_off.weight_sync.shared_memory import SharedOutlet
+from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.sender import WeightSender
+from one_step_off.weight_sync.shared_memory import SharedMemorySender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
@@ -69,12 +69,12 @@ def test_plan_covers_everything_once(shapes, senders, bucket_bytes):
     # The senders' data comes in the order of their pieces, so the plan must walk them in that order.
     for s, sent in enumerate(pieces):
         mine = [slot for b in plan.buckets for slot in b.slots if slot.sender == s]
-        assert [slot.of for slot in mine if slot.piece.start == slot.of.start] == sent
+        assert [slot.source for slot in mine if slot.piece.start == slot.source.start] == sent
         for piece in sent:  # all of its rows, once, in order
             rows = [
                 n
                 for slot in mine
-                if slot.of == piece
+                if slot.source == piece
                 for n in range(slot.piece.start, slot.piece.stop)
             ]
             assert rows == list(range(piece.start, piece.stop))
@@ -165,9 +165,11 @@ class Net:
         near = near or [[] for _ in range(senders)]
         self.pieces = pieces_of(shapes, senders, dtype)
         self.plan = BucketPlan.build(self.pieces, bucket_bytes)
-        self.senders = [Sender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)]
+        self.senders = [
+            WeightSender(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(senders)
+        ]
         self.receivers = [
-            Receiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)
+            WeightReceiver(self.plan, i, CPU, "127.0.0.1", timeout_s) for i in range(receivers)
         ]
         self.connect(1, near)
 
@@ -283,14 +285,14 @@ def test_a_near_receiver_reads_the_senders_own_buffer_and_no_message_is_left():
 def test_shared_memory_written_after_it_was_announced_is_caught(monkeypatch):
     import one_step_off.weight_sync.shared_memory as room
 
-    honest = room.SharedOutlet.publish
+    honest = room.SharedMemorySender.publish
 
     def publish(self, tensor):
         if tensor.dtype == torch.uint8 and self.count == 2:
             tensor[3] ^= 4
         honest(self, tensor)
 
-    monkeypatch.setattr(room.SharedOutlet, "publish", publish)
+    monkeypatch.setattr(room.SharedMemorySender, "publish", publish)
     net = Net(SHAPES, 1, 1, near=[[0]], timeout_s=4.0)
     results, _ = net.sync({n: torch.randn(s) for n, s in SHAPES.items()}, 0)
     assert any("checksum of bucket 2" in str(r) for r in results)
@@ -315,11 +317,11 @@ def test_cuda_ipc_between_two_processes():
 
     device = torch.device("cuda", 0)
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    outlet = SharedOutlet(store, [1 << 20], [0], device)
+    outlet = SharedMemorySender(store, [1 << 20], [0], device)
     reader = f"""
 import torch
-from one_step_off.weight_sync.shared_memory import SharedInlet
-inlet = SharedInlet(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
+from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
+inlet = SharedMemoryReceiver(torch.distributed.TCPStore("127.0.0.1", {store.port}), 0, torch.device("cuda", 0), 60.0)
 for expected in (1, 2):
     room = torch.empty(1 << 20, dtype=torch.uint8, device="meta")
     assert (inlet.take(room) == expected).all()
@@ -355,7 +357,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
     import one_step_off.distributed_util as room
 
     net = Net(SHAPES, 2, 1)
-    receiver, honest, flipped, seen = net.receivers[0], room.NetworkLink.publish, [], []
+    receiver, honest, flipped, seen = net.receivers[0], room.DedicatedGroup.publish, [], []
 
     class Corrupted:
         def __init__(self, work, tensor):
@@ -375,7 +377,7 @@ def test_corruption_on_the_wire_is_caught(monkeypatch):
             seen.append(1)
             link.work = Corrupted(link.work, tensor) if len(seen) == 2 else link.work
 
-    monkeypatch.setattr(room.NetworkLink, "ask", ask)
+    monkeypatch.setattr(room.DedicatedGroup, "ask", ask)
     model = {n: torch.randn(s) for n, s in SHAPES.items()}
     results, _ = net.sync(model, 0)
     errors = [r for r in results if isinstance(r, SyncError)]
@@ -451,7 +453,7 @@ def test_pieces_cut_along_columns_are_joined():
     for limit in (1000, 64):  # in one bucket, and in strips
         plan, joined = BucketPlan.build(pieces, limit), torch.zeros(6, 10)
         for slot in (slot for bucket in plan.buckets for slot in bucket.slots):
-            slot.piece.place(joined).copy_(whole[:, slot.piece.start : slot.piece.stop])
+            slot.piece.slice_of(joined).copy_(whole[:, slot.piece.start : slot.piece.stop])
         assert torch.equal(joined, whole)
 
 
@@ -503,12 +505,13 @@ def test_groups_are_made_anew_without_a_lost_receiver_and_with_a_late_one():
     assert all(isinstance(r, SyncError) for r in results), "every end is told"
     assert time.monotonic() - begin < 10, "and soon"
     net.receivers = [
-        Receiver(net.plan, i, CPU, "127.0.0.1", 20.0) if i else net.receivers[0] for i in range(2)
+        WeightReceiver(net.plan, i, CPU, "127.0.0.1", 20.0) if i else net.receivers[0]
+        for i in range(2)
     ]
     net.connect(2)
     results, got = net.sync(model := normal(SHAPES), 1)
     assert not [r for r in results if isinstance(r, Exception)] and same(got, model)
-    net.receivers.append(Receiver(net.plan, 2, CPU, "127.0.0.1", 20.0))
+    net.receivers.append(WeightReceiver(net.plan, 2, CPU, "127.0.0.1", 20.0))
     net.connect(3)
     for version in (2, 3):  # with changes: the first sync after a newcomer is full
         results, got = net.sync(model := normal(SHAPES), version)
@@ -521,10 +524,10 @@ def test_each_bucket_is_timed_on_the_wire():
     received = results[2]
     assert received["bytes"] == net.plan.total_bytes == sum(r["bytes"] for r in results[:2])
     for one in results:
-        assert [i for i, _ in one["each"]] == list(range(len(net.plan.buckets))) and min(
-            one["each"]
+        assert [i for i, _ in one["bucket_wire"]] == list(range(len(net.plan.buckets))) and min(
+            one["bucket_wire"]
         )[1] > 0
-    assert received["raw"] > 0 and {"wait", "verify", "load"} <= received.keys()
+    assert received["bare_wire"] > 0 and {"wait", "verify", "load"} <= received.keys()
     assert {phase for _, phase, *_ in received["spans"]} >= {"wire", "load", "verify"}
 
 
@@ -532,7 +535,7 @@ def sends_in_a_process(pieces: list, size: int, outbox) -> None:
     """One sender, with a model of `size` bytes; tells by how much its memory grew at most while it sent twice."""
     torch.set_num_threads(1)
     model = [torch.ones(p.shape) for own in pieces for p in own]
-    sender = Sender(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
+    sender = WeightSender(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
     outbox.put(sender.address)
     before = memory_kb("VmRSS")
     sender.connect(1, 1)
@@ -558,7 +561,7 @@ def test_the_memory_of_a_sender_grows_by_two_buckets_and_a_piece():
     outbox = context.Queue()
     process = context.Process(target=sends_in_a_process, args=(pieces, size, outbox), daemon=True)
     process.start()
-    receiver = Receiver(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
+    receiver = WeightReceiver(BucketPlan.build(pieces, size // 16), 0, CPU, "127.0.0.1", 30.0)
     receiver.connect(1, [outbox.get(timeout=60)], 1)
     for version in range(2):
         receiver.receive(lambda tensors: None, version)
@@ -573,7 +576,7 @@ def test_gloo_listens_where_rank_0_is_reached(monkeypatch):
     import psutil
 
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "x")
-    use_interface_towards("127.0.0.1")
+    select_gloo_interface("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "x"
     reached = [
         (name, address.address)
@@ -584,5 +587,5 @@ def test_gloo_listens_where_rank_0_is_reached(monkeypatch):
     assert ("lo", "127.0.0.1") in reached
     for name, address in reached:
         monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-        use_interface_towards(address)
+        select_gloo_interface(address)
         assert os.environ["GLOO_SOCKET_IFNAME"] == name

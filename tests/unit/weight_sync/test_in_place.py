@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.weight_sync.in_place import InPlace, NotInPlace
-from one_step_off.weight_sync.receiver import Receiver
+from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
+from one_step_off.weight_sync.receiver import WeightReceiver
 from tests.unit.weight_sync.test_distributed_util import CPU, Net, normal, same
 
 # Rows that two senders own, so that tensors are joined; `embed` travels in strips; `norm`, `bias` and `one` leave padding.
@@ -67,7 +67,7 @@ def sync(net: Net, models: list[Model], tensors: dict[str, torch.Tensor], versio
 def go_in_place(net: Net, models: list[Model]) -> None:
     for receiver, model in zip(net.receivers, models, strict=True):
         model.qk.copy_(model.reorder(model.qk))
-        receiver.live = InPlace(receiver.plan, receiver.room, receiver.sums, model)
+        receiver.live = InPlaceModel(receiver.plan, receiver.room, receiver.sums, model)
         receiver.mirror = None
 
 
@@ -137,7 +137,7 @@ def test_parameters_that_changed_behind_its_back_are_caught_and_mended_by_the_ne
         if isinstance(r, SyncError)
     )
     assert not net.receivers[0].live and not same([models[0].hf()], tensors)
-    net.receivers = [Receiver(net.plan, 0, CPU, "127.0.0.1", 10.0)]
+    net.receivers = [WeightReceiver(net.plan, 0, CPU, "127.0.0.1", 10.0)]
     net.connect(2)
     for version in (1, 2, 3):
         results = sync(net, models, tensors, version)

@@ -7,7 +7,7 @@ import torch
 
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, checksum
-from one_step_off.weight_sync.in_place import InPlace, LiveWeights, NotInPlace
+from one_step_off.weight_sync.in_place import InPlaceBucket, InPlaceModel, NotInPlace
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 
@@ -48,7 +48,7 @@ def hf(dtype=torch.float32) -> dict[str, torch.Tensor]:
 
 def record(
     model: torch.nn.Module, tensors: dict[str, torch.Tensor]
-) -> tuple[torch.Tensor, LiveWeights]:
+) -> tuple[torch.Tensor, InPlaceBucket]:
     """Record where a bucket of `tensors`, which were sent, lives; its buffer is returned too."""
     dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")
     pieces = [
@@ -57,7 +57,7 @@ def record(
     ]
     plan, sums = BucketPlan.build([pieces], 1 << 40), checksum(bucket_of(tensors)[0])
     assert len(plan.buckets) == 1 and not plan.room
-    found = InPlace(plan, torch.zeros(0, dtype=torch.uint8), sums[None, None], model)
+    found = InPlaceModel(plan, torch.zeros(0, dtype=torch.uint8), sums[None, None], model)
     return found.flats[0], found.live[0]
 
 
@@ -149,11 +149,11 @@ def test_parameters_that_were_reordered_or_narrowed_after_loading_are_refused():
     with pytest.raises(NotInPlace, match=r"holds torch.float32 on cpu, and torch.float64"):
         record(model, hf(torch.float64))
     assert isinstance(
-        record_loaded(Fake(), hf(torch.bfloat16)), LiveWeights
+        record_loaded(Fake(), hf(torch.bfloat16)), InPlaceBucket
     )  # the wider one loses nothing
 
 
-def record_loaded(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> LiveWeights:
+def record_loaded(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> InPlaceBucket:
     model.load_weights(tensors.items())
     return record(model, tensors)[1]
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import NetworkLink, connect_limit
+from one_step_off.distributed_util import DedicatedGroup, connect_limit
 from one_step_off.weight_sync.bucket_plan import BucketPlan
-from one_step_off.weight_sync.receiver import Receiver
-from one_step_off.weight_sync.sender import Sender
+from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.sender import WeightSender
 from tests.unit.weight_sync.test_distributed_util import CPU, SHAPES, Net, normal, pieces_of, same
 
 
@@ -23,23 +23,23 @@ def test_a_transport_that_never_returns_leaves_connect_in_time_and_the_next_epoc
     monkeypatch, hangs
 ):
     """As ncclCommInitRank does, which runs inside the first broadcast and knows no time limit."""
-    honest, never = NetworkLink.publish, threading.Event()
+    honest, never = DedicatedGroup.publish, threading.Event()
 
     def publish(link, tensor):
         if link.rank == (0 if hangs == "sender" else 1) and not never.is_set():
             never.wait()
         honest(link, tensor)
 
-    real_init = NetworkLink.__init__
+    real_init = DedicatedGroup.__init__
 
     def init(link, store, rank, *args):
         link.rank = rank
         real_init(link, store, rank, *args)
 
     net = Net(SHAPES, 1, 2, timeout_s=2.0)
-    monkeypatch.setattr(NetworkLink, "publish", publish)
-    monkeypatch.setattr(NetworkLink, "ask", publish)
-    monkeypatch.setattr(NetworkLink, "__init__", init)
+    monkeypatch.setattr(DedicatedGroup, "publish", publish)
+    monkeypatch.setattr(DedicatedGroup, "ask", publish)
+    monkeypatch.setattr(DedicatedGroup, "__init__", init)
     begin, address = time.monotonic(), [net.senders[0].address]
     jobs = [lambda: net.senders[0].connect(2, 2)]
     jobs += [lambda r=r: r.connect(2, address, 2) for r in net.receivers]
@@ -103,7 +103,7 @@ def test_an_abort_from_outside_ends_the_waits_of_its_epoch_alone():
 def sends_when_asked(pieces: list, near: list, outbox, go) -> None:
     """A sender in a process of its own, which may be stopped."""
     torch.set_num_threads(1)
-    sender = Sender(BucketPlan.build(pieces, 64), 0, CPU, "127.0.0.1", 2.0)
+    sender = WeightSender(BucketPlan.build(pieces, 64), 0, CPU, "127.0.0.1", 2.0)
     outbox.put(sender.address)
     sender.connect(1, 1, near)
     go.wait(60)
@@ -117,7 +117,7 @@ def test_a_sender_that_is_stopped_holds_a_receiver_no_longer_than_the_limit(near
     outbox, go = context.Queue(), context.Event()
     process = context.Process(target=sends_when_asked, args=(pieces, near, outbox, go), daemon=True)
     process.start()
-    receiver = Receiver(BucketPlan.build(pieces, 64), 0, CPU, "127.0.0.1", 2.0)
+    receiver = WeightReceiver(BucketPlan.build(pieces, 64), 0, CPU, "127.0.0.1", 2.0)
     try:
         receiver.connect(1, [outbox.get(timeout=60)], 1, [near] if near else ())
         os.kill(process.pid, signal.SIGSTOP)

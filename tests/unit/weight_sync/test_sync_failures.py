@@ -40,7 +40,7 @@ async def fails(team: Team, folder, kind: type[Exception]) -> tuple[Exception, b
     begin = time.monotonic()
     with pytest.raises(kind) as caught:
         await asyncio.wait_for(team.pipeline(folder).fit(), 60)
-    another = await asyncio.wait_for(team.lost(caught.value), SOON_S)
+    another = await asyncio.wait_for(team.is_process_failure(caught.value), SOON_S)
     assert time.monotonic() - begin < 2 * SOON_S
     if not another:
         ready = [rank.__ray_ready__.remote() for rank in team.roles.actor.ranks]
@@ -71,7 +71,9 @@ def test_a_failure_in_any_version_ends_the_run_by_name_and_leaves_no_rank_waitin
             for overlap in (True, False):
                 for version in (0, 1, STEPS):
                     await team.restore_beginning(overlap)
-                    victim = team.rollout.replicas[1] if who == "replica" else team.roles.actor.ranks[-1]
+                    victim = (
+                        team.rollout.replicas[1] if who == "replica" else team.roles.actor.ranks[-1]
+                    )
                     await victim.set_fault.remote(place, version, action)
                     folder = tmp_path / f"{number}-{overlap}-{version}"
                     error, another = await fails(team, folder, (SyncError, RoleError))

@@ -16,9 +16,9 @@ import torch.multiprocessing as mp
 from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import WORKERS
-from one_step_off.weight_sync.bucket_plan import BucketPlan, sent_by
-from one_step_off.weight_sync.receiver import Receiver
-from one_step_off.weight_sync.sender import Sender
+from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
+from one_step_off.weight_sync.receiver import WeightReceiver
+from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.test_fsdp_workers import config, free_port, make_batch, start
 
@@ -48,7 +48,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
     inbox.get()
     if hasattr(worker, "sender"):  # rank 0 alone, where it gathers
         worker.connect_sync(1, RECEIVERS, [])
-    Sender._pack = delayed(Sender._pack, rng, 0.002)
+    WeightSender._pack = delayed(WeightSender._pack, rng, 0.002)
     worker._forward = delayed(worker._forward, rng, 0.01)
     sent, batch, problems = [], make_batch(cfg.model.path), []
 
@@ -71,7 +71,7 @@ def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> 
         thread.start()
         for sample in batch.samples:
             sample.versions[:] = version
-        batch.expected = (0, version)
+        batch.expected_stamp = (0, version)
         if not cfg.weight_sync.overlap:
             thread.join()
         metrics = worker.update(
@@ -88,7 +88,7 @@ def receive_all(
     """A receiver, late at random too; keeps what it got of every version."""
     rng, receiver = (
         random.Random(100 + index),
-        Receiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S),
+        WeightReceiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S),
     )
     try:
         receiver.connect(1, addresses, RECEIVERS)
@@ -130,7 +130,9 @@ def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
 
     plans = gather()
     pieces = [[WeightPiece(*piece) for piece in plan] for plan in plans]
-    plan = BucketPlan.build([*sent_by(pieces, "sharded" if overlap else "gather").values()], 40_000)
+    plan = BucketPlan.build(
+        [*pieces_of_senders(pieces, "sharded" if overlap else "gather").values()], 40_000
+    )
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)

@@ -1,0 +1,192 @@
+"""What a model's files tell before anything is loaded: is it a causal language model that trainer and engine can use?
+
+`check_models` is the entry: the policy's model, and the models of critic, reference and reward model that differ from it.
+"""
+
+from importlib import metadata
+from typing import Any
+
+from one_step_off.config.schema import (
+    Config,
+    ConfigError,
+    as_config_error,
+    first_line,
+    load_section_tokenizer,
+)
+
+MODEL_SECTIONS = (
+    "model",
+    "critic",
+    "ref",
+    "reward_model",
+)  # the sections of a config with a `path`
+WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")  # or an index of several such files
+
+
+def check_models(cfg: Config, longest_sequence: int) -> Any:
+    """Check the files of every model of the run.
+
+    Args:
+        cfg: the config, with the paths of the models in the sections MODEL_SECTIONS.
+        longest_sequence: tokens of the longest prompt with the longest response.
+
+    Returns:
+        The policy's tokenizer.
+
+    Raises:
+        ConfigError: a model cannot be loaded, is of the wrong kind, or does not fit the others.
+    """
+    name = _key_and_path(cfg, "model")
+    model_config = _check_files(cfg, "model", longest_sequence)
+    if not cfg.model.trust_remote_code:  # a model's own code decides what kind of model it is
+        _require_causal_model(name, model_config)
+    _check_attention_heads(cfg, name, model_config)
+    tokenizer = load_tokenizer(cfg, "model")
+    for role in MODEL_SECTIONS[1:]:
+        path = getattr(cfg, role).path
+        has_own_model = path not in ("", cfg.model.path)
+        if role in cfg.placement.roles and has_own_model:
+            _check_files(cfg, role, longest_sequence)
+            _check_vocabulary(cfg, role, tokenizer)
+    return tokenizer
+
+
+def load_tokenizer(cfg: Config, section: str) -> Any:
+    """The tokenizer of a section's model. Raises ConfigError if there is none."""
+    what = f"{_key_and_path(cfg, section)}: its tokenizer cannot be loaded"
+    fix = "give a model directory with its tokenizer, or a hub id that this machine can reach"
+    with as_config_error(what, fix):
+        tokenizer = load_section_tokenizer(cfg, section)
+        # Where the files are missing transformers may create a tokenizer of the right class without a vocabulary.
+        token_ids = tokenizer("1 + 1 = 2", add_special_tokens=False)["input_ids"]
+        if not token_ids:
+            raise ValueError("no vocabulary")
+    return tokenizer
+
+
+def _key_and_path(cfg: Config, section: str) -> str:
+    return f"{section}.path={getattr(cfg, section).path}"
+
+
+def _check_attention_heads(cfg: Config, name: str, model_config: Any) -> None:
+    """vLLM splits the attention heads over its tensor-parallel ranks."""
+    num_heads = getattr(model_config.get_text_config(), "num_attention_heads", None)
+    num_ranks = cfg.rollout.tensor_parallel_size
+    if num_heads is not None and num_heads % num_ranks:
+        key = f"rollout.tensor_parallel_size={num_ranks}"
+        raise ConfigError(
+            f"{key}: does not divide the {num_heads} attention heads of {name}; use one that does"
+        )
+
+
+def _check_vocabulary(cfg: Config, role: str, policy_tokenizer: Any) -> None:
+    """Critic and reference read the policy's token ids; a reward model may have tokens of its own."""
+    tokenizer = load_tokenizer(cfg, role)
+    if role == "reward_model":
+        return
+    if tokenizer.get_vocab() != policy_tokenizer.get_vocab():
+        name = _key_and_path(cfg, role)
+        raise ConfigError(
+            f"{name}: its tokens mean something else than model.path's; give one of its family"
+        )
+
+
+def _check_files(cfg: Config, section: str, longest_sequence: int) -> Any:
+    """What every model must pass: config, unquantized weights, context length. Returns the Hugging Face config."""
+    from transformers import AutoConfig
+    from transformers.utils.hub import has_file
+
+    path = getattr(cfg, section).path
+    name = _key_and_path(cfg, section)
+    weight_files = [f"{file}{suffix}" for file in WEIGHT_FILES for suffix in ("", ".index.json")]
+    try:
+        model_config = AutoConfig.from_pretrained(
+            path, trust_remote_code=cfg.model.trust_remote_code
+        )
+        has_weights = any(has_file(path, file) for file in weight_files)
+    except Exception as error:
+        reason = first_line(error)
+        raise ConfigError(
+            f"{name}: its config cannot be loaded ({reason}); {_how_to_fix(error)}"
+        ) from error
+    _refuse_quantized_weights(name, model_config)
+    if not has_weights:
+        kinds = " or ".join(WEIGHT_FILES)
+        raise ConfigError(
+            f"{name}: has no weights that can be trained ({kinds}; GGUF files cannot); "
+            "give a model saved by save_pretrained"
+        )
+    context_length = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if context_length is not None and longest_sequence > context_length:
+        keys = "data.max_prompt_length + data.max_response_length"
+        raise ConfigError(
+            f"{keys} = {longest_sequence}: {name} takes {context_length} tokens; lower one of them"
+        )
+    return model_config
+
+
+def _refuse_quantized_weights(name: str, model_config: Any) -> None:
+    quantization = getattr(model_config, "quantization_config", None)
+    if not quantization:
+        return
+    method = quantization
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method") or "quantization_config in config.json"
+    raise ConfigError(
+        f"{name}: its weights are quantized ({method}), which the trainer cannot load; "
+        "give the model that it was made from"
+    )
+
+
+def _how_to_fix(error: BaseException) -> str:
+    """The advice for a model that cannot be loaded, by the cause that the hub's client names."""
+    from huggingface_hub import errors
+
+    cause = error.__cause__ or error
+    login = "run `hf auth login`"
+    if isinstance(cause, errors.GatedRepoError):
+        return f"the model is gated: ask for access on its page, then {login} or set HF_TOKEN"
+    if isinstance(cause, errors.RepositoryNotFoundError):
+        return f"no such model on the hub, or a private one: check the id, or {login}"
+    if isinstance(cause, (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled)):
+        return "check the network and HF_HUB_OFFLINE, or give a model directory"
+    version = metadata.version("transformers")
+    return (
+        "give a model directory saved by save_pretrained or a hub id; "
+        f"a model newer than transformers {version} needs a newer one, "
+        "a model with code of its own model.trust_remote_code=true"
+    )
+
+
+def _require_causal_model(name: str, model_config: Any) -> None:
+    """Refuse a model that is not a causal language model, or that vLLM has no code for. Raises ConfigError."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    architectures = getattr(model_config, "architectures", None) or [""]
+    architecture = architectures[0]
+    causal_architectures = {known.lower() for known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()}
+    is_causal = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    was_saved_as_other = bool(architecture) and architecture.lower() not in causal_architectures
+    if not is_causal or was_saved_as_other:
+        what = f"{architecture or 'its model'} (model type {model_config.model_type!r})"
+        raise ConfigError(
+            f"{name}: {what} is no causal language model of transformers; give one that generates text"
+        )
+    model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    # vLLM runs any model with the code of transformers where that code accepts vLLM's attention.
+    runs_in_any_engine = (
+        model_class.is_backend_compatible() or model_class._can_set_attn_implementation()
+    )
+    if not runs_in_any_engine:
+        _require_vllm_model(name, architecture or model_class.__name__)
+
+
+def _require_vllm_model(name: str, architecture: str) -> None:
+    from vllm import ModelRegistry, plugins  # imported late: it takes ten seconds
+
+    plugins.load_general_plugins()  # plugins may add models
+    if architecture not in ModelRegistry.get_supported_archs():
+        raise ConfigError(
+            f"{name}: vLLM, which generates, has no code for {architecture}; give another"
+        )

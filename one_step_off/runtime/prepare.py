@@ -1,0 +1,209 @@
+"""Read a run's model and data and check them, before any engine or GPU is taken.
+
+`prepare` returns a `Prepared`. It does not change afterwards: what differs between the attempts of a run is in
+`attempts.RunState`.
+"""
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from agent_loop.base import Loops
+from agent_loop.processes import completed
+from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
+from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.checkpoint import checkpoints
+from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.config.validation import check_engine_names, resolved_device
+from one_step_off.data import prompt_stream
+from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
+from one_step_off.rewards import trial_call
+from one_step_off.runtime.weight_checks import check_weights
+
+# Tokens per sequence of the canary. With 16 a sync passed although some tensors differed by 1 %.
+CANARY_TOKENS = 32
+
+PrintLine = Callable[[str], None]
+ShowProgress = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A verified checkpoint from which an attempt starts: its folder, and what its state.json holds."""
+
+    path: Path
+    state: dict[str, Any]
+
+    @property
+    def step(self) -> int:
+        """The first step that is not trained yet."""
+        return self.state["step"]
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is known of a run before any engine or GPU is taken.
+
+    Attributes:
+        cfg: the config; its model paths are folders or hub ids.
+        device: "cpu" or "cuda".
+        data: the stream of training prompts and the held-out prompts.
+        canary: token ids of the sequences that trainer and engine score after each weight sync, int [T] each.
+        tokenizer: the policy's.
+        named_models: section -> the model as the user named it, as "tiny:qwen2"; "" where the section names none.
+        loop_names: the agent loops that the rows of the data use.
+        resume_point: the checkpoint that trainer.resume means; None: the run starts with the initial weights.
+    """
+
+    cfg: Config
+    device: str
+    data: prompt_stream.RunData
+    canary: list[np.ndarray]
+    tokenizer: Any
+    named_models: dict[str, str]
+    loop_names: list[str]
+    resume_point: ResumePoint | None = None
+
+
+def load_resume_point(path: Path) -> ResumePoint:
+    """The resume point of a checkpoint that has been verified."""
+    return ResumePoint(path, checkpoints.read_state(path))
+
+
+def prepare(
+    cfg: Config,
+    print_line: PrintLine,
+    show_progress: ShowProgress = lambda task, done: None,
+    calls_rewards: bool = True,
+) -> Prepared:
+    """Find or build the models, read and check the data, find the checkpoint to resume from.
+
+    Args:
+        cfg: a validated config. Its tiny: model paths are replaced by the folders of the built models.
+        print_line: receives notes and warnings.
+        show_progress: receives what is being built and which share of it is done, 0 to 1.
+        calls_rewards: whether the run will call reward functions, which are tried on one sample then.
+
+    Raises:
+        ConfigError: bad input, in one line that says how to fix it.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    named_models = {section: getattr(cfg, section).path for section in MODEL_SECTIONS}
+    _build_tiny_models(cfg, named_models, show_progress)
+    _warn_of_unused_sections(cfg, print_line)
+    tokenizer = _check_models_and_engine(cfg)
+    loops = Loops(cfg, tokenizer)
+    loops.get()  # refuses a loop that cannot be loaded before the data is read
+    data = prompt_stream.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
+    for line in data.lines():
+        print_line(line)
+    loop_names = _check_rows(loops, data, print_line)
+    _check_profile_step(cfg, data.stream.total_steps)
+    if calls_rewards:
+        trial_call.check_reward_functions(cfg, data, print_line)
+    # Functions of the user's own must be importable before the engines start.
+    ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
+    POLICY_LOSSES.find(cfg.algorithm.policy_loss)
+    canary = _canary_sequences(cfg, data)
+    resume_path = checkpoints.find(cfg, print_line)
+    resume_point = load_resume_point(resume_path) if resume_path else None
+    if resume_point:
+        data.stream.load_state_dict(resume_point.state["stream"])
+    return Prepared(
+        cfg, resolved_device(cfg), data, canary, tokenizer, named_models, loop_names, resume_point
+    )
+
+
+def _build_tiny_models(
+    cfg: Config, named_models: dict[str, str], show_progress: ShowProgress
+) -> None:
+    """Build the models of the form tiny:NAME once per machine, and put their folders into the config."""
+    for section, path in named_models.items():
+        if not path.startswith("tiny:"):
+            continue
+        from one_step_off.models import tiny_qwen
+
+        what = f"{section}.path={path}: cannot be kept in {tiny_qwen.cache_dir()}"
+        with as_config_error(what, "set ONE_STEP_OFF_CACHE to another folder", OSError):
+            getattr(cfg, section).path = tiny_qwen.ensure(path, progress=show_progress)
+
+
+def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
+    """Settings of critic, reference or reward model have no effect without that role."""
+    if cfg.reward_model.url:
+        return
+    for role in MODEL_SECTIONS[1:]:
+        if role in cfg.placement.roles:
+            continue
+        settings = getattr(cfg, role)
+        defaults = type(settings)()
+        changed = [
+            f"{role}.{name}"
+            for name, value in vars(settings).items()
+            if value != getattr(defaults, name)
+        ]
+        if changed:
+            keys = ", ".join(changed)
+            print_line(
+                f"warning: {keys}: this run has no role {role} that reads them; see placement.roles"
+            )
+
+
+def _check_models_and_engine(cfg: Config) -> Any:
+    """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
+    from one_step_off.rollout.engine_args import longest_sequence
+
+    tokenizer = check_models(cfg, longest_sequence(cfg))
+    if cfg.rollout.engine_kwargs:
+        from vllm import AsyncEngineArgs  # imported late: it takes ten seconds
+
+        check_engine_names(cfg, [field.name for field in fields(AsyncEngineArgs)])
+    check_weights(cfg)
+    return tokenizer
+
+
+def _check_rows(loops: Loops, data: prompt_stream.RunData, print_line: PrintLine) -> list[str]:
+    """Let each agent loop check the first of its rows. Returns the names of the loops. Raises ConfigError."""
+    first_prompts: dict[str, prompt_stream.Prompt] = {}
+    for prompt in [*data.stream.prompts, *(data.val or ())]:
+        loop_name = prompt.agent_loop or loops.cfg.agent.loop
+        first_prompts.setdefault(loop_name, prompt)
+    for loop_name, prompt in first_prompts.items():
+        completed(loops.get(loop_name).check(prompt))
+    for loop_name in loops.cfg.agent.loop_kwargs:
+        if loop_name not in first_prompts:
+            print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run has that loop")
+    names_tools = bool(loops.cfg.agent.tools.strip(" ,"))
+    uses_tools = any(loops.get(loop_name).tools for loop_name in first_prompts)
+    if names_tools and not uses_tools:
+        print_line(
+            f"warning: agent.tools={loops.cfg.agent.tools}: no loop of this run uses tools; set agent.loop=tool"
+        )
+    return list(first_prompts)
+
+
+def _check_profile_step(cfg: Config, total_steps: int) -> None:
+    profile_step = cfg.trainer.profile_step
+    if profile_step is not None and profile_step >= total_steps:
+        raise ConfigError(
+            f"trainer.profile_step={profile_step}: must be below {total_steps}, the run's steps; "
+            "they are counted from 0"
+        )
+
+
+def _canary_sequences(cfg: Config, data: prompt_stream.RunData) -> list[np.ndarray]:
+    """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one token are left out."""
+    long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)
+    chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)
+    canary = [prompt.ids[-CANARY_TOKENS:] for prompt in chosen]
+    if not canary:
+        raise ConfigError(
+            "data.train_files: no prompt has two tokens, which the canary of the weight sync needs"
+        )
+    return canary

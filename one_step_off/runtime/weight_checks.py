@@ -1,0 +1,105 @@
+"""The checks of models that need the trainer's code: can the back end load them, and do they fit into memory?"""
+
+import contextlib
+import os
+import warnings
+from pathlib import Path
+
+import psutil
+
+from one_step_off.config.loading import processes_per_node
+from one_step_off.config.schema import Config, ConfigError, role_model_path, role_settings
+from one_step_off.config.validation import resolved_device
+
+# Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
+TRAINED_PARAMETER_BYTES = 16
+CGROUP_MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+GIB = 2**30
+
+
+def check_weights(cfg: Config) -> None:
+    """Check the weights of every role: with Megatron whether it builds the same model from them; otherwise the headers of
+    local weight files, and on CPUs whether this machine has the memory for the run.
+
+    Raises:
+        ConfigError: another model, broken files, other tensors than the model's, or too little memory.
+    """
+    bytes_by_role: dict[str, int] = {}
+    for role in cfg.placement.roles:
+        if role == "rollout":
+            continue
+        if role_settings(cfg, role).backend == "megatron":
+            _check_megatron_model(cfg, role)
+        elif _has_readable_weights(cfg, role):
+            num_parameters = _count_parameters(cfg, role)
+            bytes_by_role[role] = num_parameters * _bytes_per_parameter(cfg, role)
+            if role == "actor":
+                bytes_by_role["rollout"] = _rollout_bytes(cfg, num_parameters)
+    is_other_machine = bool(os.environ.get("RAY_ADDRESS"))
+    if resolved_device(cfg) == "cpu" and not is_other_machine:
+        _require_memory(cfg, bytes_by_role)
+
+
+def _check_megatron_model(cfg: Config, role: str) -> None:
+    with warnings.catch_warnings():
+        # Megatron warns in six places that Transformer Engine is missing; only GPUs need it.
+        warnings.simplefilter("ignore")
+        from one_step_off.training import megatron_model  # an extra, and slow to import
+
+    megatron_model.read_config(cfg, role)
+
+
+def _has_readable_weights(cfg: Config, role: str) -> bool:
+    """A model's own code may compute with its weights, so they cannot be read without loading them."""
+    return os.path.isdir(role_model_path(cfg, role)) and not cfg.model.trust_remote_code
+
+
+def _count_parameters(cfg: Config, role: str) -> int:
+    """Parameters of a role's model. Raises ConfigError: its files are broken, or hold other tensors than the model's."""
+    import torch
+
+    from one_step_off.training import fsdp_model
+
+    dtype = getattr(torch, cfg.model.dtype)
+    return fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
+
+
+def _weight_bytes(cfg: Config) -> int:
+    """Bytes of one weight in the dtype of the run."""
+    import torch
+
+    return getattr(torch, cfg.model.dtype).itemsize
+
+
+def _bytes_per_parameter(cfg: Config, role: str) -> int:
+    trains_all_weights = role == "critic" or (role == "actor" and not cfg.model.lora_rank)
+    return TRAINED_PARAMETER_BYTES if trains_all_weights else _weight_bytes(cfg)
+
+
+def _rollout_bytes(cfg: Config, num_parameters: int) -> int:
+    """Weights and KV cache of all replicas."""
+    num_replicas = sum(processes_per_node(cfg, cfg.placement.roles["rollout"]))
+    kv_cache_bytes = cfg.rollout.kv_cache_mb << 20
+    return num_replicas * (num_parameters * _weight_bytes(cfg) + kv_cache_bytes)
+
+
+def _memory_limit_bytes() -> int:
+    """This machine's memory, or that of the container in which this process runs."""
+    limits = [psutil.virtual_memory().total]
+    # ValueError: the file holds "max" where the container has no limit.
+    with contextlib.suppress(OSError, ValueError):
+        limits.append(int(CGROUP_MEMORY_LIMIT.read_text()))
+    return min(limits)
+
+
+def _require_memory(cfg: Config, bytes_by_role: dict[str, int]) -> None:
+    needed_bytes = sum(bytes_by_role.values())
+    limit_bytes = _memory_limit_bytes()
+    if needed_bytes <= limit_bytes:
+        return
+    parts = ", ".join(f"{role} {needed / GIB:.3g}" for role, needed in bytes_by_role.items())
+    raise ConfigError(
+        f"model.path={cfg.model.path}: weights, optimizer states and KV cache take {needed_bytes / GIB:.3g} GiB "
+        f"({parts}), and this machine has {limit_bytes / GIB:.3g} GiB; "
+        "use a smaller model, or less of placement.pools and rollout.kv_cache_mb"
+    )
