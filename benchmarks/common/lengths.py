@@ -74,6 +74,6 @@ class LongTail(AgentLoop):
         tokens = draw(
             self.cfg.trainer.seed, prompt.id, count, self.median, self.sigma, limits.tokens
         )
-        talk = Trajectory(prompt.ids, replace(limits, tokens=tokens))
-        await talk.say(generate)
-        return talk
+        trajectory = Trajectory(prompt.ids, replace(limits, tokens=tokens))
+        await trajectory.generate(generate)
+        return trajectory

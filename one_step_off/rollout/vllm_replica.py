@@ -17,7 +17,7 @@ import psutil
 import ray
 
 from agent_loop.base import Generated, Loops
-from agent_loop.tools import LISTED
+from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
@@ -51,7 +51,7 @@ class RolloutReplica(UsageProbe):
         index: int,
         device: str,
         scorers: list[Any],
-        listed: Any = (),
+        mcp_schemas: Any = (),
         loops: Sequence[str] = ("",),
         seed: int = 0,
     ) -> None:
@@ -60,7 +60,7 @@ class RolloutReplica(UsageProbe):
             index: of this replica among all.
             device: "cpu" or "cuda".
             scorers: the reward workers.
-            listed: the driver's `agent_loop.tools.LISTED`.
+            mcp_schemas: the driver's `agent_loop.tools.MCP_SCHEMAS`.
             loops: the names of the agent loops that the data uses.
             seed: of the engine, see `sampling.engine_seed`.
         """
@@ -69,7 +69,7 @@ class RolloutReplica(UsageProbe):
         self.device = device
         self.loop_names = loops
         self.seed = seed
-        LISTED.update(listed)
+        MCP_SCHEMAS.update(mcp_schemas)
         self.rewards = RewardQueue(scorers, index)
         self.limiter = ConcurrencyLimiter(cfg.agent.max_concurrency)
         self.stamp: Stamp | None = None  # of the verified weights

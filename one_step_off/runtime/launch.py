@@ -25,7 +25,7 @@ import numpy as np
 import psutil
 
 from agent_loop.base import Loops
-from agent_loop.processes import completed
+from agent_loop.processes import run_to_completion
 from one_step_off.algorithms import schedule
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
@@ -159,7 +159,7 @@ def check_rows(loops: Loops, data: data_room.RunData, say: Callable[[str], None]
         for p in reversed([*data.stream.prompts, *(data.val or ())])
     }
     for name, prompt in first.items():
-        completed(loops.get(name).check(prompt))
+        run_to_completion(loops.get(name).check(prompt))
     for name in loops.cfg.agent.loop_kwargs.keys() - first.keys():
         say(f"warning: agent.loop_kwargs.{name}: no row of this run has that loop")
     if loops.cfg.agent.tools.strip(" ,") and not any(loops.get(name).tools for name in first):

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Loops
-from agent_loop.processes import completed
+from agent_loop.processes import run_to_completion
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
 from one_step_off.checkpoint import checkpoints
@@ -175,7 +175,7 @@ def _check_rows(loops: Loops, data: prompt_stream.RunData, print_line: PrintLine
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
     for loop_name, prompt in first_prompts.items():
-        completed(loops.get(loop_name).check(prompt))
+        run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
         if loop_name not in first_prompts:
             print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run has that loop")

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from agent_loop.tools import LISTED
+from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint.checkpoints import TRAINED
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
@@ -88,7 +88,7 @@ class RunProcesses:
         def replica(i: int) -> Any:
             seed = engine_seed(cfg.trainer.seed, prepared.incarnation, i, starts[i])
             starts[i] += 1
-            args, pool = (cfg, i, device, scorers, LISTED, prepared.loops, seed), where["rollout"]
+            args, pool = (cfg, i, device, scorers, MCP_SCHEMAS, prepared.loops, seed), where["rollout"]
             env, log = self.env | ENGINE_ENV[device], f"{logs}/rollout_{i}.log"
             return spawn(
                 RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env, log

@@ -211,10 +211,10 @@ class Loop(AgentLoop):
     how = ""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        await talk.say(generate)
-        await getattr(self, self.how)(talk, generate, score)
-        return None if self.how == "nothing" else talk
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
+        await getattr(self, self.how)(trajectory, generate, score)
+        return None if self.how == "nothing" else trajectory
 
     async def broken(self, *_):
         raise KeyError("mood")
@@ -228,11 +228,11 @@ class Loop(AgentLoop):
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
 
-    async def greedy(self, talk, generate, score):
+    async def greedy(self, trajectory, generate, score):
         for _ in itertools.count():
-            await generate(talk.ids, 1)
+            await generate(trajectory.ids, 1)
 
-    async def judge(self, talk, generate, score):
+    async def judge(self, trajectory, generate, score):
         for _ in itertools.count():
             await score("fine")
             await asyncio.sleep(0)
@@ -240,14 +240,14 @@ class Loop(AgentLoop):
     async def cancelled(self, *_):
         raise asyncio.CancelledError
 
-    async def unfinished(self, talk, generate, score):
-        talk.reward = float("nan")
+    async def unfinished(self, trajectory, generate, score):
+        trajectory.reward = float("nan")
 
-    async def wrong_reward(self, talk, generate, score):
-        talk.reward = "good"
+    async def wrong_reward(self, trajectory, generate, score):
+        trajectory.reward = "good"
 
-    async def silent(self, talk, generate, score):
-        talk.segments.clear()
+    async def silent(self, trajectory, generate, score):
+        trajectory.segments.clear()
 
     async def nothing(self, *_): ...
 

@@ -141,8 +141,8 @@ class Numbers(AgentLoop):
         self.how = how
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        await talk.say(generate)
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
         found = await score("parts")
         ways = {"number": lambda: 0.5 * found + 1, "as it is": lambda: found}
         ways |= {
@@ -150,8 +150,8 @@ class Numbers(AgentLoop):
             "parts": lambda: found.parts,
             "total": lambda: found.total,
         }
-        talk.reward = ways[self.how]()
-        return talk
+        trajectory.reward = ways[self.how]()
+        return trajectory
 
 
 @pytest.mark.parametrize(
@@ -476,16 +476,16 @@ class Stubborn(AgentLoop):
     """Has itself judged after each of four turns, whatever comes of it, and twice at once in the end."""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits, reward=0.0)
-        while said := await talk.say(generate):
-            text = "boom" if talk.turns % 2 else "x"
+        trajectory = Trajectory(prompt.ids, limits, reward=0.0)
+        while said := await trajectory.generate(generate):
+            text = "boom" if trajectory.turns % 2 else "x"
             with contextlib.suppress(
                 TimeoutError
             ):  # the second turn's takes too long for this loop
-                talk.reward = await asyncio.wait_for(score(text), 0.03 if talk.turns == 2 else None)
-            talk.hear("user", said.ids)
+                trajectory.reward = await asyncio.wait_for(score(text), 0.03 if trajectory.turns == 2 else None)
+            trajectory.observe("user", said.ids)
         await asyncio.gather(score("x"), score("x"))
-        return talk
+        return trajectory
 
 
 def test_what_becomes_of_judging_changes_no_number_of_places():
@@ -535,10 +535,10 @@ class Away(AgentLoop):
     """Waits for a tool."""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        await talk.say(generate)
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
         await asyncio.sleep(0.3)
-        return talk
+        return trajectory
 
 
 @pytest.mark.parametrize("loop", ["single_turn", f"{__name__}:Away"])
@@ -572,7 +572,7 @@ def test_the_loops_of_the_data_are_made_before_the_engine(tmp_path, monkeypatch)
     replica = RolloutReplica(cfg, 0, "cpu", [], loops=("single_turn", "retry_with_feedback"))
 
     def engine(_):
-        made.extend(replica.loops.made)
+        made.extend(replica.loops.loaded)
         return SimpleNamespace(
             vllm_config=SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=7))
         )
@@ -591,8 +591,8 @@ def test_replicas_ask_no_server_for_the_schemas_that_the_driver_has(monkeypatch)
         "http://127.0.0.1:9/mcp",
         {"name": "f", "description": "", "parameters": {"type": "object"}},
     )
-    monkeypatch.setattr("agent_loop.tools.LISTED", {})
-    monkeypatch.setattr("one_step_off.rollout.vllm_replica.LISTED", tools.LISTED)
+    monkeypatch.setattr("agent_loop.tools.MCP_SCHEMAS", {})
+    monkeypatch.setattr("one_step_off.rollout.vllm_replica.MCP_SCHEMAS", tools.MCP_SCHEMAS)
     cfg = Config()
     cfg.agent.tools, cfg.agent.loop, cfg.agent.loop_kwargs = (
         f"mcp:{url}",

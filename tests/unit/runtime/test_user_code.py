@@ -127,8 +127,8 @@ class Fails(AgentLoop):
     """Speaks, and then fails."""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        await talk.say(generate)
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
         raise KeyError("mood")
 
 
