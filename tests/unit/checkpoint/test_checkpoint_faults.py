@@ -29,7 +29,7 @@ from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.test_checkpoint import save
-from tests.unit.ray_trainer.test_ray_trainer import World, build
+from tests.unit.ray_trainer.stand_ins import World, build
 from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
     checkpoints,
     config,

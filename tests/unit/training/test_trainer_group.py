@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -78,8 +79,7 @@ def test_roles_in_one_pool_take_turns(shared, at_once, monkeypatch):
         pool_lock = asyncio.Lock() if shared else None
         groups = []
         for role in ("actor", "ref"):
-            rank = StandInActor()
-            rank.log_prob = CountingMethod()
+            rank = SimpleNamespace(log_prob=CountingMethod())
             groups.append(TrainGroup(role, [rank], Config(), pool_lock))
         batch = Batch(0, [], (0, 0))
         await asyncio.gather(*(group.log_prob(batch) for group in groups))
