@@ -21,8 +21,9 @@ from agent_loop.trajectory import (
     Trajectory,
     warn_renamed,
 )
+from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
-from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import ConfigError, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error
 
 Message = dict[str, str]
 """{"role": ..., "content": ...}"""

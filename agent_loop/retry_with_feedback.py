@@ -5,7 +5,7 @@ from typing import Any
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 DEFAULT_FEEDBACK = "That is wrong. Try again."
 

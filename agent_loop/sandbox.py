@@ -345,7 +345,8 @@ if __name__ == "__main__":
         connection = serve_forks()
         task = json.loads(connection.makefile("rw").readline())
         confine_program(connection, task["folder"])
-        # Here and not in a function, so that a traceback has only one frame that is not the program's.
+        # Here and not in a function, so that a traceback has only one frame that is not the
+        # program's.
         exec(compile(task["code"], "<code>", "exec"), {"__name__": "__main__"})
         # Registered last, called first: the output is flushed before END.
         atexit.register(os.write, 1, END)

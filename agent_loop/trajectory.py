@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,15 @@
-"""What a checkpoint costs: the wait of the trainer, the writing beside it, the check before a resume, the loading.
+"""What a checkpoint costs: how long the trainer waits, the writing in the background, the check
+before a resume, and the loading.
 
     python -m benchmarks.checkpoint --out DIR [--model tiny:qwen2] [--layers 24] [--repeats 3]
 
-One rank of the FSDP back end on a CPU, in this process. `--model 0.5b` has the shape of Qwen2.5-0.5B, with random
-weights: 5.9 GB in a checkpoint, and 14 GB of memory; with `--layers 6` 2.7 and 7 GB. Writes result.json into DIR.
+One rank of the FSDP back end on a CPU, in this process. `--model 0.5b` has the shape of
+Qwen2.5-0.5B with random weights: 5.9 GB in a checkpoint, and 14 GB of memory; with `--layers 6` 2.7
+and 7 GB. Writes result.json into DIR.
 """
 
-import argparse
+from __future__ import annotations
+
 import asyncio
 import json
 import shutil
@@ -15,85 +18,90 @@ import time
 from pathlib import Path
 from typing import Any
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from benchmarks.common.command_line import Parser
+from benchmarks.common.models import QWEN25_05B
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import PolicyWorker
 
-HALF_B = {
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-    "vocab_size": 151936,
-}
 
+def start_worker(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
+    """A trainer rank in this process, whose optimizer has moments.
 
-def started(model: str, layers: int, out: Path) -> tuple[Config, PolicyWorker]:
-    """A worker whose optimiser has moments."""
+    Args:
+        model: a model of `tiny_qwen`, or "0.5b".
+        layers: of the model "0.5b".
+        out: folder for the model and the run.
+    """
     cfg = Config()
     if model == "0.5b":
-        cfg.model.path = tiny_qwen.build(
-            "qwen2", str(out / "model"), num_hidden_layers=layers, **HALF_B
-        )
+        shape = QWEN25_05B | {"num_hidden_layers": layers}
+        cfg.model.path = tiny_qwen.build("qwen2", str(out / "model"), **shape)
     else:
         cfg.model.path = tiny_qwen.ensure(model)
     cfg.model.dtype = "float32"
     cfg.trainer.output_dir = str(out / "run")
     worker = PolicyWorker(cfg, "actor", 0, 1, "cpu", total_steps=10)
-    worker.setup("127.0.0.1", worker.free_address("127.0.0.1")[1])
-    worker._state()  # makes the moments
+    _, port = worker.free_address("127.0.0.1")
+    worker.setup("127.0.0.1", port)
+    worker._create_moments()
     return cfg, worker
 
 
-async def saved(checkpointer: checkpoint.Checkpointer, step: int) -> dict[str, float]:
-    """Take a checkpoint: seconds that the trainer waits, seconds in all, bytes."""
+async def time_save(checkpointer: checkpoint.Checkpointer, step: int) -> dict[str, float]:
+    """Take a checkpoint. Returns the seconds that the trainer waits, the seconds in all, and
+    bytes.
+    """
     begin = time.perf_counter()
-    written = await checkpointer.save(step, None, {"stream": {}})
+    writing = await checkpointer.save(step, None, {"stream": {}})
     stall = time.perf_counter() - begin
-    _, size = await written
+    _, size = await writing
     return {"stall_s": stall, "write_s": time.perf_counter() - begin, "bytes": float(size)}
 
 
-def measured(cfg: Config, worker: PolicyWorker, repeats: int) -> dict[str, Any]:
-    """Medians over `repeats` checkpoints; the first, in which everything is imported and allocated, beside them."""
+def measure(cfg: Config, worker: PolicyWorker, repeats: int) -> dict[str, Any]:
+    """Medians over `repeats` checkpoints.
 
-    async def copied(folder: str) -> asyncio.Future:
+    A first checkpoint, in which everything is imported and allocated, is reported apart.
+    """
+
+    async def save_state(folder: str) -> asyncio.Future:
         worker.save_state(folder)
         return asyncio.ensure_future(asyncio.to_thread(worker.saved))
 
     cfg.trainer.keep_checkpoints = 1
-    checkpointer = checkpoint.Checkpointer(cfg, copied)
-    found = [asyncio.run(saved(checkpointer, step)) for step in range(1, repeats + 2)]
+    checkpointer = checkpoint.Checkpointer(cfg, save_state)
+    first = asyncio.run(time_save(checkpointer, 1))
+    saves = [asyncio.run(time_save(checkpointer, step)) for step in range(2, repeats + 2)]
     begin = time.perf_counter()
     path = checkpoint.find(cfg)
     verified = time.perf_counter()
     worker.load_state(str(path))
     loaded = time.perf_counter()
-    medians = {name: statistics.median(one[name] for one in found[1:]) for name in found[0]}
+    medians = {name: statistics.median(save[name] for save in saves) for name in first}
     return medians | {
-        "first_stall_s": found[0]["stall_s"],
+        "first_stall_s": first["stall_s"],
         "verify_s": verified - begin,
         "load_s": loaded - verified,
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
+    """Measure and write the result."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--model", default="tiny:qwen2")
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--layers", type=int, default=24, help="of the model 0.5b")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    result = {"model": args.model, "layers": args.layers} | measured(
-        *started(args.model, args.layers, args.out), args.repeats
-    )
+    cfg, worker = start_worker(args.model, args.layers, args.out)
+    figures = measure(cfg, worker, args.repeats)
     shutil.rmtree(args.out / "run")
-    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+    text = json.dumps({"model": args.model, "layers": args.layers} | figures, indent=2)
+    (args.out / "result.json").write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,15 @@ Writes result.json and result.md into DIR. Each figure is the median of the repe
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import statistics
 import time
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.common.command_line import Parser
+from benchmarks.common.report import markdown_table, write_results
 from one_step_off.algorithms.advantages import (
     ADVANTAGE_ESTIMATORS,
     Trajectories,
@@ -23,30 +23,45 @@ from one_step_off.algorithms.advantages import (
 )
 
 
-def trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:
-    """Random ones of up to `tokens` tokens, a tenth of them made by tools."""
+def random_trajectories(count: int = 1000, tokens: int = 1024, group: int = 8) -> Trajectories:
+    """Random trajectories of up to `tokens` tokens, a tenth of them made by tools.
+
+    Args:
+        count: trajectories.
+        tokens: of the longest one.
+        group: trajectories per prompt.
+    """
     rng = np.random.default_rng(0)
     lengths = rng.integers(tokens // 2, tokens + 1, count)
     lengths[0] = tokens
 
-    def column(low: float, high: float) -> list[np.ndarray]:
-        return [rng.uniform(low, high, n).astype(np.float32) for n in lengths]
+    def per_token(low: float, high: float) -> list[np.ndarray]:
+        return [rng.uniform(low, high, length).astype(np.float32) for length in lengths]
 
-    rewards, masks = rng.integers(0, 2, count).astype(float), [rng.random(n) < 0.9 for n in lengths]
-    more = {"values": column(-1, 1), "log_probs": column(-3, 0), "prob_squares": column(0.3, 1)}
-    more |= {"parts": {"a": rewards, "b": rng.random(count)}, "baselines": rng.random(count)}
+    rewards = rng.integers(0, 2, count).astype(float)
+    masks = [rng.random(length) < 0.9 for length in lengths]
     return Trajectories(
-        rewards, [i // group for i in range(count)], masks, token_rewards=column(-0.1, 0.1), **more
+        rewards,
+        [row // group for row in range(count)],
+        masks,
+        values=per_token(-1, 1),
+        log_probs=per_token(-3, 0),
+        prob_squares=per_token(0.3, 1),
+        parts={"a": rewards, "b": rng.random(count)},
+        baselines=rng.random(count),
+        token_rewards=per_token(-0.1, 0.1),
     )
 
 
 def measure(repeats: int) -> dict[str, float]:
     """Estimator -> milliseconds."""
-    given, result = trajectories(), {}
+    trajectories = random_trajectories()
+    result = {}
     for name in ADVANTAGE_ESTIMATORS:
         seconds = []
         for _ in range(repeats):
-            fresh = dataclasses.replace(given)  # without what the last round had worked out
+            # A copy without the intermediate results that the last repeat cached.
+            fresh = dataclasses.replace(trajectories)
             begin = time.perf_counter()
             estimate_advantages(name, fresh)
             seconds.append(time.perf_counter() - begin)
@@ -54,19 +69,18 @@ def measure(repeats: int) -> dict[str, float]:
     return result
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True)
+def main() -> None:
+    """Measure and write the results."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the results")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    found = measure(args.repeats)
-    (args.out / "result.json").write_text(
-        json.dumps({"ms": found, "repeats": args.repeats}, indent=2) + "\n"
-    )
-    rows = [f"| `{name}` | {ms:.1f} |" for name, ms in found.items()]
-    (args.out / "result.md").write_text(
-        "\n".join(["| estimator | ms |", "| --- | --- |", *rows]) + "\n"
-    )
+    milliseconds = measure(args.repeats)
+    rows = [[f"`{name}`", f"{value:.1f}"] for name, value in milliseconds.items()]
+    markdown = "\n".join(markdown_table(["estimator", "ms"], rows)) + "\n"
+    write_results(args.out, {"ms": milliseconds, "repeats": args.repeats}, markdown)
+
+
+if __name__ == "__main__":
+    main()

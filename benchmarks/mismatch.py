@@ -1,14 +1,16 @@
-"""What does the difference between engine and trainer cost, and which way of correcting it learns best?
+"""What does the difference between engine and trainer cost, and which correction learns best?
 
-    python -m benchmarks.mismatch --out DIR [--config config/gsm8k_tiny_cpu.yaml] [--dtype bfloat16] [--seeds 0 1 2]
-        [--steps 40] [--probe-steps 10] [--arms rollout recompute recompute+tis] [section.key=value ...]
+    python -m benchmarks.mismatch --out DIR [--config config/gsm8k_tiny_cpu.yaml] [--dtype bfloat16]
+        [--seeds 0 1 2] [--steps 40] [--probe-steps 10] [--arms rollout recompute recompute+tis]
+        [section.key=value ...]
 
-Engine and trainer give the same token other log-probs at the same weights, by the rounding of their kernels. Two kinds of
-runs tell what follows from that:
+At the same weights, engine and trainer compute different log-probs for the same token, because
+their
+kernels round differently. Two kinds of runs show what follows:
 
-- synchronous ones with one optimiser step for a batch: there the true ratio is 1, so what is clipped, and what the ratio
-  differs from 1 by, is rounding alone (one run per arm);
-- runs of the config, one step off: reward in training and held out (one run per arm and seed).
+- synchronous runs with one optimizer step per batch, one per arm. There the true ratio is 1. So the
+  clipped share and the ratio's distance from 1 come from rounding alone;
+- runs of the config, one step off, one per arm and seed: reward in training and held out.
 
 Writes result.json and result.md into DIR.
 """
@@ -22,7 +24,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, machine_line, run_arm
+from benchmarks.common.command_line import Parser
+from benchmarks.common.machine import machine, machine_line
+from benchmarks.common.paths import config_path
+from benchmarks.common.report import markdown_table, write_results
+from benchmarks.common.runs import RunFailed, alternated, run_arm
 
 ARMS = {
     "rollout": ["algorithm.old_log_probs=rollout"],
@@ -37,11 +43,11 @@ PROBED = {
     "largest difference, nats": "logprob_diff/max",
     "gradient norm": "actor/grad_norm",
 }
-"""What a synchronous run tells -> its metric."""
+"""Figure of a synchronous run -> its metric."""
 
 
 def probe(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Of a synchronous run: means over its steps, the largest values over all of them."""
+    """The figures of a synchronous run: means over its steps; of the "largest" ones the maximum."""
     found = {}
     for name, metric in PROBED.items():
         values = [row[metric] for row in rows]
@@ -49,81 +55,91 @@ def probe(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def learnt(rows: list[dict[str, Any]], folder: Path) -> dict[str, float]:
-    """Of a run one step off: mean reward over all steps and over the last five, held-out reward at the end, seconds of a
-    step (median)."""
+def learning_figures(rows: list[dict[str, Any]], folder: Path) -> dict[str, float]:
+    """The figures of a run one step off.
+
+    Args:
+        rows: metrics.jsonl of the run.
+        folder: the run folder.
+    """
     reward = [row["reward/mean"] for row in rows]
-    evaluations = [
-        json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()
-    ]
+    last_evaluation = (folder / "evaluations.jsonl").read_text().splitlines()[-1]
     return {
         "reward": statistics.fmean(reward),
         "reward, last five steps": statistics.fmean(reward[-5:]),
-        "held out at the end": evaluations[-1]["val/reward"],
+        "held out at the end": json.loads(last_evaluation)["val/reward"],
         "clipped share": statistics.fmean(row["actor/clip_frac"] for row in rows),
         "step, s": statistics.median(row["time/step_s"] for row in rows),
     }
 
 
-def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """All runs, the arms one after the other and in reverse with every second seed. Raises RunFailed."""
-    common = [
-        *overrides,
-        f"model.dtype={args.dtype}",
-        "trainer.val_before_train=false",
-        "trainer.test_freq=-1",
-    ]
-    common += ["trainer.save_hf_model=false"]
-    probes: dict[str, Any] = {}
-    for name in args.arms:
-        keys = ARMS[name]
-        own = [
-            *keys,
+def run_probes(args: argparse.Namespace, common: list[str]) -> dict[str, dict[str, float]]:
+    """The synchronous runs. Returns the figures of each arm. Raises RunFailed."""
+    probes = {}
+    for arm in args.arms:
+        keys = [
+            *ARMS[arm],
             f"trainer.total_steps={args.probe_steps}",
             "pipeline.staleness=0",
             "trainer.val_after_train=false",
         ]
-        probes[name] = probe(run_arm(args.config, own, args.out / f"probe_{name}", common))
-        print(f"synchronous, {name}: {probes[name]}", flush=True)
-    runs: dict[str, dict[int, dict[str, float]]] = {name: {} for name in args.arms}
-    for turn, seed in enumerate(args.seeds):
-        for name in args.arms if turn % 2 == 0 else reversed(args.arms):
-            folder = args.out / f"{name}_seed_{seed}"
-            keys = [*ARMS[name], f"trainer.total_steps={args.steps}", f"trainer.seed={seed}"]
-            runs[name][seed] = learnt(run_arm(args.config, keys, folder, common), folder)
-            print(f"one step off, {name}, seed {seed}: {runs[name][seed]}", flush=True)
-    return {"probes": probes, "runs": runs}
+        probes[arm] = probe(run_arm(args.config, keys, args.out / f"probe_{arm}", common))
+        print(f"synchronous, {arm}: {probes[arm]}", flush=True)
+    return probes
+
+
+def run_seeds(
+    args: argparse.Namespace, common: list[str]
+) -> dict[str, dict[int, dict[str, float]]]:
+    """The runs one step off, the arms in alternating order.
+
+    Returns:
+        Arm -> seed -> figures.
+
+    Raises:
+        RunFailed: a run ended with an error.
+    """
+    runs: dict[str, dict[int, dict[str, float]]] = {arm: {} for arm in args.arms}
+    for number, seed in enumerate(args.seeds):
+        for arm in alternated(args.arms, number):
+            folder = args.out / f"{arm}_seed_{seed}"
+            keys = [*ARMS[arm], f"trainer.total_steps={args.steps}", f"trainer.seed={seed}"]
+            rows = run_arm(args.config, keys, folder, common)
+            runs[arm][seed] = learning_figures(rows, folder)
+            print(f"one step off, {arm}, seed {seed}: {runs[arm][seed]}", flush=True)
+    return runs
+
+
+def _mean_and_each(values: list[float]) -> str:
+    each = ", ".join(f"{value:.3g}" for value in values)
+    return f"{statistics.fmean(values):.3g} ({each})"
 
 
 def table(found: dict[str, Any]) -> str:
     """Both kinds of runs in Markdown."""
-    lines = ["Synchronous, one optimiser step for a batch, so that the true ratio is 1:", ""]
-    lines += ["| arm | " + " | ".join(PROBED) + " |", "| --- " * (1 + len(PROBED)) + "|"]
-    for name, figures in found["probes"].items():
-        lines.append(
-            f"| {name} | " + " | ".join(f"{figures[figure]:.3g}" for figure in PROBED) + " |"
-        )
+    probe_rows = []
+    for arm, figures in found["probes"].items():
+        probe_rows.append([arm, *(f"{figures[name]:.3g}" for name in PROBED)])
+    lines = ["Synchronous, one optimizer step per batch, so that the true ratio is 1:", ""]
+    lines += markdown_table(["arm", *PROBED], probe_rows)
     if not any(found["runs"].values()):
         return "\n".join(lines) + "\n"
-    names = list(next(iter(next(iter(found["runs"].values())).values())))
+    first_arm = next(iter(found["runs"].values()))
+    names = list(next(iter(first_arm.values())))
+    rows = []
+    for arm, seeds in found["runs"].items():
+        values_of = {name: [figures[name] for figures in seeds.values()] for name in names}
+        rows.append([arm, *(_mean_and_each(values_of[name]) for name in names)])
     lines += ["", "One step off, mean of the seeds (and each one):", ""]
-    lines += ["| arm | " + " | ".join(names) + " |", "| --- " * (1 + len(names)) + "|"]
-    for arm, own in found["runs"].items():
-        cells = []
-        for name in names:
-            values = [figures[name] for figures in own.values()]
-            cells.append(
-                f"{statistics.fmean(values):.3g} ({', '.join(f'{value:.3g}' for value in values)})"
-            )
-        lines.append(f"| {arm} | " + " | ".join(cells) + " |")
+    lines += markdown_table(["arm", *names], rows)
     return "\n".join(lines) + "\n"
 
 
-def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:
-    """The command line; what is left of it are keys of the config."""
+def arguments(argv: list[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the command line. Returns the flags and the config keys."""
     parser = Parser(__doc__)
-    parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
+    parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument(
         "--seeds", type=int, nargs="*", default=[0, 1, 2], help="none: synchronous runs only"
@@ -131,14 +147,20 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
     parser.add_argument("--steps", type=int, default=40, help="of each run one step off")
     parser.add_argument("--probe-steps", type=int, default=10, help="of each synchronous run")
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
-    args, keys = parser.parse(argv)
-    return parser, args, keys
+    return parser.parse(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run, write, and return the exit code."""
-    _, args, overrides = arguments(argv)
+    """Run the arms and write the results. Returns the exit code."""
+    args, overrides = arguments(argv)
     args.out.mkdir(parents=True, exist_ok=True)
+    common = [
+        *overrides,
+        f"model.dtype={args.dtype}",
+        "trainer.val_before_train=false",
+        "trainer.test_freq=-1",
+        "trainer.save_hf_model=false",
+    ]
     result: dict[str, Any] = {
         "machine": machine(),
         "config": args.config,
@@ -146,13 +168,13 @@ def main(argv: list[str] | None = None) -> int:
         "overrides": overrides,
     }
     try:
-        result |= measure(args, overrides)
+        result["probes"] = run_probes(args, common)
+        result["runs"] = run_seeds(args, common)
     except RunFailed as e:
         print(e, file=sys.stderr)
         return e.code
     text = f"{args.dtype}, {args.config}. {machine_line(result['machine'])}\n\n{table(result)}"
-    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    (args.out / "result.md").write_text(text)
+    write_results(args.out, result, text)
     print(text)
     return 0
 

@@ -1,4 +1,6 @@
-"""The command `python -m benchmarks.overhead_ray`; the benchmark is benchmarks/overhead/ray_transport.py."""
+"""The command `python -m benchmarks.overhead_ray`; the benchmark is
+benchmarks/overhead/ray_transport.py.
+"""
 
 from benchmarks.overhead.ray_transport import main
 

@@ -1,4 +1,6 @@
-"""The command `python -m benchmarks.sync_model`; the cost model is benchmarks/weight_sync/cost_model.py."""
+"""The command `python -m benchmarks.sync_model`; the cost model is
+benchmarks/weight_sync/cost_model.py.
+"""
 
 from benchmarks.weight_sync.cost_model import main
 

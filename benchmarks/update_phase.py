@@ -1,21 +1,26 @@
-"""The update phase of PPO: actor and critic in turns on one core, or at the same time on a core each.
+"""The update phase of PPO: actor and critic one after another on one core, or at the same time on a
+core each.
 
-    python -m benchmarks.update_phase --out DIR [--config config/ppo_gae.yaml] [--runs 3] [--warmup 3] [section.key=value ...]
+    python -m benchmarks.update_phase --out DIR [--config config/ppo_gae.yaml] [--runs 3]
+        [--warmup 3] [section.key=value ...]
 
-Both arms are whole runs at staleness 0, in turns. Split, the phase can at best be (T_actor + T_critic) /
-max(T_actor, T_critic) times as fast. Writes result.json and result.md into DIR.
+Both arms are whole runs at staleness 0, in alternating order. Split, the phase can at best be
+(T_actor + T_critic) / max(T_actor, T_critic) times as fast. Writes result.json and result.md into
+DIR.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command_line import ROOT, run_arm
-from benchmarks.throughput.cases import UNEVALUATED
+from benchmarks.common.command_line import Parser
+from benchmarks.common.paths import config_path
+from benchmarks.common.report import markdown_table, write_results
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, alternated, run_arm
 
 TIMES = {
     "T_actor": "time/actor_update_s",
@@ -23,7 +28,7 @@ TIMES = {
     "update phase": "time/update_s",
     "whole training": "time/train_s",
 }
-WHERE = {
+ARMS = {
     "one core": [
         "placement.pools={rollout: [1], train: [1]}",
         "placement.roles={rollout: rollout, actor: train, critic: train, ref: train}",
@@ -35,68 +40,81 @@ WHERE = {
 }
 
 
-def summarise(rows: list[dict[str, Any]]) -> dict[str, float]:
+def summarize(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Medians over all steps of an arm, in seconds."""
     return {name: statistics.median(row[column] for row in rows) for name, column in TIMES.items()}
 
 
 def headline(arms: dict[str, dict[str, float]]) -> dict[str, float]:
-    """How many times as fast the split phase is, and could be at best by the arithmetic."""
-    one, split = arms["one core"], arms["split"]
+    """How many times as fast the split phase is, and at best could be."""
+    one_core = arms["one core"]
+    split = arms["split"]
+    actor = one_core["T_actor"]
+    critic = one_core["T_critic"]
     return {
-        "speedup": one["update phase"] / split["update phase"],
-        "best": (one["T_actor"] + one["T_critic"]) / max(one["T_actor"], one["T_critic"]),
+        "speedup": one_core["update phase"] / split["update phase"],
+        "best": (actor + critic) / max(actor, critic),
     }
 
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
-    lines = ["| arm | " + " | ".join(TIMES) + " |", "| --- |" + " --- |" * len(TIMES)]
+    rows = []
+    for arm, seconds in result["arms"].items():
+        rows.append([arm, *(f"{seconds[name]:.3g}" for name in TIMES)])
+    found = result["headline"]
+    lines = markdown_table(["arm", *TIMES], rows)
     lines += [
-        f"| {arm} | " + " | ".join(f"{t[n]:.3g}" for n in TIMES) + " |"
-        for arm, t in result["arms"].items()
+        "",
+        f"Medians over {result['steps']} steps per arm, seconds.",
+        f"Split, the update phase is {found['speedup']:.2f} times as fast; "
+        f"the arithmetic allows {found['best']:.2f}.",
     ]
-    h = result["headline"]
-    said = f"Split, the update phase is {h['speedup']:.2f} times as fast; the arithmetic allows {h['best']:.2f}."
-    return (
-        "\n".join([*lines, "", f"Medians over {result['steps']} steps per arm, seconds.", said])
-        + "\n"
-    )
+    return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Parse, run the arms in turns, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", required=True)
-    parser.add_argument("--config", default=str(ROOT / "config/ppo_gae.yaml"))
+def measure(args: argparse.Namespace, overrides: list[str]) -> dict[str, list[dict[str, Any]]]:
+    """Run the arms. Returns per arm the steps of all runs after the warm-up.
+
+    Raises:
+        RunFailed: a run ended with an error.
+    """
+    collected: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
+    for run in range(args.runs):
+        for arm, arm_keys in alternated(list(ARMS.items()), run):
+            folder = args.out / f"{arm.replace(' ', '_')}_run{run}"
+            keys = [*NO_EVALUATION, *arm_keys, "pipeline.staleness=0"]
+            rows = run_arm(args.config, keys, folder, overrides)[args.warmup :]
+            collected[arm] += rows
+            print(f"run {run + 1} of {args.runs}, {arm}: {summarize(rows)}", flush=True)
+    return collected
+
+
+def main() -> int:
+    """Run the arms and write the results. Returns the exit code."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", required=True, type=Path, help="folder for the results")
+    parser.add_argument("--config", default=config_path("ppo_gae.yaml"))
     parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
     parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
-    args, overrides = parser.parse_known_args()
-    collected: dict[str, list[dict[str, Any]]] = {arm: [] for arm in WHERE}
-    for run in range(args.runs):
-        order = list(WHERE.items())
-        for arm, keys in order if run % 2 == 0 else reversed(order):
-            folder = Path(args.out) / f"{arm.replace(' ', '_')}_run{run}"
-            rows = run_arm(
-                args.config, [*UNEVALUATED, *keys, "pipeline.staleness=0"], folder, overrides
-            )
-            collected[arm] += rows[args.warmup :]
-            print(
-                f"run {run + 1} of {args.runs}, {arm}: {summarise(rows[args.warmup :])}", flush=True
-            )
-    arms = {arm: summarise(rows) for arm, rows in collected.items()}
+    args, overrides = parser.parse()
+    try:
+        collected = measure(args, overrides)
+    except RunFailed as e:
+        print(e, file=sys.stderr)
+        return e.code
+    arms = {arm: summarize(rows) for arm, rows in collected.items()}
     result = {
         "overrides": overrides,
         "steps": len(collected["split"]),
         "arms": arms,
         "headline": headline(arms),
     }
-    Path(args.out, "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    Path(args.out, "result.md").write_text(table(result))
-    print(table(result))
+    markdown = table(result)
+    write_results(args.out, result, markdown)
+    print(markdown)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

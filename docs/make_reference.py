@@ -1,5 +1,8 @@
-"""Writes docs/config.md from the schema, and the tables of docs/from_verl.md and docs/from_trl.md from
-one_step_off/config/other_keys.yaml: python docs/make_reference.py"""
+"""Writes the generated parts of docs/reference/: python docs/make_reference.py
+
+The page config.md comes from the schema. The key tables of from_verl.md and from_trl.md come from
+one_step_off/config/other_keys.yaml.
+"""
 
 from __future__ import annotations
 
@@ -17,79 +20,108 @@ TABLED = [Path(__file__).parents[1] / page for page in PAGES.values()]
 TABLE = re.compile(r"(<!-- table: (\w+), ([\w ]+) -->\n\n).*?(\n\n<!-- end of table -->)", re.S)
 HEAD = """# Configuration reference
 
-<!-- Made by docs/make_reference.py from one_step_off/config/schema.py: change it there, then run the script again. -->
+<!-- Written by docs/make_reference.py from one_step_off/config/schema.py. Change it there and run the script again. -->
 
-A run is one YAML file of sections and keys, and arguments `section.key=value` over it. Every key has a default; a
-run must at least set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.
+What does this key mean? `python -m one_step_off.main_ppo --help` prints the same list, and `--dry-run` prints the
+resolved config of a run.
 
-- A mapping replaces the default as a whole; `section.key.name=value` changes one entry of it.
-- `null` means "not set" and is allowed where the type says so or the default is empty. Numbers like `1e-6` are numbers.
-- `${oc.env:NAME}` reads an environment variable, `${section.key}` another key.
-- A leading `~` in a path of `model.path`, `data.train_files`, `data.val_files`,
-  `trainer.output_dir` or `trainer.resume` is the home directory.
+A run has one YAML file with sections and keys. Arguments `section.key=value` change single keys. Every key has a
+default. A run must set `model.path`, `data.train_files`, and one of `trainer.total_steps` and `trainer.total_epochs`.
 
-`python -m one_step_off.main_ppo --help` prints the same list, and `--dry-run` the resolved config of a run.
+- A mapping replaces the whole default. `section.key.name=value` changes one entry of it.
+- `null` means "not set". It is allowed where the type says so or the default is empty.
+- `1e-6` is a number.
+- `${oc.env:NAME}` is the value of an environment variable, `${section.key}` that of another key.
+- A leading `~` is the home directory in `model.path`, `data.train_files`, `data.val_files`, `trainer.output_dir` and
+  `trainer.resume`.
 """
 
 
 def _type(key: ConfigKey) -> str:
-    words = ", ".join(f"`{choice}`" for choice in key.meta["choices"] or ())
-    return (words or key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")) + (
-        " or `null`" if key.default is None else ""
-    )
+    """The column "type": the choices of a key, else the kind of its value."""
+    if key.metadata["choices"]:
+        text = ", ".join(f"`{choice}`" for choice in key.metadata["choices"])
+    else:
+        text = key.type_text.removeprefix("a ").partition(", as")[0].removesuffix(" or null")
+    return f"{text} or `null`" if key.default is None else text
 
 
 def _default(value: object) -> str:
-    if value is None or isinstance(value, bool):
-        return f"`{ {None: 'null', True: 'true', False: 'false'}[value] }`"
+    """The column "default", as YAML writes the value."""
+    if value is None:
+        return "`null`"
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
     if value == "":
         return "empty"
-    return (
-        "`" + (str(value).replace("'", "") if isinstance(value, (dict, list)) else str(value)) + "`"
-    )
+    text = str(value)
+    if isinstance(value, (dict, list)):
+        text = text.replace("'", "")
+    return f"`{text}`"
 
 
 def _bounds(key: ConfigKey) -> str:
-    low, high, above = (key.meta.get(name) for name in ("low", "high", "above"))
+    """The column "bounds": what a number may be."""
+    low = key.metadata.get("low")
+    high = key.metadata.get("high")
+    above = key.metadata.get("above")
+    also = key.metadata.get("also")
     if low is not None and low == high:
         return f"only {low:g}"
-    parts = [
-        f"at least {low:g}" if low is not None else "",
-        f"above {above:g}" if above is not None else "",
-        f"at most {high:g}" if high is not None else "",
+    bounds = []
+    if low is not None:
+        bounds.append(f"at least {low:g}")
+    if above is not None:
+        bounds.append(f"above {above:g}")
+    if high is not None:
+        bounds.append(f"at most {high:g}")
+    if also is not None:
+        bounds.append(f"or {also:g}")
+    return ", ".join(bounds)
+
+
+def _row(key: ConfigKey) -> str:
+    """The table row of a key."""
+    cells = [
+        f"`{key.dotted}`",
+        _type(key),
+        _default(key.default),
+        _bounds(key),
+        key.metadata["help"],
     ]
-    also = key.meta.get("also")
-    return ", ".join(part for part in parts if part) + ("" if also is None else f", or {also:g}")
+    escaped = [cell.replace("|", "\\|") for cell in cells]
+    return "| " + " | ".join(escaped) + " |"
 
 
 def page() -> str:
-    """The whole text of docs/config.md."""
+    """The whole text of docs/reference/config.md."""
     lines = [HEAD]
-    for section, cls in get_type_hints(Config).items():
-        lines += [f"## {section}", "", (cls.__doc__ or "").strip(), ""]
+    for section, section_class in get_type_hints(Config).items():
+        lines += [f"## {section}", "", (section_class.__doc__ or "").strip(), ""]
         lines += ["| key | type | default | bounds | meaning |", "| --- | --- | --- | --- | --- |"]
-        for key in KEYS.values():
-            if key.section == section:
-                cells = (
-                    f"`{key.dotted}`",
-                    _type(key),
-                    _default(key.default),
-                    _bounds(key),
-                    key.meta["help"],
-                )
-                lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines += [_row(key) for key in KEYS.values() if key.section == section]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
 
 def with_tables(text: str) -> str:
-    """A page with its tables of other trainers' keys as they are to be."""
-    return TABLE.sub(lambda m: m[1] + table_text(m[2], m[3]) + m[4], text)
+    """A page with its tables of other trainers' keys replaced by those of other_keys.yaml."""
+
+    def filled(table: re.Match[str]) -> str:
+        beginning, trainer, name, end = table.groups()
+        return beginning + table_text(trainer, name) + end
+
+    return TABLE.sub(filled, text)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Write the page and the tables."""
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE}")
     for path in TABLED:
         path.write_text(with_tables(path.read_text(encoding="utf-8")), encoding="utf-8")
         print(f"wrote the tables of {path}")
+
+
+if __name__ == "__main__":
+    main()

@@ -16,11 +16,12 @@ from typing import Any
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.batch_advantages import fill_advantages, set_baselines
 from one_step_off.algorithms.core_algos import KLController
-from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
+from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.batch_sources import (
     BatchSource,
@@ -433,7 +434,7 @@ class Pipeline:
             RoleError: too many updates were skipped in a row, or too many batches were empty.
         """
         folder = self.tracker.folder / f"skipped/step_{batch.step:06d}"
-        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
+        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED_ROLES)
         kept = list(folder.parent.glob("*"))
         if skipped and len(kept) < KEPT_BATCHES:
             write_batch(batch, folder)
@@ -441,7 +442,7 @@ class Pipeline:
                 f"step {batch.step}: an optimizer step was skipped; look with --replay {folder}"
             )
         self.empty_batches = 0 if batch.samples else self.empty_batches + 1
-        in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED]
+        in_a_row = [metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES]
         most = max(self.empty_batches, *in_a_row)
         if most < self.cfg.trainer.max_skipped_updates:
             return

@@ -1,10 +1,12 @@
-"""How long responses are in a benchmark: fixed, as the model ends them, or with a long tail.
+"""How long responses are in a benchmark: as the model ends them, fixed, or with a long tail.
 
-Fixed ones go on behind the model's end token up to `data.max_response_length`. Long-tailed ones are made by an agent
-loop of this module, `benchmarks.common.lengths:LongTail`: each sample has a length of its own, drawn from a log-normal
-distribution and cut at `data.max_response_length`, and its engine request asks for exactly so many tokens. The draw
-depends on the prompt and on how many samples of it came before, not on the model or on time: all arms of a benchmark do
-the same work.
+Fixed responses continue after the model's end token up to `data.max_response_length`.
+
+Long-tailed responses come from the agent loop of this module, `benchmarks.common.lengths:LongTail`.
+Each sample has a length of its own, drawn from a log-normal distribution and cut at
+`data.max_response_length`, and its engine request asks for exactly that many tokens. The draw
+depends on the prompt and on how many samples of it came before, not on the model or on time. So all
+arms of a benchmark do the same work.
 """
 
 from __future__ import annotations
@@ -22,58 +24,84 @@ from one_step_off.data.samples import Prompt
 
 LOOP = "benchmarks.common.lengths:LongTail"
 FORMS = "short, fixed:TOKENS or longtail:MOST_TOKENS"
-SHARE = 8
-"""A long tail's median is this many times shorter than the longest; with sigma 1 two in a hundred are cut there."""
+
+LONGEST_OVER_MEDIAN = 8
+"""The longest response over the median of a long tail. With sigma 1 two samples in a hundred are
+cut.
+"""
 
 
 def keys_of(lengths: str) -> tuple[list[str], str]:
-    """Keys for one word of `--lengths`, and what it means in words. Raises ValueError: it is none of FORMS."""
-    kind, _, number = lengths.partition(":")
+    """Read one value of the flag `--lengths`.
+
+    Returns:
+        The config keys, and the lengths in words.
+
+    Raises:
+        ValueError: the value is none of FORMS.
+    """
     if lengths == "short":
         return [], "as the model ends them, at most data.max_response_length"
+    kind, _, number = lengths.partition(":")
     if kind not in ("fixed", "longtail") or not number.isdecimal() or int(number) < 1:
         raise ValueError(f"--lengths {lengths}: must be {FORMS}, as fixed:64")
-    most = int(number)
-    keys = [f"data.max_response_length={most}", "rollout.sampling_kwargs.ignore_eos=true"]
+    longest = int(number)
+    keys = [f"data.max_response_length={longest}", "rollout.sampling_kwargs.ignore_eos=true"]
     if kind == "fixed":
-        return keys, f"{most} tokens each"
-    if most < 2 * SHARE:
-        raise ValueError(f"--lengths {lengths}: a long tail needs {2 * SHARE} tokens or more")
-    settings = f"{{'{LOOP}': {{median: {most / SHARE:g}, sigma: 1.0}}}}"
-    keys += [f"agent.loop={LOOP}", f"agent.loop_kwargs={settings}"]
-    return keys, f"log-normal, median {most / SHARE:g}, sigma 1, cut at {most} tokens"
+        return keys, f"{longest} tokens each"
+    shortest_tail = 2 * LONGEST_OVER_MEDIAN
+    if longest < shortest_tail:
+        raise ValueError(f"--lengths {lengths}: a long tail needs {shortest_tail} tokens or more")
+    median = longest / LONGEST_OVER_MEDIAN
+    keys += [
+        f"agent.loop={LOOP}",
+        f"agent.loop_kwargs={{'{LOOP}': {{median: {median:g}, sigma: 1.0}}}}",
+    ]
+    return keys, f"log-normal, median {median:g}, sigma 1, cut at {longest} tokens"
 
 
 def draw(
-    seed: int, prompt: tuple[int, ...], count: int, median: float, sigma: float, most: int
+    seed: int,
+    prompt_id: tuple[int, ...],
+    sample_number: int,
+    median: float,
+    sigma: float,
+    longest: int,
 ) -> int:
-    """Tokens of the `count`-th sample of a prompt, 1 to `most`."""
-    rng = np.random.default_rng([seed, *prompt, count])
-    return int(np.clip(round(rng.lognormal(np.log(median), sigma)), 1, most))
+    """The length of a sample in tokens, 1 to `longest`; the same for the same arguments."""
+    rng = np.random.default_rng([seed, *prompt_id, sample_number])
+    length = round(rng.lognormal(np.log(median), sigma))
+    return int(np.clip(length, 1, longest))
 
 
 class LongTail(AgentLoop):
-    """One answer of a drawn length. Needs `rollout.sampling_kwargs={ignore_eos: true}`, else answers may end before."""
+    """One response of a drawn length.
+
+    It needs `rollout.sampling_kwargs={ignore_eos: true}`. Without that key responses may end
+    earlier.
+    """
 
     def __init__(
         self, cfg: Config, tokenizer: Any, *, median: float = 16.0, sigma: float = 1.0
     ) -> None:
         super().__init__(cfg, tokenizer)
-        if median < 1 or sigma < 0 or not cfg.rollout.sampling_kwargs.get("ignore_eos"):
+        ignores_eos = cfg.rollout.sampling_kwargs.get("ignore_eos")
+        if median < 1 or sigma < 0 or not ignores_eos:
             raise ValueError(
-                "median is 1 or more, sigma 0 or more, and rollout.sampling_kwargs has ignore_eos: true"
+                "median is 1 or more, sigma 0 or more, "
+                "and rollout.sampling_kwargs has ignore_eos: true"
             )
-        self.median, self.sigma = median, sigma
-        self.counts: dict[tuple[int, ...], itertools.count] = defaultdict(itertools.count)
+        self.median = median
+        self.sigma = sigma
+        self.samples_begun: dict[tuple[int, ...], itertools.count] = defaultdict(itertools.count)
 
     async def run(
         self, prompt: Prompt, generate: Generate, score: ScoreFunction, limits: Limits
     ) -> Trajectory:
         """See `AgentLoop.run`."""
-        count = next(self.counts[prompt.id])
-        tokens = draw(
-            self.cfg.trainer.seed, prompt.id, count, self.median, self.sigma, limits.tokens
-        )
+        sample_number = next(self.samples_begun[prompt.id])
+        seed = self.cfg.trainer.seed
+        tokens = draw(seed, prompt.id, sample_number, self.median, self.sigma, limits.tokens)
         trajectory = Trajectory(prompt.ids, replace(limits, tokens=tokens))
         await trajectory.generate(generate)
         return trajectory

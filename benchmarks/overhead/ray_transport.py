@@ -1,11 +1,14 @@
-"""What Ray itself costs the driver in a step: samples from replicas, the batch to the ranks, log-probs back; and bytes.
+"""What Ray itself costs the driver in a step: samples from replicas, the batch to the ranks,
+log-probs back; and how many bytes travel.
 
-    python -m benchmarks.overhead_ray --out DIR [--samples 8192] [--tokens 512] [--repeats 5] [--against CHECKOUT]
+    python -m benchmarks.overhead_ray --out DIR [--samples 8192] [--tokens 512] [--repeats 5]
+        [--against CHECKOUT]
 
-A local Ray with one actor, which stands in for all replicas (samples of one answer, or of one answer per prompt) and for
-a rank (it takes the batch and gives log-probs of all of it). CPU seconds of the driver's process, seconds until all is
-there, and bytes as pickled, medians. `--against`: another checkout, by turns with this one. The rest of a step's cost is
-in `benchmarks.overhead`. Writes result.json and result.md into DIR.
+A local Ray with one actor. It stands in for all replicas (it sends the samples in one answer, or in
+one answer per prompt) and for a rank (it takes the batch and returns log-probs of all of it).
+Measured are medians of the CPU seconds of the driver's process and of the seconds until all is
+there, and bytes as pickled. `--against`: another checkout, measured alternately with this one. The
+rest of a step's cost is in `benchmarks.overhead`. Writes result.json and result.md into DIR.
 """
 
 from __future__ import annotations
@@ -13,185 +16,240 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import pickle
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from one_step_off.data import samples
+from benchmarks.common.command_line import Parser
+from benchmarks.common.paths import ROOT
+from benchmarks.common.processes import run_in_checkout
+from benchmarks.common.report import markdown_table, write_results
+from benchmarks.overhead.cell import SAMPLES_PER_PROMPT
+from one_step_off.data.packing import PackedSamples, PackedShares
 from one_step_off.data.samples import NOT_STORED, Batch, Sample
-from one_step_off.training import trainer_group as groups
+from one_step_off.training import trainer_group
 
-ROOT = Path(__file__).parents[2]
-GROUP = 8  # samples of a prompt
-# Before there were such classes, plain lists and dicts travelled.
-SAMPLES, SHARES = getattr(samples, "Samples", list), getattr(samples, "Shares", dict)
+PROMPT_TOKENS = 128
+TOKEN_IDS = 32000
+
+Figures = dict[str, float]
 
 
-def made(count: int, tokens: int) -> list[Sample]:
-    """Random samples, groups of which share their prompt, each with a text of its own."""
-    rng, found = np.random.default_rng(0), []
-    for row in range(count // GROUP):
-        prompt = rng.integers(0, 32000, 128, np.int32)
-        for i in range(GROUP):
-            ids, log_probs = (
-                rng.integers(0, 32000, tokens, np.int32),
+def random_samples(count: int, tokens: int) -> list[Sample]:
+    """Random samples, each with a text of its own. The samples of a group share their prompt."""
+    rng = np.random.default_rng(0)
+    samples = []
+    for row in range(count // SAMPLES_PER_PROMPT):
+        prompt_ids = rng.integers(0, TOKEN_IDS, PROMPT_TOKENS, np.int32)
+        for index in range(SAMPLES_PER_PROMPT):
+            sample = Sample(
+                (0, row),
+                index,
+                prompt_ids,
+                rng.integers(0, TOKEN_IDS, tokens, np.int32),
                 -rng.random(tokens, np.float32),
+                np.ones(tokens, bool),
+                np.zeros(tokens, np.int32),
+                incarnation=0,
+                reward=1.0,
+                finish_reason="stop",
+                response=f"{row}.{index} " + "so it is 27 " * (tokens // 3),
             )
-            arrays = prompt, ids, log_probs, np.ones(tokens, bool), np.zeros(tokens, np.int32)
-            text = f"{row}.{i} " + "so it is 27 " * (tokens // 3)
-            found.append(Sample((0, row), i, *arrays, 0, 1.0, "stop", text))
-    return found
+            samples.append(sample)
+    return samples
 
 
-class Other:
-    """The other end: a replica with finished samples, and a rank."""
+class RemoteProcess:
+    """The process at the other end: a replica with finished samples, and a rank."""
 
     def __init__(self, count: int, tokens: int) -> None:
-        self.samples = made(count, tokens)
+        self.samples = random_samples(count, tokens)
 
-    def all(self) -> tuple[list[Sample], float]:
+    def all_samples(self) -> tuple[list[Sample], float]:
         """The samples of all prompts."""
-        return SAMPLES(self.samples), 0.0
+        return PackedSamples(self.samples), 0.0
 
-    def one(self, row: int) -> tuple[list[Sample], float]:
+    def samples_of_prompt(self, row: int) -> tuple[list[Sample], float]:
         """The samples of one prompt."""
-        return SAMPLES(self.samples[row * GROUP : (row + 1) * GROUP]), 0.0
+        first = row * SAMPLES_PER_PROMPT
+        return PackedSamples(self.samples[first : first + SAMPLES_PER_PROMPT]), 0.0
 
-    def take(self, reference: list[Any]) -> float:
-        """CPU seconds to have the batch."""
+    def receive(self, reference: list[Any]) -> float:
+        """CPU seconds to get the batch. `reference` is in a list, else Ray would get it before."""
         import ray
 
         begin = time.process_time()
-        assert len(ray.get(reference[0]).samples) == len(self.samples)
-        return time.process_time() - begin
+        batch = ray.get(reference[0])
+        seconds = time.process_time() - begin
+        assert len(batch.samples) == len(self.samples)
+        return seconds
 
     def log_prob(self) -> dict[int, np.ndarray]:
-        """Of all samples."""
-        return SHARES(enumerate(s.log_probs for s in self.samples))
+        """Log-probs of all samples."""
+        return PackedShares(enumerate(sample.log_probs for sample in self.samples))
 
 
-def size_of(what: Any) -> dict[str, float]:
-    """As pickled: bytes, and how many arrays that Ray treats one by one."""
+def pickled_size(value: Any) -> Figures:
+    """Bytes as pickled, and how many arrays Ray handles one by one."""
     arrays: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(what, protocol=5, buffer_callback=arrays.append)
-    return {"bytes": len(data) + sum(a.raw().nbytes for a in arrays), "arrays": len(arrays)}
+    data = pickle.dumps(value, protocol=5, buffer_callback=arrays.append)
+    array_bytes = sum(array.raw().nbytes for array in arrays)
+    return {"bytes": len(data) + array_bytes, "arrays": len(arrays)}
 
 
-async def timed(work: Callable[[], Awaitable[Any]]) -> tuple[dict[str, float], Any]:
-    """Milliseconds until it is done, on the clock and of the driver's CPU."""
-    wall, cpu = time.perf_counter(), time.process_time()
-    found = await work()
-    return {
+async def timed(work: Callable[[], Awaitable[Any]]) -> tuple[Figures, Any]:
+    """Await the work. Returns its milliseconds on the clock and of the driver's CPU; and its
+    result.
+    """
+    wall = time.perf_counter()
+    cpu = time.process_time()
+    result = await work()
+    figures = {
         "ms": 1e3 * (time.perf_counter() - wall),
         "cpu_ms": 1e3 * (time.process_time() - cpu),
-    }, found
+    }
+    return figures, result
 
 
-async def measure(count: int, tokens: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Way -> medians; the first repeat warms up."""
-    import ray
+async def measure_once(remote: Any, count: int, tokens: int) -> tuple[dict[str, Figures], Batch]:
+    """One repeat. Returns way -> figures; and the batch.
 
-    other: Any = ray.remote(Other).remote(count, tokens)
-    rounds: list[dict[str, dict[str, float]]] = []
+    Args:
+        remote: the Ray actor.
+        count: samples of a step.
+        tokens: tokens of each sample.
+    """
 
-    async def apart() -> list[Sample]:
-        parts = await asyncio.gather(*(other.one.remote(row) for row in range(count // GROUP)))
-        return [s for part, _ in parts for s in part]
+    async def by_prompt() -> list[Sample]:
+        rows = range(count // SAMPLES_PER_PROMPT)
+        answers = await asyncio.gather(*(remote.samples_of_prompt.remote(row) for row in rows))
+        return [sample for samples, _ in answers for sample in samples]
+
+    found: dict[str, Figures] = {}
+    found["samples, one answer"], (samples, _) = await timed(remote.all_samples.remote)
+    found["samples, one answer per prompt"], _ = await timed(by_prompt)
+    advantages = [np.ones(tokens, np.float32) for _ in samples]
+    batch = Batch(1, samples, (0, 0), advantages=advantages)
 
     async def put() -> Any:
-        return groups.put_batch(batch)
+        return trainer_group.put_batch(batch)
 
+    found["batch to the object store"], reference = await timed(put)
+    receive_s = await remote.receive.remote([reference])
+    found["batch, in each rank"] = {"cpu_ms": 1e3 * receive_s}
+    found["log-probs from the ranks"], _ = await timed(remote.log_prob.remote)
+    return found, batch
+
+
+async def measure(count: int, tokens: int, repeats: int) -> dict[str, Figures]:
+    """Way -> medians. The first repeat warms up."""
+    import ray
+
+    remote: Any = ray.remote(RemoteProcess).remote(count, tokens)
+    rounds = []
     for _ in range(repeats + 1):
-        found: dict[str, dict[str, float]] = {}
-        found["samples, one answer"], (whole, _) = await timed(lambda: other.all.remote())
-        found["samples, one answer per prompt"], _ = await timed(apart)
-        batch = Batch(1, whole, (0, 0), advantages=[np.ones(tokens, np.float32) for _ in whole])
-        found["batch to the object store"], reference = await timed(put)
-        found["batch, in each rank"] = {"cpu_ms": 1e3 * await other.take.remote([reference])}
-        found["log-probs from the ranks"], _ = await timed(lambda: other.log_prob.remote())
+        found, batch = await measure_once(remote, count, tokens)
         rounds.append(found)
-    ways = {
-        way: {k: statistics.median(r[way][k] for r in rounds[1:]) for k in figures}
-        for way, figures in rounds[0].items()
-    }
-    ways["samples, one answer"] |= size_of(SAMPLES(whole))
-    ways["batch to the object store"] |= size_of(
-        ray.get(reference) if SAMPLES is list else unpacked(batch)
-    )
-    ways["log-probs from the ranks"] |= size_of(SHARES(enumerate(s.log_probs for s in whole)))
+    ways: dict[str, Figures] = {}
+    for way, figures in rounds[0].items():
+        ways[way] = {
+            name: statistics.median(found[way][name] for found in rounds[1:]) for name in figures
+        }
+    log_probs = PackedShares(enumerate(sample.log_probs for sample in batch.samples))
+    ways["samples, one answer"] |= pickled_size(PackedSamples(batch.samples))
+    ways["batch to the object store"] |= pickled_size(stored_form(batch))
+    ways["log-probs from the ranks"] |= pickled_size(log_probs)
     return ways
 
 
-def unpacked(batch: Batch) -> Any:
-    """What `groups.put_batch` gives to Ray."""
-    batch.stored = NOT_STORED
+def stored_form(batch: Batch) -> Any:
+    """What `trainer_group.put_batch` gives to Ray."""
     import ray
 
-    real, ray.put = ray.put, lambda what: what
-    try:
-        return groups.put_batch(batch)
-    finally:
-        ray.put = real
+    batch.stored = NOT_STORED
+    with mock.patch.object(ray, "put", lambda value: value):
+        return trainer_group.put_batch(batch)
+
+
+def _cells(figures: Figures) -> list[str]:
+    milliseconds = f"{figures['ms']:.0f}" if "ms" in figures else ""
+    cells = [f"{figures['cpu_ms']:.0f}", milliseconds]
+    if "bytes" in figures:
+        return [*cells, f"{figures['bytes'] / 1e6:.1f}", f"{figures['arrays']}"]
+    return [*cells, "", ""]
 
 
 def table(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     arms = result["arms"]
-    heads = [f"{who}: {what}" for who in arms for what in ("CPU ms", "ms", "MB", "arrays")]
-    lines = ["| of a step | " + " | ".join(heads) + " |", "| --- |" + " --- |" * len(heads)]
+    headings = ["of a step"]
+    for arm in arms:
+        headings += [f"{arm}: {unit}" for unit in ("CPU ms", "ms", "MB", "arrays")]
+    rows = []
     for way in next(iter(arms.values())):
-        cells = [way]
-        for arm in arms.values():
-            f = arm[way]
-            cells += [f"{f['cpu_ms']:.0f}", f"{f['ms']:.0f}" if "ms" in f else ""]
-            cells += [f"{f['bytes'] / 1e6:.1f}", f"{f['arrays']}"] if "bytes" in f else ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"{result['samples']} samples of {result['tokens']} tokens.", ""])
+        row = [way]
+        for ways in arms.values():
+            row += _cells(ways[way])
+        rows.append(row)
+    lines = markdown_table(headings, rows)
+    lines += ["", f"{result['samples']} samples of {result['tokens']} tokens.", ""]
+    return "\n".join(lines)
 
 
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--samples", type=int, default=8192)
-    parser.add_argument("--tokens", type=int, default=512)
+def arguments() -> argparse.Namespace:
+    """Parse the command line."""
+    parser = Parser(__doc__)
+    parser.add_argument("--out", type=Path, help="folder for the results")
+    parser.add_argument("--samples", type=int, default=8192, help="of a step")
+    parser.add_argument("--tokens", type=int, default=512, help="of a sample")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--against", type=Path)
+    parser.add_argument("--against", type=Path, help="another checkout to measure as well")
+    # How the benchmark calls itself in a process per checkout.
     parser.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.alone:
-        import ray
+        return args
+    if not args.out or args.samples < SAMPLES_PER_PROMPT or args.samples % SAMPLES_PER_PROMPT:
+        parser.error(f"--out is needed, and --samples in multiples of {SAMPLES_PER_PROMPT}")
+    return args
 
-        ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-        return print(json.dumps(asyncio.run(measure(args.samples, args.tokens, args.repeats))))
-    if not args.out or args.samples < GROUP or args.samples % GROUP:
-        parser.error(f"--out is needed, and --samples in multiples of {GROUP}")
+
+def measure_here(args: argparse.Namespace) -> dict[str, Figures]:
+    """Measure in this process, with a Ray of its own."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    return asyncio.run(measure(args.samples, args.tokens, args.repeats))
+
+
+def main() -> None:
+    """Measure each checkout and write the results."""
+    args = arguments()
+    if args.alone:
+        print(json.dumps(measure_here(args)))
+        return
+    checkouts = {}
+    if args.against:
+        checkouts["before"] = args.against
+    checkouts["now"] = ROOT
+    sizes = {"samples": args.samples, "tokens": args.tokens, "repeats": args.repeats}
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
     arms = {}
-    for who, checkout in (
-        ({"before": args.against} if args.against else {}) | {"now": ROOT}
-    ).items():
-        env = os.environ | {"PYTHONPATH": str(checkout.resolve()), "PYTHONSAFEPATH": "1"}
-        given = [f"--{name}={getattr(args, name)}" for name in ("samples", "tokens", "repeats")]
-        command = [sys.executable, __file__, "--alone", *given]
-        done = subprocess.run(command, env=env, cwd=checkout, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{who}: {done.stderr[-2000:]}")
-        arms[who] = json.loads(done.stdout.splitlines()[-1])
-    result = {"arms": arms, "samples": args.samples, "tokens": args.tokens, "repeats": args.repeats}
+    for arm, checkout in checkouts.items():
+        module = "benchmarks.overhead.ray_transport"
+        output = run_in_checkout(module, ["--alone", *flags], checkout.resolve())
+        arms[arm] = json.loads(output)
+    result = {"arms": arms, **sizes}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "result.json").write_text(json.dumps(result, indent=2) + "\n")
-    (args.out / "result.md").write_text(table(result))
-    print(table(result))
+    markdown = table(result)
+    write_results(args.out, result, markdown)
+    print(markdown)
 
 
 if __name__ == "__main__":

@@ -1,54 +1,71 @@
-"""Colocated, synchronous on pools of their own, one step off, one step off with overlapped sync: the same work on the
-same devices, the arms in turns.
+"""Samples per second of four arms: colocated, synchronous on separate pools, one step off, and one
+step off with overlapped weight sync. All arms do the same work on the same devices.
 
-    python -m benchmarks.throughput --out DIR [--config FILE] [--models M ...] [--lengths L ...] [--batches B ...]
-        [--splits S ...] [--arms A ...] [--runs 3] [--warmup 3] [--steps N] [section.key=value ...]
+    python -m benchmarks.throughput --out DIR [--config FILE] [--models M ...] [--lengths L ...]
+        [--batches B ...] [--splits S ...] [--arms A ...] [--runs 3] [--warmup 3] [--steps N]
+        [section.key=value ...]
 
-A case is one combination of the flags --models, --lengths, --batches and --splits; each is as the config has it where
-its flag is not given. Each arm of a case is a whole run of `one_step_off.main_ppo` without evaluation, on all the cores
-(or GPUs) that this process may use: the arms differ in nothing but placement.pools of the colocated arm,
-pipeline.staleness and weight_sync.overlap. Each repeat runs every arm once, and begins with another one.
-docs/measured/benchmarks.md tells how to read the result.
+A case is one combination of the flags --models, --lengths, --batches and --splits. A flag that is
+not given keeps what the config has. Each arm of a case is a whole run of `one_step_off.main_ppo`
+without evaluation, on all cores (or GPUs) that this process may use. The arms differ only in
+placement.pools (colocated arm), pipeline.staleness and weight_sync.overlap. Each repeat runs every
+arm once and starts with another arm. docs/measured/throughput.md tells how to read the result.
 
-Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the runs' folders.
+Writes result.json, result.md, throughput_CASE.png and headline.png into DIR, and the run folders.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.command_line import ROOT, Parser, RunFailed, machine, run_arm
+from benchmarks.common.command_line import Parser, add_run_flags, check_run_flags, step_keys
 from benchmarks.common.lengths import keys_of
-from benchmarks.throughput import report
+from benchmarks.common.machine import machine
+from benchmarks.common.paths import config_path
+from benchmarks.common.report import write_results
+from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
+from benchmarks.throughput import plots, report
 from benchmarks.throughput.cases import (
     ARMS,
-    RANDOM,
-    UNEVALUATED,
+    RANDOM_MODELS,
     Case,
     arms_of,
     cases_of,
+    model_in_words,
     model_path,
-    what_model,
 )
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
 
+@dataclass(frozen=True)
+class PlannedCase:
+    """A case with its config keys. `arms`: name of each arm -> the keys that only this arm has."""
+
+    case: Case
+    keys: list[str]
+    arms: dict[str, list[str]]
+
+
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:
-    """The command line; what is left of it are keys of the config."""
+    """Parse the command line. Returns the parser, the flags and the config keys."""
     parser = Parser(__doc__)
     parser.add_argument("--out", required=True, type=Path, help="folder for the results")
-    parser.add_argument("--config", default=str(ROOT / "config/gsm8k_tiny_cpu.yaml"))
-    random = ", ".join(RANDOM)
+    parser.add_argument("--config", default=config_path("gsm8k_tiny_cpu.yaml"))
+    random_models = ", ".join(RANDOM_MODELS)
     parser.add_argument(
-        "--models", nargs="+", default=[], help=f"directories, hub ids, tiny:qwen2; or {random}"
+        "--models",
+        nargs="+",
+        default=[],
+        help=f"directories, hub ids, tiny:qwen2; or {random_models}",
     )
     parser.add_argument(
         "--lengths",
@@ -69,78 +86,82 @@ def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace
         help="processes that generate : that train, as 1:1 or 2:1",
     )
     parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS))
-    parser.add_argument("--runs", type=int, default=3, help="runs of each arm")
-    parser.add_argument("--warmup", type=int, default=3, help="steps dropped from each run")
-    parser.add_argument(
-        "--steps", type=int, help="steps of each run; default: the config's trainer.total_steps"
-    )
+    add_run_flags(parser, "steps of each run; default: the config's trainer.total_steps")
     args, keys = parser.parse(argv)
-    if args.runs < 1 or args.warmup < 0:
-        parser.error(
-            f"--runs {args.runs} --warmup {args.warmup}: at least 1 run, and 0 or more steps of warm-up"
-        )
+    check_run_flags(parser, args)
     return parser, args, keys
 
 
 def base_keys(args: argparse.Namespace, overrides: list[str]) -> list[str]:
-    """What all arms of all cases have over the config."""
-    return [
-        *UNEVALUATED,
-        *overrides,
-        *([f"trainer.total_steps={args.steps}"] if args.steps is not None else []),
-    ]
+    """The config keys that all arms of all cases share."""
+    return [*NO_EVALUATION, *overrides, *step_keys(args.steps)]
 
 
-def plan(
-    args: argparse.Namespace, overrides: list[str]
-) -> list[tuple[Case, list[str], dict[str, list[str]]]]:
-    """The cases, the keys of each and of its arms; all are valid. A random model's path is not among the keys yet.
+def _check_arm(keys: list[str], warmup: int) -> None:
+    """Validate the config of an arm.
 
     Raises:
-        ConfigError, ValueError: a flag or a key is wrong, in one line.
+        ConfigError, ValueError: a key is wrong, or no step is left to measure.
     """
-    found = []
+    cfg = load_config(keys)
+    validate(cfg)
+    steps = cfg.trainer.total_steps
+    # Two: the last step of a run is not measured.
+    if steps is not None and steps - warmup < 2:
+        raise ValueError(
+            f"--warmup {warmup} of {steps} steps leaves none to measure, the last apart; "
+            "raise --steps, or lower --warmup"
+        )
+
+
+def plan(args: argparse.Namespace, overrides: list[str]) -> list[PlannedCase]:
+    """The cases with validated config keys. The path of a random model is not yet among the keys.
+
+    Raises:
+        ConfigError, ValueError: a flag or a key is wrong. The message is one line.
+    """
+    planned = []
     base = [f"config={args.config}", *base_keys(args, overrides)]
     for case in cases_of(args.models, args.lengths, args.batches, args.splits):
-        if case.model.startswith("random:") and case.model not in RANDOM:
-            model_path(case.model)
-        model = [f"model.path={case.model}"] if case.model and case.model not in RANDOM else []
-        keys = [*model, *case.keys(load_config(base))]
-        arms = arms_of(load_config([*base, *keys]))
-        chosen = {name: arms[name] for name in (ARMS[word] for word in args.arms)}
-        for own in chosen.values():
-            cfg = load_config([*base, *keys, *own])
-            validate(cfg)
-            steps = cfg.trainer.total_steps
-            if steps is not None and steps - args.warmup < 2:
-                mend = "raise --steps, or lower --warmup"
-                raise ValueError(
-                    f"--warmup {args.warmup} of {steps} steps leaves none to measure, the last apart; {mend}"
-                )
-        found.append((case, keys, chosen))
-    return found
+        if case.model.startswith("random:") and case.model not in RANDOM_MODELS:
+            model_path(case.model)  # raises ValueError
+        keys = []
+        if case.model and case.model not in RANDOM_MODELS:
+            keys.append(f"model.path={case.model}")
+        keys += case.keys(load_config(base))
+        all_arms = arms_of(load_config([*base, *keys]))
+        arms = {ARMS[flag]: all_arms[ARMS[flag]] for flag in args.arms}
+        for arm_keys in arms.values():
+            _check_arm([*base, *keys, *arm_keys], args.warmup)
+        planned.append(PlannedCase(case, keys, arms))
+    return planned
 
 
-def what(case: Case, cfg: Config) -> str:
+def describe(case: Case, cfg: Config) -> str:
     """A case in words."""
     pools = ", ".join(f"{name} {shape}" for name, shape in cfg.placement.pools.items())
+    model = model_in_words(case.model or cfg.model.path)
+    _, lengths = keys_of(case.length)
     return (
-        f"{what_model(case.model or cfg.model.path)}, {cfg.model.dtype}; {cfg.data.train_batch_size} prompts x "
-        f"{cfg.rollout.n} samples a step; lengths: {keys_of(case.length)[1]}; pools {pools}"
+        f"{model}, {cfg.model.dtype}; {cfg.data.train_batch_size} prompts x {cfg.rollout.n} "
+        f"samples a step; lengths: {lengths}; pools {pools}"
     )
 
 
 def run_case(
     args: argparse.Namespace, folder: Path, keys: list[str], arms: dict[str, list[str]]
-) -> dict[str, Any]:
-    """Per arm and run the rows after the warm-up. Raises RunFailed."""
+) -> dict[str, list[list[dict[str, Any]]]]:
+    """Run the arms of a case. Returns per arm and run the rows after the warm-up.
+
+    Raises:
+        RunFailed: a run ended with an error, or was too short.
+    """
     collected: dict[str, list[list[dict[str, Any]]]] = {arm: [] for arm in arms}
     for run in range(args.runs):
-        order = list(arms.items())
-        turn = run % len(order)
-        for arm, own in order[turn:] + order[:turn]:
-            rows = run_arm(args.config, [*keys, *own], folder / f"{_slug(arm)}_run{run}", [])
-            rows = [report.slim(row) for row in rows[args.warmup :]]
+        for arm, arm_keys in rotated(list(arms.items()), run):
+            run_folder = folder / f"{_slug(arm)}_run{run}"
+            all_rows = run_arm(args.config, [*keys, *arm_keys], run_folder, [])
+            rows = [report.needed_columns(row) for row in all_rows[args.warmup :]]
             if len(rows) < 2:
                 raise RunFailed(f"{arm}: --warmup {args.warmup} leaves none of its steps", 2)
             collected[arm].append(rows)
@@ -149,58 +170,81 @@ def run_case(
     return collected
 
 
+def measure_case(
+    planned: PlannedCase, args: argparse.Namespace, overrides: list[str]
+) -> dict[str, Any]:
+    """Run a case and summarize it, as an entry of result.json.
+
+    Raises:
+        RunFailed: a run ended with an error.
+    """
+    case = planned.case
+    keys = [*base_keys(args, overrides), *planned.keys]
+    cfg = load_config([f"config={args.config}", *keys])
+    name = case.name
+    if not case.model:
+        name = f"{cfg.model.path.rpartition('/')[2]} {case.name}"
+    description = describe(case, cfg)
+    print(f"{name}: {description}", flush=True)
+    if case.model in RANDOM_MODELS:
+        keys.append(f"model.path={model_path(case.model)}")
+    runs = run_case(args, args.out / _slug(name), keys, planned.arms)
+    arms = {arm: report.summarize(rows, arm) for arm, rows in runs.items()}
+    return {
+        "name": name,
+        "what": description,
+        "keys": keys,
+        "arm_keys": planned.arms,
+        "arms": arms,
+        "headline": report.headline(arms),
+        "rows": runs,
+    }
+
+
 def _slug(text: str) -> str:
     return re.sub(r"[^\w.-]+", "_", text)
 
 
 def write(out: Path, result: dict[str, Any]) -> None:
-    """result.json, result.md and the plots of the cases there are so far."""
-    (out / "result.json").write_text(json.dumps(result, indent=1) + "\n")
-    (out / "result.md").write_text(report.table(result))
+    """Write result.json, result.md and the plots of the cases that are complete."""
+    write_results(out, result, report.table(result), indent=1)
     for case in result["cases"]:
-        report.plot_case(case, out / f"throughput_{_slug(case['name'])}.png")
-    told = [
+        plots.plot_case(case, out / f"throughput_{_slug(case['name'])}.png")
+    with_speedup = [
         case
         for case in result["cases"]
         if any(key.startswith("speedup/") for key in case["headline"])
     ]
-    if told:
-        report.plot_headline(told, out / "headline.png")
+    if with_speedup:
+        plots.plot_headline(with_speedup, out / "headline.png")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse, run the arms of each case in turns, write. Returns the exit code."""
+    """Run the cases and write the results. Returns the exit code."""
     parser, args, overrides = arguments(argv)
     try:
-        planned = plan(args, overrides)
+        planned_cases = plan(args, overrides)
     except (ConfigError, ValueError) as e:
         parser.error(str(e))
     args.out.mkdir(parents=True, exist_ok=True)
-    count = sum(len(arms) for _, _, arms in planned) * args.runs
-    print(f"{len(planned)} case(s), {count} runs; a line comes after each", flush=True)
-    known = {
+    count = sum(len(planned.arms) for planned in planned_cases) * args.runs
+    print(f"{len(planned_cases)} case(s), {count} runs; a line comes after each", flush=True)
+    result: dict[str, Any] = {
+        "machine": machine(),
         "runs": args.runs,
         "warmup": args.warmup,
         "config": args.config,
         "overrides": overrides,
+        "cases": [],
     }
-    result: dict[str, Any] = {"machine": machine(), **known, "cases": []}
-    for case, keys, arms in planned:
-        own = [*base_keys(args, overrides), *keys]
-        cfg = load_config([f"config={args.config}", *own])
-        name = case.name if case.model else f"{cfg.model.path.rpartition('/')[2]} {case.name}"
-        print(f"{name}: {what(case, cfg)}", flush=True)
-        if case.model in RANDOM:
-            own.append(f"model.path={model_path(case.model)}")
+    for planned in planned_cases:
         try:
-            runs = run_case(args, args.out / _slug(name), own, arms)
+            result["cases"].append(measure_case(planned, args, overrides))
         except RunFailed as e:
             print(e, file=sys.stderr)
             return e.code
-        found = {arm: report.summarise(rows, arm) for arm, rows in runs.items()}
-        made = {"name": name, "what": what(case, cfg), "keys": own, "arm_keys": arms, "arms": found}
-        result["cases"].append(made | {"headline": report.headline(found), "rows": runs})
-        write(args.out, result)  # after each case, so that a later failure takes nothing with it
+        # After each case: a later failure must not take the results so far with it.
+        write(args.out, result)
     print(report.table(result))
     return 0
 

@@ -1,4 +1,6 @@
-"""What `benchmarks.throughput` compares: the arms, and the cases that its flags ask for, as keys of configs."""
+"""What `benchmarks.throughput` compares: the arms, and the cases that its flags ask for, as config
+keys.
+"""
 
 from __future__ import annotations
 
@@ -8,52 +10,50 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.common import lengths
+from benchmarks.common.models import SMOLLM2_135M
 from one_step_off.config.schema import Config
 
-COLOCATED, APART = "colocated sync", "disaggregated sync"
-PLAIN, AHEAD = "one step off", "one step off, overlapped sync"
-ARMS = {"colocated": COLOCATED, "disaggregated": APART, "plain": PLAIN, "overlapped": AHEAD}
-"""The words of `--arms`, and the arms' names in tables."""
-
-UNEVALUATED = ["data.val_files=", "trainer.test_freq=-1", "trainer.save_hf_model=false"]
-
-# The shape of SmolLM2-135M. With another vocabulary's tokenizer: its ids are the first of these.
-RANDOM = {
-    "random:smollm2-135m": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-        "vocab_size": 49152,
-        "max_position_embeddings": 8192,
-    }
+COLOCATED = "colocated sync"
+DISAGGREGATED = "disaggregated sync"
+ONE_STEP_OFF = "one step off"
+OVERLAPPED = "one step off, overlapped sync"
+ARMS = {
+    "colocated": COLOCATED,
+    "disaggregated": DISAGGREGATED,
+    "plain": ONE_STEP_OFF,
+    "overlapped": OVERLAPPED,
 }
-"""Models with random weights, of a known one's shape. They never end an answer, except by chance."""
+"""Values of the flag `--arms` -> names of the arms in tables."""
+
+# With another vocabulary's tokenizer, whose ids are the first of the model's.
+RANDOM_MODELS = {"random:smollm2-135m": SMOLLM2_135M}
+"""Models with random weights and the shape of a known one. They end a response only by chance."""
 
 
 def arms_of(cfg: Config) -> dict[str, list[str]]:
-    """Arm -> its keys, over a config whose rollout has a pool of its own. Colocated, all roles are in one pool of as many
-    GPUs, or processes on a CPU, as the others have together."""
-    most = [sum(node) for node in itertools.zip_longest(*cfg.placement.pools.values(), fillvalue=0)]
+    """The config keys of each arm, for a config that gives rollout a pool of its own.
+
+    The colocated arm has all roles in one pool. The pool has as many GPUs (on a CPU: processes) as
+    the config's pools have together.
+    """
+    pools = cfg.placement.pools.values()
+    devices_per_node = [sum(node) for node in itertools.zip_longest(*pools, fillvalue=0)]
     roles = ", ".join(f"{role}: all" for role in cfg.placement.roles)
-    colocated = [
-        f"placement.pools={{all: {most}}}",
-        f"placement.roles={{{roles}}}",
-        "pipeline.staleness=0",
-    ]
     return {
-        COLOCATED: colocated,
-        APART: ["pipeline.staleness=0"],
-        PLAIN: ["pipeline.staleness=1", "weight_sync.overlap=false"],
-        AHEAD: ["pipeline.staleness=1", "weight_sync.overlap=true"],
+        COLOCATED: [
+            f"placement.pools={{all: {devices_per_node}}}",
+            f"placement.roles={{{roles}}}",
+            "pipeline.staleness=0",
+        ],
+        DISAGGREGATED: ["pipeline.staleness=0"],
+        ONE_STEP_OFF: ["pipeline.staleness=1", "weight_sync.overlap=false"],
+        OVERLAPPED: ["pipeline.staleness=1", "weight_sync.overlap=true"],
     }
 
 
 @dataclass(frozen=True)
 class Case:
-    """One combination of the flags. An empty text: as the config has it."""
+    """One combination of values of the flags. An empty value means what the config has."""
 
     model: str = ""
     length: str = "short"
@@ -62,89 +62,123 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For folders and headings."""
-        parts = [self.model.rstrip("/").rpartition("/")[2], self.length, self.batch, self.split]
+        """The case in folder names and headings."""
+        model_name = self.model.rstrip("/").rpartition("/")[2]
+        parts = [model_name, self.length, self.batch, self.split]
         return " ".join(part for part in parts if part)
 
     def keys(self, cfg: Config) -> list[str]:
-        """Its keys over `cfg`, all but the model's.
+        """The config keys of the case over `cfg`, without the model's.
 
         Raises:
-            ValueError: what a flag says has no meaning, in one line.
+            ValueError: the value of a flag has no meaning. The message is one line.
         """
-        return (
-            lengths.keys_of(self.length)[0]
-            + batch_keys(self.batch, cfg)
-            + split_keys(self.split, cfg)
-        )
+        length_keys, _ = lengths.keys_of(self.length)
+        return length_keys + batch_keys(self.batch, cfg) + split_keys(self.split, cfg)
+
+
+def _positive_integers(words: list[str]) -> bool:
+    return all(word.isdecimal() and int(word) for word in words)
 
 
 def batch_keys(batch: str, cfg: Config) -> list[str]:
-    """`PROMPTS` or `PROMPTSxSAMPLES` of a step; mini-batches become so much larger or smaller. Raises ValueError."""
+    """Config keys for one value of `--batches`.
+
+    The number of updates per step stays as in the config where it divides the prompts, so
+    mini-batches grow and shrink with the batch.
+
+    Args:
+        batch: `PROMPTS` or `PROMPTSxSAMPLES` of a step.
+        cfg: the config over which the keys are set.
+
+    Raises:
+        ValueError: the value has another form.
+    """
     if not batch:
         return []
     numbers = batch.split("x")
-    if len(numbers) > 2 or not all(n.isdecimal() and int(n) for n in numbers):
+    if len(numbers) > 2 or not _positive_integers(numbers):
         raise ValueError(
             f"--batches {batch}: must be prompts, or prompts x samples of each, as 16 or 16x8"
         )
-    prompts, old = int(numbers[0]), cfg.data.train_batch_size
-    updates = max(1, old // cfg.actor.ppo_mini_batch_size)
-    mini = prompts // math.gcd(updates, prompts)
-    keys = [f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={mini}"]
-    return keys + [f"rollout.n={n}" for n in numbers[1:]]
+    prompts = int(numbers[0])
+    updates = max(1, cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size)
+    mini_batch = prompts // math.gcd(updates, prompts)
+    keys = [f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={mini_batch}"]
+    if len(numbers) == 2:
+        keys.append(f"rollout.n={numbers[1]}")
+    return keys
 
 
 def split_keys(split: str, cfg: Config) -> list[str]:
-    """`ROLLOUT:TRAINER` processes of the two pools (GPUs, where there are some), on one node. Raises ValueError."""
+    """Config keys for one value of `--splits`.
+
+    Args:
+        split: `ROLLOUT:TRAINER` processes of the two pools (GPUs, where there are some), on one
+            node.
+        cfg: the config over which the keys are set.
+
+    Raises:
+        ValueError: the value has another form, or the config has both roles in one pool.
+    """
     if not split:
         return []
     numbers = split.split(":")
-    if len(numbers) != 2 or not all(n.isdecimal() and int(n) for n in numbers):
+    if len(numbers) != 2 or not _positive_integers(numbers):
         raise ValueError(f"--splits {split}: must be processes that generate : that train, as 2:1")
-    own = cfg.placement.roles
-    if "actor" not in own or own["rollout"] == own["actor"]:
+    roles = cfg.placement.roles
+    if "actor" not in roles or roles["rollout"] == roles["actor"]:
         raise ValueError(
             f"--splits {split}: the config has rollout and actor in one pool; give each its own"
         )
-    pools = cfg.placement.pools | {
-        own["rollout"]: [int(numbers[0])],
-        own["actor"]: [int(numbers[1])],
-    }
-    return [f"placement.pools={{{', '.join(f'{name}: {shape}' for name, shape in pools.items())}}}"]
+    pools = dict(cfg.placement.pools)
+    pools[roles["rollout"]] = [int(numbers[0])]
+    pools[roles["actor"]] = [int(numbers[1])]
+    shapes = ", ".join(f"{name}: {shape}" for name, shape in pools.items())
+    return [f"placement.pools={{{shapes}}}"]
 
 
 def cases_of(
-    models: Sequence[str], length: Sequence[str], batches: Sequence[str], splits: Sequence[str]
+    models: Sequence[str],
+    response_lengths: Sequence[str],
+    batches: Sequence[str],
+    splits: Sequence[str],
 ) -> list[Case]:
-    """All combinations, in the flags' order."""
-    return [
-        Case(*one)
-        for one in itertools.product(models or [""], length, batches or [""], splits or [""])
-    ]
+    """All combinations of the flags' values, in their order."""
+    combinations = itertools.product(
+        models or [""], response_lengths, batches or [""], splits or [""]
+    )
+    return [Case(*combination) for combination in combinations]
 
 
 def model_path(model: str) -> str:
-    """A directory or hub id for one word of `--models`; a random model is built once, into the cache. Raises ValueError."""
+    """The directory or hub id for one value of `--models`. A random model is built once, in the
+    cache.
+
+    Raises:
+        ValueError: there is no such random model.
+    """
     if not model.startswith("random:"):
         return model
-    if model not in RANDOM:
+    if model not in RANDOM_MODELS:
         raise ValueError(
-            f"--models {model}: there are {', '.join(RANDOM)}; or a directory, a hub id, tiny:qwen2"
+            f"--models {model}: there are {', '.join(RANDOM_MODELS)}; "
+            "or a directory, a hub id, tiny:qwen2"
         )
     from one_step_off.models import tiny_qwen
 
     target = tiny_qwen.cache_dir() / f"benchmark-{model.partition(':')[2]}"
     if not target.is_dir():
-        part = target.with_name(f".{target.name}.part")
-        part.mkdir(parents=True, exist_ok=True)
-        tiny_qwen.build("llama", str(part), initializer_range=0.02, **RANDOM[model])
-        part.rename(target)
+        # Renamed only when complete: a build that was interrupted must not be taken for a model.
+        unfinished = target.with_name(f".{target.name}.part")
+        unfinished.mkdir(parents=True, exist_ok=True)
+        tiny_qwen.build("llama", str(unfinished), initializer_range=0.02, **RANDOM_MODELS[model])
+        unfinished.rename(target)
     return str(target)
 
 
-def what_model(model: str) -> str:
-    """It in words."""
-    if model in RANDOM:
+def model_in_words(model: str) -> str:
+    """A model's description, for reports."""
+    if model in RANDOM_MODELS:
         return f"random weights in the shape of {model.partition(':')[2]}, not the pretrained model"
     return model

@@ -8,8 +8,9 @@ from typing import Any
 def repack_tied_head(model: Any, model_config: Any) -> None:
     """Pack a tied lm_head again after a reload on a CPU.
 
-    On CPUs vLLM computes with a packed copy of lm_head. A reload leaves that copy at the old weights if the
-    head is tied to the embeddings. On GPUs, and for a head of its own, there is nothing to do.
+    On CPUs vLLM computes with a packed copy of lm_head. A reload leaves that copy at the old
+    weights if the head is tied to the embeddings. On GPUs, and for a head of its own, there is
+    nothing to do.
 
     Args:
         model: the model in vLLM's worker.

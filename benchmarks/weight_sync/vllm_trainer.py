@@ -1,7 +1,7 @@
 """The trainer's calls for the arm "vllm". Ray calls these functions on every trainer rank.
 
-vLLM is imported inside the functions: importing it takes seconds and memory, and the driver and the other arms
-must not pay for it.
+vLLM is imported inside the functions: importing it takes seconds and memory, and the driver and the
+other arms must not pay for it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ def import_vllm(worker: Any) -> None:
 
 
 def open_vllm(worker: Any, host: str, port: int, receivers: int, replicas: list[Any]) -> None:
-    """Create vLLM's own trainer engine, which connects to the engines of the replicas (collective)."""
+    """Create vLLM's own trainer engine, which connects to the engines of the replicas
+    (collective).
+    """
     from benchmarks.weight_sync.vllm_transfer import trainer_engine
 
     worker.bench_vllm = trainer_engine(worker, host, port, receivers, replicas)

@@ -15,7 +15,8 @@ from typing import Any
 from one_step_off.algorithms import advantages
 from one_step_off.cluster.remote_calls import now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, Prompt, PromptId, Sample, assert_staleness
+from one_step_off.data.samples import Batch, Prompt, PromptId, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.rollout.partial_rollouts import PartialRolloutPool
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica

@@ -8,7 +8,7 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from one_step_off.config.user_code import LOG_FOLDER, quote_response
-from one_step_off.rewards.scoring import RewardError, RewardItem, Score
+from one_step_off.rewards.reward import RewardError, RewardItem, Score
 
 RESTART_POLL_S = 0.2  # between two questions whether a reward worker is back
 

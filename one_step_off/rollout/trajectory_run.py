@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from agent_loop.base import Generated, Loops, Trajectory
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import (
     MAX_MESSAGE_CHARS,
     describe_error,
@@ -19,14 +20,9 @@ from one_step_off.config.user_code import (
     quote_response,
 )
 from one_step_off.data.samples import Prompt, Sample
-from one_step_off.rewards.scoring import (
-    REWARD_FUNCTIONS,
-    Reward,
-    RewardError,
-    RewardItem,
-    Score,
-    named_functions,
-)
+from one_step_off.rewards.functions import named_functions
+from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
+from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 from one_step_off.rollout.concurrency import ConcurrencyLimiter, TrajectorySlot
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling, sample_seed

@@ -21,8 +21,10 @@ from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.schema import Config, load_section_tokenizer
-from one_step_off.data.samples import PackedSamples, Prompt, Sample, Stamp
+from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.schema import Config
+from one_step_off.data.packing import PackedSamples
+from one_step_off.data.samples import Prompt, Sample, Stamp
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.engine_args import engine_args
 from one_step_off.rollout.engine_output import generated_tokens

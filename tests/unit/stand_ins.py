@@ -75,8 +75,8 @@ def mark_healthy(group: RolloutGroup) -> RolloutGroup:
 class SlowReplica:
     """A replica that works on `slots` samples at once.
 
-    Each sample generates for `delay` seconds and is scored for `score_s`. The reward function raises
-    for the row `failing_row`.
+    Each sample generates for `delay` seconds and is scored for `score_s`. The reward function
+    raises for the row `failing_row`.
     """
 
     def __init__(

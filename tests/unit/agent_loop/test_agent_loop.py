@@ -16,15 +16,18 @@ import pytest
 
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
-from benchmarks.agent_loop.__main__ import FakeEngine, looped
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from benchmarks.agent_loop.stand_in_engine import StandInEngine, serve_through_loop
+from one_step_off.algorithms.advantages import estimate_advantages
+from one_step_off.algorithms.trajectories import Options, Trajectories
+from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import BUILT_IN_LOOPS, BUILT_IN_TOOLS
-from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt, StalenessError, assert_staleness
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt
+from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.data.word_problems import make_products, make_puzzles
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"
@@ -589,8 +592,8 @@ def test_500_conversations_at_once_cost_little(tokenizer):
     """Through a replica, with places, reward queue and judging; uneven lengths, and an engine that takes its time."""
     rng = random.Random(0)
     lengths = [rng.randrange(0, 12) for _ in range(500)]
-    engine = FakeEngine(tokenizer, lengths, slots=64, token_s=5e-4)
-    cost = looped(engine, tokenizer, workers=4, reward_s=0.0)["cpu_ms_per_turn"]
+    engine = StandInEngine(tokenizer, lengths, slots=64, token_s=5e-4)
+    cost = serve_through_loop(engine, tokenizer, reward_workers=4, reward_s=0.0)["cpu_ms_per_turn"]
     assert engine.requests == sum(lengths) + len(lengths)
     print(f"{cost:.2f} ms of CPU per turn")
     assert cost < 5, "CPU time, and some times what a quiet machine needs"

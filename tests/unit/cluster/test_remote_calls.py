@@ -9,8 +9,8 @@ import pytest
 
 from one_step_off.cluster.errors import PhaseTimeout, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
-from one_step_off.config.schema import ConfigError
-from one_step_off.data.samples import StalenessError
+from one_step_off.config.errors import ConfigError
+from one_step_off.data.staleness import StalenessError
 from tests.unit.stand_ins import ActorMethod, StandInActor
 
 

@@ -8,13 +8,12 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
-from benchmarks.planner import __main__ as planner
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import load_config, resolved_yaml
-from one_step_off.planner import planner as plan
+from one_step_off.config.loading import load_config
+from one_step_off.config.yaml_io import resolved_yaml
+from one_step_off.planner import calibration, planner
 
 GPUS = [
     "model.path=a/b",
@@ -28,16 +27,16 @@ GPUS += [
     "actor.ppo_mini_batch_size=8",
     "placement.pools={rollout: [2], actor: [6]}",
 ]
-main = partial(exit_code, plan.main)
+main = partial(exit_code, planner.main)
 
 
 def rows_of(out: str) -> dict[tuple[str, str], float]:
     """(split, arrangement) -> seconds a step, of the printed table."""
     found = {}
     for line in out.splitlines():
-        words = line[42:].split()
+        words = line[44:].split()
         if len(words) == 4 and words[1].endswith("%"):
-            found[line[:20].strip(), line[20:42].strip()] = float(words[0])
+            found[line[:20].strip(), line[20:44].strip()] = float(words[0])
     return found
 
 
@@ -48,8 +47,8 @@ def rows_of(out: str) -> dict[tuple[str, str], float]:
         ("60,70,0,60", "one step off, 1 + 7", 60.0),
         ("60,140,0,60", "one step off, 1 + 7", 120.0),
         # All of it scales: the sum on all devices is what the best split has at most.
-        ("60,10,0", "colocated, in turns, 8", 60 * 2 / 8 + 10 * 6 / 8),
-        # A sync that is hidden, but exposed in turns.
+        ("60,10,0", "colocated, synchronous, 8", 60 * 2 / 8 + 10 * 6 / 8),
+        # A sync that is hidden, but exposed in a synchronous step.
         ("20,10,30,20", "one step off, 1 + 7", 50.0),
     ],
 )
@@ -66,7 +65,9 @@ def test_given_times_name_the_best(capsys, times: str, best: str, step: float) -
 
 def test_the_split_of_the_config_takes_as_long_as_it_was_given(capsys) -> None:
     assert main([*GPUS, "--times", "60,70,5,30", "--gpus", "8"]) == 0
-    assert rows_of(capsys.readouterr().out)["2 + 6", "in turns"] == pytest.approx(135.0, rel=0.02)
+    assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
+        135.0, rel=0.02
+    )
 
 
 def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
@@ -97,11 +98,12 @@ def test_replicas_of_several_gpus_and_many_splits(capsys) -> None:
         )
         == 0
     )
-    assert len(rows_of(capsys.readouterr().out)) == 2 * plan.SHOWN
+    assert len(rows_of(capsys.readouterr().out)) == 2 * planner.MOST_SPLITS
 
 
 def write_run(folder: Path, prompts: int, *keys: str) -> None:
-    """A run in turns of 6 steps, as long as constants say: all responses of 50 tokens, prompts of 30."""
+    """A synchronous run of 6 steps, as long as constants say: all responses of 50 tokens, prompts
+    of 30."""
     folder.mkdir(parents=True)
     cfg = load_config(
         [*GPUS, f"data.train_batch_size={prompts}", f"actor.ppo_mini_batch_size={prompts}", *keys]
@@ -130,7 +132,7 @@ def write_run(folder: Path, prompts: int, *keys: str) -> None:
 def test_two_runs_tell_the_constants(tmp_path) -> None:
     write_run(tmp_path / "whole", 8)
     write_run(tmp_path / "quarter", 2)
-    work = plan.by_runs([str(tmp_path / "whole"), str(tmp_path / "quarter")])
+    work = calibration.by_runs([str(tmp_path / "whole"), str(tmp_path / "quarter")])
     found = (
         work.decode_s,
         work.sequence_s,
@@ -149,15 +151,15 @@ def test_two_runs_tell_the_constants(tmp_path) -> None:
 
 def test_one_run_is_met_and_has_next_to_no_fixed_parts(tmp_path, capsys) -> None:
     write_run(tmp_path / "whole", 8)
-    work = plan.by_runs([str(tmp_path / "whole")])
+    work = calibration.by_runs([str(tmp_path / "whole")])
     assert work.train_fixed_s < 0.01 and work.decode_s < 0.01 * 16 * work.sequence_s
     assert main([*GPUS, "--from", str(tmp_path / "whole")]) == 0
-    assert rows_of(capsys.readouterr().out)["2 + 6", "in turns"] == pytest.approx(
+    assert rows_of(capsys.readouterr().out)["2 + 6", "synchronous"] == pytest.approx(
         50 * 0.036 + 3 + 2.56 / 6 + 2, rel=1e-3
     )
 
 
-def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -> None:
+def test_without_either_it_runs_the_config_twice_synchronously(monkeypatch, capsys) -> None:
     asked = []
 
     def run(command, **_):
@@ -166,7 +168,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setattr(plan, "validate", lambda *_: None)
+    monkeypatch.setattr(planner, "validate", lambda *_: None)
     assert main([*GPUS, "trainer.test_freq=5", "data.val_files=x/y"]) == 0
     assert (
         [cfg.data.train_batch_size for cfg in asked]
@@ -176,7 +178,9 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
     for cfg in asked:
         own = cfg.trainer
         assert (
-            cfg.pipeline.staleness == 0 and own.total_steps == plan.STEPS and own.resume == "never"
+            cfg.pipeline.staleness == 0
+            and own.total_steps == calibration.STEPS
+            and own.resume == "never"
         )
         assert (own.test_freq, own.save_freq, own.save_hf_model, cfg.data.val_files) == (
             -1,
@@ -189,7 +193,7 @@ def test_without_either_it_runs_the_config_twice_in_turns(monkeypatch, capsys) -
 
 
 def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
-    monkeypatch.setattr(plan, "validate", lambda *_: None)
+    monkeypatch.setattr(planner, "validate", lambda *_: None)
     monkeypatch.setattr(
         subprocess, "run", lambda *_, **__: SimpleNamespace(returncode=1, stderr="error: no engine")
     )
@@ -215,7 +219,7 @@ def test_a_calibration_that_fails_says_why(monkeypatch) -> None:
         (["--times", "1,2,3", "--gpus", "99999999"], "--gpus 99999999: must be"),
         (["--times", "1,2,3", "--gpus", "3", "rollout.tensor_parallel_size=4", "placement.pools.rollout=[4]"], "no split"),
         (["--times", "1,2,3", "rollout.engine_kwargs={max_num_seqs: none}"], "max_num_seqs=none: must be a whole number"),
-        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a run in turns: "),
+        (["--from", "nowhere"], "--from nowhere: is no trainer.output_dir of a synchronous run: "),
         (["--frm", "x"], "unrecognized arguments: --frm"),
         (["--times", "1,2,3", "rollout.nn=1"], "rollout.nn: unknown key; did you mean"),
         (["--times", "1,2,3", "placement.pools={rollout: [2]}"], "no such pool"),
@@ -256,43 +260,3 @@ def test_a_run_that_tells_nothing_is_named(tmp_path, capsys, broken: str) -> Non
     assert main([*GPUS, "--from", str(folder)]) == 2
     err = capsys.readouterr().err
     assert err.startswith(f"error: --from {folder}: ") and err.count("\n") == 1
-
-
-def test_published_tables_and_paper() -> None:
-    """What docs/measured/planner.md shows of them."""
-    said = planner.published()
-    assert "| FSDP2, one step off on 4 + 12 | 520 | 458 (-12%) | 45 | 13 |" in said
-    assert "| 30B-A3B, 16 GB200 | 221 | 301 | 0.73 | does not fit: slower than in turns |" in said
-    page = (Path(__file__).parents[3] / "docs/measured/planner.md").read_text()
-    for line in said.splitlines():
-        assert line in page, f"docs/measured/planner.md lacks {line}"
-    assert "| hours between two stops | 49.5 | 3.1 |" in planner.paper()
-
-
-def test_the_table_of_a_validation() -> None:
-    figures = dict.fromkeys(planner.FIGURES.values(), 0.5)
-    rounds = [
-        {
-            "measured": {"one step off": figures},
-            "predicted": {"one step off": figures | {"median/time/step_s": 0.52}},
-        }
-    ]
-    assert "| one step off | 0.500 | 0.520 | +4.0% | 50%, 50% | 50%, 50% |" in planner.table(rounds)
-
-
-def test_an_arm_is_predicted_by_its_own_keys() -> None:
-    config = str(Path(__file__).parents[3] / "config/gsm8k_tiny_cpu.yaml")
-    work, arms = (
-        planner.Work(16, np.full((1, 16), 20), 0.0, 0.0, 1e-3, 0.0, 1e-4, 0.0),
-        planner.arms_of(16),
-    )
-    steps = {
-        name: planner.predict(work, config, keys)["median/time/step_s"]
-        for name, keys in arms.items()
-    }
-    generate, train = 20 * 256e-3, 256 * 20 * 1e-4
-    assert steps["in turns"] == pytest.approx(generate + train)
-    assert steps["one step off"] == pytest.approx(generate)
-    assert steps["one step off, half of the batch"] == pytest.approx(generate / 2)
-    assert steps["one step off, responses of 10 tokens at most"] == pytest.approx(generate / 2)
-    assert steps["colocated, two of each"] == pytest.approx((generate + train) / 2)

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from one_step_off.config.schema import ConfigError
-from one_step_off.data.samples import StalenessError
+from one_step_off.config.errors import ConfigError
+from one_step_off.data.staleness import StalenessError
 from one_step_off.rollout.sampling import Sampling
 from tests.unit.ray_trainer.stand_ins import (
     FakeJudge,
@@ -114,8 +114,8 @@ def test_the_optimal_token_baseline_reads_the_trainers_own_distribution(tmp_path
     pipeline.cfg.algorithm.adv_estimator = "optimal_token_baseline"
     pipeline.val = None
     (batch,) = train_all(pipeline)
-    # Rewards 0 and 1; energies t (1 - 2 / e + .4) and t (1 - 2 / e + .5), whose ratio is the same at
-    # each t.
+    # Rewards 0 and 1; energies t (1 - 2 / e + .4) and t (1 - 2 / e + .5), whose ratio is the same
+    # at each t.
     energies = [1 - 2 * np.exp(-1) + square for square in (0.4, 0.5)]
     baseline = energies[1] / sum(energies)
     for sample, advantage in zip(batch.samples, batch.advantages, strict=True):

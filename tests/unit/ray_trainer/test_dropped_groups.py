@@ -13,12 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.algorithms.advantages import (
-    ADVANTAGE_ESTIMATORS,
-    Options,
-    Trajectories,
-    estimate_advantages,
-)
+from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS, estimate_advantages
+from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.cluster.errors import RoleError
 from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt
 from one_step_off.monitoring.tracker import Tracker

@@ -1,5 +1,5 @@
-"""The schedule with partial rollouts, with stand-ins for engine and trainer; the real parts run it in
-tests/e2e/test_partial_rollouts.py."""
+"""The schedule with partial rollouts, with stand-ins for engine and trainer; the real parts run it
+in tests/e2e/test_partial_rollouts.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
-from one_step_off.data.samples import Prompt, Sample, StalenessError
+from one_step_off.data.samples import Prompt, Sample
+from one_step_off.data.staleness import StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles, Stopped
 from one_step_off.rollout.replica_supervisor import NoReplica

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.data.samples import StalenessError
+from one_step_off.data.staleness import StalenessError
 from one_step_off.ray_trainer import Pipeline, Resumed
 from tests.unit.ray_trainer.stand_ins import FakeSync, World, build, change_samples
 
@@ -179,8 +179,8 @@ def test_the_loop_fits_on_one_screen():
 
 @pytest.mark.parametrize("evaluated", [True, False])
 def test_after_the_last_step_only_the_last_evaluation_may_be_missing(tmp_path, evaluated):
-    """A run that was killed between its last checkpoint and its end: nothing is trained, and nothing
-    is saved twice."""
+    """A run that was killed between its last checkpoint and its end: nothing is trained, and
+    nothing is saved twice."""
     world = World(random.Random(0))
     pipeline = build(tmp_path, world, 4, 1)
     world.version = 4

@@ -80,8 +80,8 @@ class MemoryCheckpointer:
 def test_with_no_replica_left_a_checkpoint_is_written_and_no_prompt_is_skipped(
     tmp_path, staleness, where
 ):
-    """At step 3. One step off the trainer ends the step that it trains. The checkpoint has no samples
-    then, and the data position before them: resumed, every prompt is trained on once."""
+    """At step 3. One step off the trainer ends the step that it trains. The checkpoint has no
+    samples then, and the data position before them: resumed, every prompt is trained on once."""
     steps = 7
     world = World(random.Random(0))
     pipeline = build(tmp_path, world, steps, staleness, rows=30)

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.checkpoints import read_batch, write_batch
+from one_step_off.checkpoint.sample_files import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
 from one_step_off.runtime.replay import describe_quantities

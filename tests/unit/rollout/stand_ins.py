@@ -12,7 +12,7 @@ from agent_loop.base import Generated
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, RewardItem
+from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rollout.sampling import Sampling
 from one_step_off.rollout.vllm_replica import RolloutReplica
 

@@ -1,5 +1,5 @@
-"""The noise of samples that have no seed of their own: another one for each engine, and after each of
-its starts."""
+"""The noise of samples that have no seed of their own: another one for each engine, and after each
+of its starts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ PROMPTS = [Prompt((0, i), np.arange(5 + i, 40 + i, dtype=np.int32), "", "1") for
 
 
 async def answers_of(replica, seed: int | None = None) -> list[tuple[int, ...]]:
-    """The responses to PROMPTS, one request after the other, so that nothing but the seed decides."""
+    """The responses to PROMPTS, one request after the other, so that nothing but the seed
+    decides."""
     answers = []
     for prompt in PROMPTS:
         (sample,) = await replica.rollout.remote([prompt], Sampling(1, 1.0, seed))
@@ -59,12 +60,12 @@ async def answers_of(replica, seed: int | None = None) -> list[tuple[int, ...]]:
     return answers
 
 
-async def start_processes(prepared):
+async def start_processes(prepared, incarnation: int):
     from one_step_off.runtime.processes import RunProcesses
 
-    team = RunProcesses(prepared)
+    team = RunProcesses(prepared, incarnation)
     await team.setup()
-    await team.roles.sync((prepared.incarnation, 0))
+    await team.roles.sync((incarnation, 0))
     return team
 
 
@@ -99,7 +100,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        team = await start_processes(prepared)
+        team = await start_processes(prepared, incarnation=0)
         rollout = team.roles.rollout
         answers = [await answers_of(replica) for replica in rollout.replicas]
         seeded = [await answers_of(replica, 7) for replica in rollout.replicas]
@@ -108,8 +109,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
             await kill_and_restart(rollout, 0)
             answers.append(await answers_of(rollout.replicas[0]))
         await team.end()
-        prepared.incarnation = 1
-        team = await start_processes(prepared)
+        team = await start_processes(prepared, incarnation=1)
         answers += [await answers_of(replica) for replica in team.roles.rollout.replicas]
         await team.end()
         assert len(answers) == 6

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.data.samples import Prompt, Sample
 from one_step_off.rollout.partial_rollouts import PartialRolloutPool
 from one_step_off.runtime.validation import validate

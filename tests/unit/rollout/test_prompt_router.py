@@ -200,7 +200,8 @@ def test_a_replica_gets_its_prompts_in_one_call_unless_each_is_waited_for(wants_
 
 
 def test_a_prompt_that_was_routed_as_a_sync_began_goes_to_its_replica_behind_it():
-    """The sync's call goes first then, and the replica has no verified weights until it has ended."""
+    """The sync's call goes first then, and the replica has no verified weights until it has
+    ended."""
     replica = SlowReplica(0.001)
     group = group_of([replica])
     health = group.supervisor.health[0]

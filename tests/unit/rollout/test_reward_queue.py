@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from one_step_off.rewards.scoring import RewardError
+from one_step_off.rewards.reward import RewardError
 from one_step_off.rollout.reward_queue import RewardQueue
 from tests.unit.rollout.stand_ins import FakeScorer, reward_item
 

@@ -14,10 +14,13 @@ import pytest
 from ray.exceptions import ActorDiedError
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import Batch, Prompt, Sample, assert_staleness
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, Scorer
+from one_step_off.rewards.reward import RewardError
+from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.concurrency import ConcurrencyLimiter
 from one_step_off.rollout.reward_queue import RewardQueue
 from one_step_off.rollout.sampling import Sampling

@@ -10,7 +10,8 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.base import Loops
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.rollout.vllm_replica import RolloutReplica
 from tests.unit.rollout.stand_ins import UNSEEDED, FakeScorer

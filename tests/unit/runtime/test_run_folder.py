@@ -12,7 +12,7 @@ import pytest
 
 from one_step_off.config.loading import load_config
 from one_step_off.main_ppo import main
-from one_step_off.runtime import launch, run_folder
+from one_step_off.runtime import failure_report, launch, run_folder
 from tests.bad_input import base, refused
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def begins(tmp_path, monkeypatch):
         raise Reached
 
     monkeypatch.setattr(launch, "prepare", prepare)
-    monkeypatch.setattr(launch, "report_failure", lambda cfg, error: type(error).__name__)
+    monkeypatch.setattr(failure_report, "report_failure", lambda cfg, error: type(error).__name__)
 
     def call(capsys, *argv: str) -> tuple[bool, str]:
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
@@ -208,12 +208,12 @@ def test_the_question_leaves_nothing_behind(tmp_path):
 
 def test_the_same_benchmark_may_be_run_twice(tmp_path, monkeypatch):
     """Its folders are its own; the next run of an arm replaces the last one's."""
-    from benchmarks.common import command_line
+    from benchmarks.common import runs
 
     earlier(tmp_path, 3)
     asked: list[list[str]] = []
-    monkeypatch.setattr(command_line, "run_process", lambda command, cores: asked.append(command))
-    command_line.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
+    monkeypatch.setattr(runs, "run_process", lambda command, cores: asked.append(command))
+    runs.run_arm(f"{ROOT}/config/gsm8k_tiny_cpu.yaml", [], tmp_path, [])
     assert run_folder.replaced_by(load_config([word for word in asked[0] if "=" in word])) is None
 
 

@@ -1,4 +1,5 @@
-"""Rewards by a model: what it reads, a real server and its failures, and the mixing with rule rewards."""
+"""Rewards by a model: what it reads, a real server and its failures, and the mixing with rule
+rewards."""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.checkpoint import write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.models.tiny_qwen import build_tokenizer
 from one_step_off.monitoring.console import RunConsole
-from one_step_off.monitoring.loggers import SampleDump
+from one_step_off.monitoring.loggers import LogEntry, SampleDump
 from one_step_off.training.reward_models import RemoteRewardModel, mix, sequences_for
 
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
@@ -48,7 +49,8 @@ PROMPTS = {
 
 
 class Server:
-    """A reward server that answers each sample with the length of its response, unless told otherwise."""
+    """A reward server that answers each sample with the length of its response, unless told
+    otherwise."""
 
     def __init__(self) -> None:
         self.open = self.most = self.calls = 0
@@ -175,7 +177,7 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     mix(samples, asyncio.run(RemoteRewardModel(cfg, PROMPTS.get).rewards(batch)), cfg)
     assert "reward_model.url=http://***@127.0.0.1:9/v1?token=***" in samples[0].extra["error"]
     write_batch(batch, tmp_path / "skipped")
-    SampleDump(tmp_path, PROMPTS.get).write({}, 3, "step_000003.jsonl", samples, [])
+    SampleDump(tmp_path, PROMPTS.get).write(LogEntry({}, 3, False, samples))
     RunConsole(out).print_line(f"warning: the first: {samples[0].extra['error']}")
     written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
     assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))
@@ -237,7 +239,8 @@ def test_rewards_are_mixed_by_weight_and_keep_their_parts():
 
 @pytest.mark.parametrize("score", [1e308, -1.7e308, math.inf, math.nan])
 def test_a_score_too_large_to_be_mixed_is_an_error_of_its_sample(score):
-    """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors would catch that."""
+    """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors
+    would catch that."""
     cfg, samples = Config(), [sample(0, reward=1.0), sample(1, reward=0.5)]
     cfg.reward_model.weight, cfg.reward.on_error = 1e6, "zero"
     mix(samples, [score, 1e-6], cfg)

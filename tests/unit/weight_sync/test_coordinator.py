@@ -14,7 +14,7 @@ from one_step_off.config.schema import Config
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training.trainer_group import TrainGroup
-from one_step_off.weight_sync import coordinator
+from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
 
@@ -77,7 +77,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     sync = connected_sync(SCORES, [SCORES, SCORES])
     supervisor: Any = sync.rollout
     received: dict[int, list] = {0: [], 1: []}
-    sync.info = {}
+    sync.connect_info = {}
 
     def receiving(i: int) -> ActorMethod:
         def receive(stamp):
@@ -139,7 +139,7 @@ def test_a_process_that_fails_because_the_sync_was_given_up_is_not_named_as_the_
 
 def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_for_it(monkeypatch):
     """Another attempt may do better then: the rank that waited reports only that no answer came."""
-    monkeypatch.setattr(coordinator, "SETTLE_S", 0.1)
+    monkeypatch.setattr(sync_calls, "BUSY_GRACE_S", 0.1)
     sync = connected_sync(SCORES, [SCORES])
     hanging = ActorMethod(None, delay=30)
     waiting = ActorMethod(SyncError("sender 1, phase header: timed out"), delay=0.02)

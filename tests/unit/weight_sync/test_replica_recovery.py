@@ -14,7 +14,7 @@ from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.replica_supervisor import NoReplica
 from one_step_off.training.trainer_group import TrainGroup
-from one_step_off.weight_sync import coordinator
+from one_step_off.weight_sync import sync_calls
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.stand_ins import TRAINER_CONTROL, ActorMethod, StandInActor
 
@@ -65,7 +65,7 @@ class FaultySync(WeightSync):
         self.senders = actor.ranks
         self.sending_ranks = actor.ranks
         self.total_bytes = 8
-        self.info = {}
+        self.connect_info = {}
 
     def replica(self, i: int) -> StandInActor:
         deaths = []
@@ -215,7 +215,7 @@ def test_a_replica_whose_death_was_noticed_elsewhere_does_not_end_the_attempt():
 
 def test_a_busy_replica_is_not_marked_as_failed_when_another_dies(monkeypatch):
     """It may be packing layers, which nothing interrupts."""
-    monkeypatch.setattr(coordinator, "QUICK_S", 0.05)
+    monkeypatch.setattr(sync_calls, "ABORT_NOTICE_S", 0.05)
 
     async def main():
         sync = FaultySync(2, {1: 1})
