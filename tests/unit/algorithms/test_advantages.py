@@ -3,7 +3,6 @@
 import math
 from itertools import combinations
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import advantages as adv
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from one_step_off.algorithms.advantages import estimate_advantages
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS
 
@@ -473,10 +473,10 @@ def test_every_one_has_a_line_with_its_source(name):
 
 
 def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
+    from one_step_off.algorithms.batch_advantages import fill_advantages
     from one_step_off.algorithms.core_algos import KLController
     from one_step_off.config.schema import Config
     from one_step_off.data.samples import Batch, Sample
-    from one_step_off.ray_trainer import Pipeline
 
     def sample(index, reward, n, finish):
         arrays = (
@@ -499,9 +499,7 @@ def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
         (0, 0),
     )
     batch.ref_log_probs = [np.full(len(s.log_probs), -1.5, np.float32) for s in batch.samples]
-    metrics = Pipeline._advantages(
-        SimpleNamespace(cfg=cfg, kl=KLController(0.1, target=0.5, horizon=6)), batch
-    )
+    metrics = fill_advantages(batch, cfg, KLController(0.1, target=0.5, horizon=6))
     # KL of the two that are left: 1.5 and .5. Totals: 1 - 1 (filtered, so without KL), 1 - .5 - .15, 0 - .05
     assert metrics == {"kl/response": 1.0, "kl/coef": 0.1}
     mean = (0.0 + 0.35 - 0.05) / 3
@@ -513,10 +511,10 @@ def test_the_pipeline_shapes_filters_and_puts_the_kl_into_the_reward():
 
 def test_the_kl_in_the_reward_is_that_of_the_recomputed_log_probs():
     """Of mu only where nothing was recomputed: the optimal token baseline has them without old_log_probs=recompute."""
+    from one_step_off.algorithms.batch_advantages import fill_advantages
     from one_step_off.algorithms.core_algos import KLController
     from one_step_off.config.schema import Config
     from one_step_off.data.samples import Batch, Sample
-    from one_step_off.ray_trainer import Pipeline
 
     cfg = Config()
     cfg.algorithm.adv_estimator = "reinforce_plus_plus"
@@ -533,7 +531,7 @@ def test_the_kl_in_the_reward_is_that_of_the_recomputed_log_probs():
         )
         batch = Batch(0, [Sample((0, 0), 0, np.zeros(2, np.int32), *arrays, reward=1.0)], (0, 0))
         batch.ref_log_probs, batch.old_log_probs = [np.full(2, -2.0, np.float32)], recomputed
-        metrics = Pipeline._advantages(SimpleNamespace(cfg=cfg, kl=KLController(0.1)), batch)
+        metrics = fill_advantages(batch, cfg, KLController(0.1))
         assert metrics == {"kl/response": pytest.approx(sum(kl)), "kl/coef": 0.1}
         # reward-to-go: the KL of this token and of those after it, and the reward
         np.testing.assert_allclose(
@@ -549,9 +547,15 @@ def test_a_checkpoint_brings_the_adapted_kl_coefficient_back():
     cfg.algorithm.kl_coef = 0.1
     resumed = Resumed(3, None, 0.0, kl_coef=0.25)
     assert (
-        Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.1
+        Pipeline(
+            cfg, Roles(None, None, None), None, None, None, resumed=resumed
+        ).kl_controller.value
+        == 0.1
     )  # fixed: what the config says
     cfg.algorithm.kl_target = 6.0
     assert (
-        Pipeline(cfg, Roles(None, None, None), None, None, None, resumed=resumed).kl.value == 0.25
+        Pipeline(
+            cfg, Roles(None, None, None), None, None, None, resumed=resumed
+        ).kl_controller.value
+        == 0.25
     )

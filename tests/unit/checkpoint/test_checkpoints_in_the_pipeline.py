@@ -12,7 +12,7 @@ import pytest
 
 from one_step_off import checkpoint
 from one_step_off.ray_trainer import Stopped
-from tests.unit.ray_trainer.test_ray_trainer import World, build
+from tests.unit.ray_trainer.stand_ins import World, build
 
 
 def running(tmp_path: Path, write_s: float, steps: int = 6, fail_at: int = -1, stop_at: int = -1):
