@@ -276,7 +276,9 @@ def test_what_is_said(tmp_path):
         schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
     cfg.actor.min_lr_ratio = 0.1
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
-    assert said[1].endswith("it continues from its rate at step 11, 1e-05, to 1e-05, without a jump")
+    assert said[1].endswith(
+        "it continues from its rate at step 11, 1e-05, to 1e-05, without a jump"
+    )
     saved_at(tmp_path / "old", 5, None)
     schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
     assert (
