@@ -276,7 +276,8 @@ def test_wandb_without_login_is_refused(tmp_path, monkeypatch):
 @needs_wandb
 def test_wandb_without_login_asks_nothing_at_a_terminal(tmp_path):
     program = f"""
-    from one_step_off.config.schema import Config, ConfigError
+    from one_step_off.config.errors import ConfigError
+    from one_step_off.config.schema import Config
     from one_step_off.monitoring.loggers import Wandb
     cfg = Config()
     cfg.logging.wandb, cfg.trainer.output_dir = True, {str(tmp_path)!r}
