@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import Registry
-from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import NOT_GENERATED, Prompt, Sample
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 LOOPS = Registry("agent.loop", "module:Class")
 AGAIN = "That is wrong. Try again."
@@ -366,7 +367,7 @@ class Loops:
                     f"agent.loop={name!r}: is no agent loop; name a class over agent_loop.base.AgentLoop"
                 )
             what = f"agent.loop_kwargs={{{name}: {own}}}: do not fit"
-            with as_config_error(what, "mend these settings", (TypeError, ValueError)):
+            with as_config_error(what, "fix these settings", (TypeError, ValueError)):
                 self.made[name] = found(self.cfg, self.tokenizer, **own)
         return self.made[name]
 

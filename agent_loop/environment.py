@@ -15,10 +15,11 @@ from typing import Any
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.processes import LONGEST_QUEUE, Processes, Streams, core
 from one_step_off.config import registry
-from one_step_off.config.schema import Config, as_config_error
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import find_user_line
 from one_step_off.data.samples import Prompt
-from one_step_off.rewards.scoring import MAX_REWARD
+from one_step_off.rewards.reward import MAX_REWARD
 
 
 class NoAnswer(Exception):

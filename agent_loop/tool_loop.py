@@ -8,7 +8,8 @@ from typing import Any
 
 from agent_loop.base import LOOPS, AgentLoop, Generate, Limits, ScoreFunction, Trajectory
 from agent_loop.tools import Toolbox
-from one_step_off.config.schema import Config, ConfigError, as_config_error
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 
 Call = tuple[str, Any]

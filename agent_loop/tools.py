@@ -28,8 +28,9 @@ from typing import Any
 
 from agent_loop.processes import Processes, completed, core
 from agent_loop.sandbox import END
+from one_step_off.config.errors import ConfigError, as_config_error
 from one_step_off.config.registry import import_object
-from one_step_off.config.schema import AgentConfig, ConfigError, as_config_error
+from one_step_off.config.schema import AgentConfig
 from one_step_off.config.user_code import find_user_line, format_traceback, log_traceback
 
 # By the names that ast has for them.

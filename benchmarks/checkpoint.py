@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.common.command_line import Parser
 from benchmarks.common.models import QWEN25_05B
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import PolicyWorker
@@ -45,7 +45,7 @@ def start_worker(model: str, layers: int, out: Path) -> tuple[Config, PolicyWork
     worker = PolicyWorker(cfg, "actor", 0, 1, "cpu", total_steps=10)
     _, port = worker.free_address("127.0.0.1")
     worker.setup("127.0.0.1", port)
-    worker._state()  # creates the optimizer's moments, which the first update would
+    worker._create_moments()
     return cfg, worker
 
 

@@ -39,10 +39,10 @@ default. A run must set `model.path`, `data.train_files`, and one of `trainer.to
 
 def _type(key: ConfigKey) -> str:
     """The column "type": the choices of a key, else the kind of its value."""
-    if key.meta["choices"]:
-        text = ", ".join(f"`{choice}`" for choice in key.meta["choices"])
+    if key.metadata["choices"]:
+        text = ", ".join(f"`{choice}`" for choice in key.metadata["choices"])
     else:
-        text = key.kind.removeprefix("a ").partition(", as")[0].removesuffix(" or null")
+        text = key.type_text.removeprefix("a ").partition(", as")[0].removesuffix(" or null")
     return f"{text} or `null`" if key.default is None else text
 
 
@@ -62,10 +62,10 @@ def _default(value: object) -> str:
 
 def _bounds(key: ConfigKey) -> str:
     """The column "bounds": what a number may be."""
-    low = key.meta.get("low")
-    high = key.meta.get("high")
-    above = key.meta.get("above")
-    also = key.meta.get("also")
+    low = key.metadata.get("low")
+    high = key.metadata.get("high")
+    above = key.metadata.get("above")
+    also = key.metadata.get("also")
     if low is not None and low == high:
         return f"only {low:g}"
     bounds = []
@@ -82,7 +82,13 @@ def _bounds(key: ConfigKey) -> str:
 
 def _row(key: ConfigKey) -> str:
     """The table row of a key."""
-    cells = [f"`{key.dotted}`", _type(key), _default(key.default), _bounds(key), key.meta["help"]]
+    cells = [
+        f"`{key.dotted}`",
+        _type(key),
+        _default(key.default),
+        _bounds(key),
+        key.metadata["help"],
+    ]
     escaped = [cell.replace("|", "\\|") for cell in cells]
     return "| " + " | ".join(escaped) + " |"
 

@@ -1,23 +1,34 @@
 """The command line: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help]
 
-or, with `--replay OUTPUT_DIR/skipped/step_NNNNNN`, an update of that run that was skipped; see replay.py. `--profile STEP`
-stands for trainer.profile_step=STEP."""
+`--profile STEP` stands for trainer.profile_step=STEP. `--replay OUTPUT_DIR/skipped/step_NNNNNN` repeats an update that a
+run skipped; see `runtime/replay.py`.
+"""
 
-import errno
-import os
 import sys
+from dataclasses import dataclass
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import USAGE, help_text, load_config, placement_text, resolved_yaml
-from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import mask_secrets, missing_hardware
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.help import USAGE, help_text
+from one_step_off.config.loading import load_config
+from one_step_off.config.placement import placement_text
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
+from one_step_off.config.validation import missing_hardware
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.run_folder import replaced_by
 from one_step_off.runtime.validation import validate
 
-# A disk's fault, or a folder's, which the user can mend. Only what fails to write names no file.
-FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS
-NO_ROOM = *FULL, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG
 FLAGS = ("--dry-run", "--help", "-h", "--replay", "--profile")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, taken apart: `settings` go to `load_config`; `replay_folder` None: a run, not a replay."""
+
+    settings: list[str]
+    dry_run: bool
+    replay_folder: str | None
 
 
 def main(argv: list[str]) -> int:
@@ -25,51 +36,74 @@ def main(argv: list[str]) -> int:
     return exit_code(_main, argv)
 
 
+def console_script() -> int:
+    """The entry point of the command `one-step-off`."""
+    return main(sys.argv[1:])
+
+
+def parse(argv: list[str]) -> Arguments:
+    """Take the command line apart. The value of a flag that has none is reported by `load_config` or `replay`."""
+    settings = []
+    replay_folder = None
+    dry_run = False
+    remaining = iter(argv)
+    for argument in remaining:
+        if argument == "--dry-run":
+            dry_run = True
+        elif argument == "--profile":
+            step = next(remaining, "missing")
+            settings.append(f"trainer.profile_step={step}")
+        elif argument == "--replay":
+            replay_folder = next(remaining, "")
+        else:
+            settings.append(argument)
+    return Arguments(settings, dry_run, replay_folder)
+
+
 def _main(argv: list[str]) -> int:
     if not argv:
         print(USAGE, file=sys.stderr)
         return 2
-    if {"--help", "-h"} & set(argv):
+    if "--help" in argv or "-h" in argv:
         print(help_text(), end="", flush=True)
         return 0
-    if "--profile" in argv:
-        at = argv.index("--profile")
-        argv = [
-            *argv[:at],
-            f"trainer.profile_step={(argv[at + 1 :] or ['missing'])[0]}",
-            *argv[at + 2 :],
-        ]
-    folder = "".join(argv[argv.index("--replay") + 1 :][:1]) if "--replay" in argv else None
-    cfg = load_config([a for a in argv if a not in (*FLAGS, folder)])
-    dry = "--dry-run" in argv
-    validate(cfg, machine=not dry)
-    if dry:
-        print(resolved_yaml(cfg) + "\n# placement")
-        print("\n".join("# " + line for line in placement_text(cfg).splitlines()), flush=True)
-        # What another machine or another folder would mend is no fault of the config.
-        for line in filter(None, (missing_hardware(cfg), replaced_by(cfg))):
-            print(mask_secrets(f"warning: here a run would be refused: {line}"), file=sys.stderr)
+    arguments = parse(argv)
+    cfg = load_config(arguments.settings)
+    validate(cfg, machine=not arguments.dry_run)
+    if arguments.dry_run:
+        print_plan(cfg)
         return 0
-    # Only now the heavy imports: a wrong config is answered before them.
-    from one_step_off.runtime.launch import report_failure, run
+    return _run(cfg, arguments.replay_folder)
+
+
+def print_plan(cfg: Config) -> None:
+    """Print the resolved config and the placement, and warn of what would refuse a run here."""
+    print(resolved_yaml(cfg) + "\n# placement")
+    for line in placement_text(cfg).splitlines():
+        print(f"# {line}", flush=True)
+    # Another machine or another folder would help, so these are no faults of the config.
+    for fault in (missing_hardware(cfg), replaced_by(cfg)):
+        if fault:
+            print(mask_secrets(f"warning: here a run would be refused: {fault}"), file=sys.stderr)
+
+
+def _run(cfg: Config, replay_folder: str | None) -> int:
+    # The slow imports only now: a wrong config is refused before them.
+    from one_step_off.runtime.failure_report import as_config_fault, report_failure
+    from one_step_off.runtime.launch import run
     from one_step_off.runtime.replay import replay
 
     try:
-        return run(cfg) if folder is None else replay(cfg, folder)
+        if replay_folder is not None:
+            return replay(cfg, replay_folder)
+        return run(cfg)
     except ConfigError:
         raise
-    except Exception as e:
-        own, at = cfg.trainer.output_dir, e.filename if isinstance(e, OSError) else None
-        ends = [
-            os.path.realpath(str(path)) for path in (at or own, own)
-        ]  # the one in the other, or on the way to it
-        if (
-            isinstance(e, OSError)
-            and os.path.commonpath(ends) in ends
-            and e.errno in (NO_ROOM if at else FULL)
-        ):
-            raise ConfigError(f"{at or own}: {e.strerror}; name another folder") from e
-        print(report_failure(cfg, e), file=sys.stderr)
+    except Exception as error:
+        config_fault = as_config_fault(cfg, error)
+        if config_fault is not None:
+            raise config_fault from error
+        print(report_failure(cfg, error), file=sys.stderr)
         return 1
 
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from one_step_off.algorithms import advantages
 from one_step_off.algorithms.core_algos import KLController
-from one_step_off.checkpoint.checkpoints import TRAINED, Checkpointer, write_batch
+from one_step_off.checkpoint import TRAINED_ROLES, Checkpointer, write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import now, with_time_limit
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.rollout.partial_rollouts import Pool
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
@@ -466,14 +467,16 @@ class Pipeline:
         """Keep the first batches of which an optimiser step was skipped, for --replay. Raises RoleError: too many in a
         row, or as many batches of which nothing was left."""
         folder = self.tracker.folder / f"skipped/step_{batch.step:06d}"
-        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED)
+        skipped = any(metrics.get(f"{role}/skipped_updates") for role in TRAINED_ROLES)
         if skipped and len([*folder.parent.glob("*")]) < KEPT_BATCHES:
             write_batch(batch, folder)
             self.tracker.log(
                 f"step {batch.step}: an optimiser step was skipped; look with --replay {folder}"
             )
         self.empty = 0 if batch.samples else self.empty + 1
-        row = max(self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED))
+        row = max(
+            self.empty, *(metrics.get(f"{role}/skipped_in_a_row", 0) for role in TRAINED_ROLES)
+        )
         if row >= self.cfg.trainer.max_skipped_updates:
             why = (
                 "all groups were dropped"

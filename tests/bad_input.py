@@ -1,4 +1,4 @@
-"""What every bad input must come to: exit code 2, one line that names the thing and the mend, and nothing started or lost."""
+"""What every bad input must come to: exit code 2, one line that names the thing and the fix, and nothing started or lost."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
 
 # One of these words tells the user what to do.
-MENDS = re.compile(
-    r"\b(add|ask|change|check|choose|did you mean|do without|free|give|install|lower|make|mend|must|name|needs|pass|put|"
+FIX_WORDS = re.compile(
+    r"\b(add|ask|change|check|choose|did you mean|do without|fix|free|give|install|lower|make|must|name|needs|pass|put|"
     r"quote|raise|remove|rename|resume|run|send|set|start|unset|use|write)\b"
 )
 EARLIER = {
@@ -46,9 +46,9 @@ def base(folder: Path, model: str) -> list[str]:
     return keys.split()
 
 
-def has_mend(line: str) -> bool:
+def names_a_fix(line: str) -> bool:
     """Whether a line says what to do. The name of a file does not, though it be called run."""
-    return bool(MENDS.search(re.sub(r"[\w.~=-]*/[^\s;,)]*", "", line)))
+    return bool(FIX_WORDS.search(re.sub(r"[\w.~=-]*/[^\s;,)]*", "", line)))
 
 
 def write(folder: Path, files: dict[str, str | bytes]) -> None:
@@ -89,7 +89,7 @@ def refused(
     assert "Traceback" not in out + err
     for part in parts:
         assert part.replace("TMP", str(folder)) in line, f"{part!r} is not in: {line}"
-    assert has_mend(line), f"no mend: {line}"
+    assert names_a_fix(line), f"names no fix: {line}"
     left = {child.pid for child in psutil.Process().children(recursive=True)} - children
     assert not left, f"left running: {left}"
     run = folder / "run"

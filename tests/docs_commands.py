@@ -1,5 +1,4 @@
-"""The commands that README.md, CONTRIBUTING.md and docs/**/*.md show, wherever they stand: in fenced blocks of bash, in
-indented blocks and in the text."""
+"""The commands in README.md, CONTRIBUTING.md and docs/: in fenced bash blocks, indented blocks and inline code."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OURS = "one_step_off", "benchmarks", "tests", "docs"
-# Programs of others, which a page may tell to call. Their first word, or two.
-OTHERS = (
+OWN_PACKAGES = ("one_step_off", "benchmarks", "tests", "docs")
+# Programs of other projects that a page may call: their first word, or two.
+OTHER_PROGRAMS = (
     "pip install",
     "ray start",
     "ray stop",
@@ -27,8 +26,13 @@ OTHERS = (
     "export",
     "source",
 )
-WRAPPERS = "bash", "sbatch"
+WRAPPERS = ("bash", "sbatch")
+PLACEHOLDERS = ("[", "...")  # as in [section.key=value ...]
 VARIABLE = re.compile(r"([A-Z_]+)=(.*)")
+CONTINUED_LINE = re.compile(r"\\\n\s*")
+FENCED_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
+INDENTED_LINE = re.compile(r"^ {4}(\S.*)$", re.M)
+INLINE_CODE = re.compile(r"`([^`]+)`")
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,11 @@ class Command:
     """One call of a program of this repository.
 
     Attributes:
-        page: the file that shows it.
-        program: a module, as `benchmarks.lora`, or a script, as `shell/setup.sh`. `shell/bench.sh` is the benchmark that it runs.
-        arguments: the words behind it.
-        variables: set in front of it.
+        page: name of the file that shows it.
+        program: a module, as `benchmarks.lora`, or a script, as `shell/setup.sh`. `shell/bench.sh`
+            becomes the benchmark that it runs.
+        arguments: the words after the program.
+        variables: environment variables set before it.
     """
 
     page: str
@@ -54,13 +59,13 @@ class Command:
 
     @property
     def keys(self) -> dict[str, str]:
-        """Its `section.key=value`, and `config=FILE`."""
-        pairs = (
-            word.partition("=")
-            for word in self.arguments
-            if re.match(r"(config|[a-z_]+\.[a-z_]+)=", word)
-        )
-        return {name: value for name, _, value in pairs}
+        """Its `section.key=value` arguments, and `config=FILE`."""
+        keys = {}
+        for word in self.arguments:
+            if re.match(r"(config|[a-z_]+\.[a-z_]+)=", word):
+                name, _, value = word.partition("=")
+                keys[name] = value
+        return keys
 
     def __str__(self) -> str:
         variables = [f"{name}={value}" for name, value in self.variables.items()]
@@ -68,71 +73,79 @@ class Command:
 
 
 def program_of(words: list[str]) -> tuple[str, list[str]] | None:
-    """The program of this repository that these words call, and its arguments; None: they call another's, or none."""
+    """The program of this repository that these words call, and its arguments.
+
+    Returns None if they call a program of another project, or none.
+    """
     while words and words[0] in WRAPPERS:
         words = words[1:]
-        while words and words[0].startswith("-"):  # sbatch's own options
+        while words and words[0].startswith("-"):  # options of sbatch
             words = words[1:]
     if not words:
         return None
     name = words[0].removeprefix("./")
-    if re.search(r"(^|/)python3?$", name):
-        if words[1:2] == ["-m"]:
-            found, arguments = words[2], words[3:]
-            return (found, arguments) if found.partition(".")[0] in OURS else None
-        if words[1:2] and words[1].partition("/")[0] in OURS:
-            return words[1], words[2:]
-        return None
-    return (name, words[1:]) if re.fullmatch(r"shell/\w+\.sh", name) else None
+    if not re.search(r"(^|/)python3?$", name):
+        return (name, words[1:]) if re.fullmatch(r"shell/\w+\.sh", name) else None
+    if words[1:2] == ["-m"]:
+        module, arguments = words[2], words[3:]
+        return (module, arguments) if module.partition(".")[0] in OWN_PACKAGES else None
+    if words[1:2] and words[1].partition("/")[0] in OWN_PACKAGES:
+        return words[1], words[2:]
+    return None
+
+
+def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The variables that are set at the beginning of a command, and its other words."""
+    variables = {}
+    for count, word in enumerate(words):
+        match = VARIABLE.fullmatch(word)
+        if match is None:
+            return variables, words[count:]
+        variables[match[1]] = match[2]
+    return variables, []
 
 
 def read(line: str, page: str) -> Command | None:
-    """The command in a line; None: there is none of this repository's. Raises ValueError: quotes do not match."""
+    """The command in a line, or None if it has none of this repository's.
+
+    Raises ValueError if quotes do not match.
+    """
     words = shlex.split(line.removeprefix("$ "), comments=True)
-    variables = {}
-    while words and (match := VARIABLE.fullmatch(words[0])):
-        variables[match[1]] = match[2]
-        words = words[1:]
-    found = program_of(words)
-    if found is None:
+    variables, words = split_variables(words)
+    called = program_of(words)
+    if called is None:
         return None
-    program, arguments = found
+    program, arguments = called
     if program == "shell/bench.sh":
         program = f"benchmarks.{variables.pop('BENCHMARK', 'throughput')}"
-    placeholders = ("[", "...")  # as in [section.key=value ...]
-    return Command(
-        page,
-        program,
-        tuple(word for word in arguments if not word.startswith(placeholders)),
-        variables,
-    )
+    real_arguments = tuple(word for word in arguments if not word.startswith(PLACEHOLDERS))
+    return Command(page, program, real_arguments, variables)
 
 
-def lines_of(text: str) -> Iterator[str]:
-    """Every line of a page that may be a command: of blocks, and each span of inline code, which may go over a line's end."""
-    text = re.sub(r"\\\n\s*", " ", text)
-    fence = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
-    for match in fence.finditer(text):
-        if match[1] == "bash":
-            yield from match[2].splitlines()
-    text = fence.sub("", text)
-    for match in re.finditer(r"^ {4}(\S.*)$", text, re.M):
-        yield match[1]
-    text = re.sub(r"^ {4}\S.*$", "", text, flags=re.M)
-    for match in re.finditer(r"`([^`]+)`", text):
-        yield " ".join(match[1].split())
+def possible_commands(text: str) -> Iterator[str]:
+    """Every line of a page that may be a command. Inline code may continue over the end of a line."""
+    text = CONTINUED_LINE.sub(" ", text)
+    for block in FENCED_BLOCK.finditer(text):
+        if block[1] == "bash":
+            yield from block[2].splitlines()
+    text = FENCED_BLOCK.sub("", text)
+    for line in INDENTED_LINE.finditer(text):
+        yield line[1]
+    text = INDENTED_LINE.sub("", text)
+    for code in INLINE_CODE.finditer(text):
+        yield " ".join(code[1].split())
 
 
 def commands() -> list[Command]:
-    """All of them, in order, each once."""
+    """All commands of all pages in order, each once."""
     found: dict[str, Command] = {}
     for page in PAGES:
-        for line in lines_of(page.read_text()):
-            if not any(name in line for name in ("python", ".sh")):
+        for line in possible_commands(page.read_text()):
+            if "python" not in line and ".sh" not in line:
                 continue
             try:
                 command = read(line, page.name)
-            except ValueError:  # prose or output with a lone quote
+            except ValueError:  # prose or output with a single quote
                 continue
             if command is not None:
                 found.setdefault(str(command), command)
@@ -140,16 +153,16 @@ def commands() -> list[Command]:
 
 
 def unknown_programs() -> list[str]:
-    """Lines of bash blocks that call neither a program of this repository nor one of OTHERS."""
-    wrong = []
+    """Lines of bash blocks that call neither a program of this repository nor a known other one."""
+    unknown = []
     for page in PAGES:
-        text = re.sub(r"\\\n\s*", " ", page.read_text())
-        for block in re.findall(r"^```bash\n(.*?)^```$", text, re.M | re.S):
-            for line in block.splitlines():
-                words = shlex.split(line, comments=True)
-                while words and VARIABLE.fullmatch(words[0]):
-                    words = words[1:]
-                plain = " ".join([Path(words[0]).name, *words[1:]]) if words else ""
-                if words and program_of(words) is None and not plain.startswith(OTHERS):
-                    wrong.append(f"{page.name}: {line}")
-    return wrong
+        text = CONTINUED_LINE.sub(" ", page.read_text())
+        blocks = [block[2] for block in FENCED_BLOCK.finditer(text) if block[1] == "bash"]
+        for line in "\n".join(blocks).splitlines():
+            _, words = split_variables(shlex.split(line, comments=True))
+            if not words or program_of(words) is not None:
+                continue
+            name_and_arguments = " ".join([Path(words[0]).name, *words[1:]])
+            if not name_and_arguments.startswith(OTHER_PROGRAMS):
+                unknown.append(f"{page.name}: {line}")
+    return unknown

@@ -16,16 +16,16 @@ TINY = "config=config/gsm8k_tiny_cpu.yaml"
 
 
 @dataclass(frozen=True)
-class Smoke:
+class SmokeCase:
     """A command in its smallest form, run in a folder that all cases share.
 
     Attributes:
         name: of the case.
         program: as `Command.program`.
-        arguments: the words behind it; `config/...` is a file of this repository.
-        variables: set in front of it.
-        writes: files that it must leave, in the folder that it names by `--out` or trainer.output_dir.
-        prints: what its output must hold.
+        arguments: the words after the program; `config/...` is a file of this repository.
+        variables: environment variables set before it.
+        writes: files that it must leave in `folder`.
+        prints: text that its output must have.
         after: the cases whose files it reads.
         needs: a package without which it does not run.
     """
@@ -41,12 +41,12 @@ class Smoke:
 
     @property
     def command(self) -> Command:
-        """As a page would show it."""
+        """The command as a page would show it."""
         return Command("", self.program, self.arguments, self.variables)
 
     @property
     def folder(self) -> str:
-        """Where its files go."""
+        """Where its files go: `--out` or trainer.output_dir."""
         words = self.arguments
         if "--out" in words:
             return words[words.index("--out") + 1]
@@ -55,18 +55,18 @@ class Smoke:
 
 def run(
     name: str, *arguments: str, program: str = "one_step_off.main_ppo", **more: object
-) -> Smoke:
+) -> SmokeCase:
     """A run of two steps in outputs/NAME, with all that a run leaves."""
-    return Smoke(
+    return SmokeCase(
         name, program, (*arguments, f"trainer.output_dir=outputs/{name}"), **{"writes": RUN, **more}
     )
 
 
 def benchmark(
     name: str, *arguments: str, program: str = "", writes: tuple[str, ...] = RESULTS, **more: object
-) -> Smoke:
+) -> SmokeCase:
     """A benchmark that writes into outputs/NAME; its program is of the same name unless it says another."""
-    return Smoke(
+    return SmokeCase(
         name,
         f"benchmarks.{program or name}",
         ("--out", f"outputs/{name}", *arguments),
@@ -76,9 +76,11 @@ def benchmark(
 
 
 PROGRAM = [
-    Smoke("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
-    Smoke("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
-    Smoke("script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"),
+    SmokeCase("help", "one_step_off.main_ppo", ("--help",), prints="trainer.total_steps"),
+    SmokeCase("dry_run", "one_step_off.main_ppo", (TINY, "--dry-run"), prints="# placement"),
+    SmokeCase(
+        "script_dry_run", "shell/run_qwen_gsm8k.sh", (*SMALL, "--dry-run"), prints="# placement"
+    ),
     # With what first_run.md and looking_at_a_run.md add. The next three look at it.
     run(
         "plain",
@@ -86,19 +88,19 @@ PROGRAM = [
         program="shell/run_qwen_gsm8k.sh",
         writes=(*RUN, "profile", "checkpoints", "evaluations.jsonl"),
     ),
-    Smoke(
+    SmokeCase(
         "view",
         "one_step_off.view",
         ("outputs/plain", *"--best 1 --worst 1 --longest 1 --step 1".split()),
         after=("plain",),
     ),
-    Smoke(
+    SmokeCase(
         "view_evaluation",
         "one_step_off.view",
         ("outputs/plain", "--val", "2", "--worst", "1"),
         after=("plain",),
     ),
-    Smoke(
+    SmokeCase(
         "report",
         "one_step_off.report",
         ("outputs/plain",),
@@ -147,13 +149,13 @@ PROGRAM = [
         "agent.tools=calculator,my_tools:shout",
         program="shell/run_tool_agent.sh",
     ),
-    Smoke(
+    SmokeCase(
         "plan_times",
         "one_step_off.plan",
         (TINY, *"--times 458,445,1,177 --gpus 16".split()),
         prints="best:",
     ),
-    Smoke(
+    SmokeCase(
         "plan_runs",
         "one_step_off.plan",
         (TINY, *SMALL)
@@ -166,7 +168,7 @@ PROGRAM = [
 ]
 
 BENCHMARKS = [
-    Smoke(
+    SmokeCase(
         "throughput",
         "benchmarks.throughput",
         (
@@ -201,8 +203,8 @@ BENCHMARKS = [
         "mismatch", *"--arms rollout --seeds 0 --steps 2 --probe-steps 2".split(), *FEW_SAMPLES
     ),
     benchmark("planner", "--arms", "--batch", "4", *CALIBRATING),
-    Smoke("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
-    Smoke("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
+    SmokeCase("planner_published", "benchmarks.planner", ("--published",), prints="| verl |"),
+    SmokeCase("planner_paper", "benchmarks.planner", ("--paper",), prints="16,384 GPUs"),
     benchmark(
         "long_tail",
         *"--most 16 --over= --runs 1".split(),
@@ -235,8 +237,8 @@ BENCHMARKS = [
         program="weight_sync",
         writes=("exposed.json", "exposed.md"),
     ),
-    Smoke("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
-    Smoke(
+    SmokeCase("sync_model", "benchmarks.sync_model", prints="| sync, s |"),
+    SmokeCase(
         "sync_model_check",
         "benchmarks.sync_model",
         ("--check", "outputs/weight_sync/result.json", "outputs/weight_sync/result.json"),
@@ -263,69 +265,82 @@ CASES = {case.name: case for case in [*BENCHMARKS, *PROGRAM]}
 
 
 @dataclass(frozen=True)
-class Without:
-    """Documented commands that have no case, and why. A command is meant if it has this program, and each of the variables,
-    flags and keys that stand here (a key with this value); with `alone` no other flags."""
+class CommandWithoutCase:
+    """Documented commands that have no case.
 
-    why: str
+    Attributes:
+        reason: why they have none.
+        program: as `Command.program`.
+        variables: environment variables that the command must set.
+        flags: flags that it must have.
+        keys: keys that it must have with these values.
+        alone: whether it may have no other flags.
+    """
+
+    reason: str
     program: str
     variables: tuple[str, ...] = ()
     flags: tuple[str, ...] = ()
     keys: dict[str, str] = field(default_factory=dict)
     alone: bool = False
 
-    def means(self, command: Command) -> bool:
+    def matches(self, command: Command) -> bool:
         """Whether the command is one of these."""
+        has_other_flags = bool(command.flags - set(self.flags))
         return (
             command.program == self.program
             and set(self.variables) <= command.variables.keys()
             and set(self.flags) <= command.flags
             and self.keys.items() <= command.keys.items()
-            and not (self.alone and command.flags - set(self.flags))
+            and not (self.alone and has_other_flags)
         )
 
 
 GPUS = "needs GPUs; tests/unit/project/test_docs.py reads its config and its keys"
 CLUSTER = "needs a cluster; tests/unit/project/test_shell.py runs it with tools that only record their calls"
-ITSELF = "what continuous integration begins with"
+COMPARED = "tests/unit/project/test_docs.py compares what it writes"
+FIRST_OF_CI = "continuous integration begins with it"
 PRETRAINED = (
     "needs a model of 135M parameters that is not here; the tiny model's case has the same flags"
 )
 MAIN = "one_step_off.main_ppo"
 WITHOUT = [
-    Without(ITSELF, "shell/setup.sh"),
-    Without(ITSELF, "shell/test.sh"),
-    Without(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
-    Without(
+    CommandWithoutCase(FIRST_OF_CI, "shell/setup.sh"),
+    CommandWithoutCase(FIRST_OF_CI, "shell/test.sh"),
+    CommandWithoutCase(GPUS, "shell/run_qwen_gsm8k.sh", ("N_ROLLOUT_GPUS",)),
+    CommandWithoutCase(
         "needs the files of GSM8K; tests/unit/project/test_shell.py has DATA",
         "shell/run_qwen_gsm8k.sh",
         ("DATA",),
     ),
-    Without(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
-    Without(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
-    Without(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
-    Without(
+    CommandWithoutCase(GPUS, MAIN, keys={"config": "config/qwen_gsm8k_fsdp.yaml"}),
+    CommandWithoutCase(GPUS, MAIN, keys={"config": "config/dapo_7b.yaml"}),
+    CommandWithoutCase(PRETRAINED, MAIN, keys={"config": "config/smollm2_addition_cpu.yaml"}),
+    CommandWithoutCase(
         "needs a skipped update; tests/e2e/test_misbehaviour.py makes one and replays it",
         MAIN,
         flags=("--replay",),
     ),
-    Without(
+    CommandWithoutCase(
         "two runs of ten steps; plan_runs reads two such runs, and tests/unit/planner/test_planner.py makes a calibration fail",
         "one_step_off.plan",
         alone=True,
     ),
-    Without(CLUSTER, "shell/run_megatron_nodes.sh"),
-    Without(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
-    Without(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
-    Without(
+    CommandWithoutCase(CLUSTER, "shell/run_megatron_nodes.sh"),
+    CommandWithoutCase(CLUSTER, "shell/slurm_qwen_gsm8k.sh"),
+    CommandWithoutCase(CLUSTER, "shell/run_dapo_7b_4x12.sh"),
+    CommandWithoutCase(
         "TRL is not installed; tests/unit/benchmarks/test_trl_comparison.py has its settings",
         "benchmarks.trl_comparison",
     ),
-    Without("kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"),
-    Without("tests/unit/project/test_docs.py compares what it writes", "docs/make_reference.py"),
+    CommandWithoutCase(
+        "kills processes for minutes; tests/e2e/test_chaos.py has it", "tests.chaos"
+    ),
+    CommandWithoutCase(COMPARED, "docs/make_reference.py"),
+    CommandWithoutCase(COMPARED, "docs/make_module_tables.py"),
 ]
 
-# How much work it is, and where its files go; the cases have values of their own.
+# Keys for which a case has values of its own: how much work it is, and where its files go.
 SIZES = {
     "trainer.total_steps",
     "trainer.output_dir",
@@ -336,33 +351,32 @@ SIZES = {
     "data.val_files",
     "rollout.n",
 }
-# The configs with which a script calls the program, on CPUs and without variables.
+# The configs that a script gives the program, on CPUs and without variables.
 SCRIPTS = {
     "config/tool_agent.yaml": "shell/run_tool_agent.sh",
     "config/gsm8k_tiny_cpu.yaml": "shell/run_qwen_gsm8k.sh",
 }
 
 
-def covers(case: Smoke, command: Command) -> bool:
-    """Whether a case is the command in a smaller form: the same program, every flag and variable, and every key with the
-    same value, but for SIZES."""
+def covers(case: SmokeCase, command: Command) -> bool:
+    """Whether a case is the command in a smaller form.
+
+    It must have the same program, every flag and variable, and every key with the same value except SIZES.
+    """
     program = command.program
     keys = {name: value for name, value in command.keys.items() if name not in SIZES}
-    if keys.get("config") == "FILE":  # any
+    if keys.get("config") == "FILE":  # any config
         del keys["config"]
-    own = case.command
-    if (
-        program == MAIN
-        and own.program == SCRIPTS.get(keys.get("config", ""))
-        and "BACKEND" not in own.variables
-    ):
-        program = own.program
+    small = case.command
+    script_of_config = SCRIPTS.get(keys.get("config", ""))
+    if program == MAIN and small.program == script_of_config and "BACKEND" not in small.variables:
+        program = small.program
         del keys["config"]
-    same_backend = own.variables.get("BACKEND") == command.variables.get("BACKEND")
+    same_keys = program.startswith("benchmarks.") or keys.items() <= small.keys.items()
     return (
-        own.program == program
-        and command.flags <= own.flags
-        and command.variables.keys() <= own.variables.keys()
-        and same_backend
-        and (program.startswith("benchmarks.") or keys.items() <= own.keys.items())
+        small.program == program
+        and command.flags <= small.flags
+        and command.variables.keys() <= small.variables.keys()
+        and small.variables.get("BACKEND") == command.variables.get("BACKEND")
+        and same_keys
     )

@@ -23,8 +23,8 @@ from benchmarks.common.report import write_results
 from benchmarks.common.runs import RunFailed, alternated, run_arm
 from benchmarks.learning import comparison, curves
 from benchmarks.learning.comparison import ARMS
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
 

@@ -25,8 +25,9 @@ from benchmarks.common.paths import config_path
 from benchmarks.common.report import write_results
 from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.long_tail.report import figures, plot, summarize, table
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
 PARTIAL = "pipeline.partial_rollout=true"

@@ -33,7 +33,7 @@ PHASES = {
     "check stamps": (ray_trainer, "assert_staleness"),
     "advantages": (Pipeline, "_advantages"),
     "record": (Tracker, "step"),
-    "report of the sync": (WeightSync, "_metrics"),
+    "report of the sync": (WeightSync, "_collect_metrics"),
 }
 """Phase of the driver's work -> the owner and the name of the function that does it."""
 

@@ -94,7 +94,7 @@ def connected_sync(cell: Cell, actor: TrainGroup, rollout: RolloutGroup) -> Weig
     sync.senders = actor.ranks
     sync.sending_ranks = actor.ranks
     sync.connected_replicas = list(rollout.replicas)
-    sync.info = {}
+    sync.connect_info = {}
     sync.total_bytes = 10**9
     for health in rollout.health:
         health.transition_to(ReplicaState.HEALTHY)

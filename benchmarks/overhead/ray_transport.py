@@ -31,7 +31,8 @@ from benchmarks.common.paths import ROOT
 from benchmarks.common.processes import run_in_checkout
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.overhead.cell import SAMPLES_PER_PROMPT
-from one_step_off.data.samples import NOT_STORED, Batch, PackedSamples, PackedShares, Sample
+from one_step_off.data.packing import PackedSamples, PackedShares
+from one_step_off.data.samples import NOT_STORED, Batch, Sample
 from one_step_off.training import trainer_group
 
 PROMPT_TOKENS = 128

@@ -26,7 +26,7 @@ from benchmarks.common.runs import RunFailed
 from benchmarks.planner.paper import paper
 from benchmarks.planner.published import published
 from benchmarks.planner.validation import CALIBRATING, arms_of, validation
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 
 
 def arguments(argv: list[str] | None = None) -> tuple[Parser, argparse.Namespace, list[str]]:

@@ -15,8 +15,8 @@ import numpy as np
 from benchmarks.common.report import markdown_table, write_results
 from benchmarks.common.runs import alternated, run_arm
 from one_step_off.config.loading import load_config
-from one_step_off.config.validation import resolved_device
-from one_step_off.monitoring.tracker import speed
+from one_step_off.config.placement import resolved_device
+from one_step_off.monitoring.summary import speed_summary
 from one_step_off.planner import planner as plan
 from one_step_off.planner.simulation import Work, simulate
 from one_step_off.runtime.validation import validate
@@ -117,7 +117,9 @@ def run_round(
     for arm in alternated(list(arms), number):
         begin = time.perf_counter()
         rows = run_arm(args.config, [], folders[arm], arms[arm])[plan.WARM_UP :]
-        measured[arm] = {name: value for name, value in speed(rows).items() if name in FIGURES}
+        measured[arm] = {
+            name: value for name, value in speed_summary(rows).items() if name in FIGURES
+        }
         step = measured[arm][STEP]
         seconds = time.perf_counter() - begin
         print(f"round {number + 1}, {arm}: {step:.3f} s/step (run of {seconds:.0f} s)", flush=True)

@@ -40,8 +40,9 @@ from benchmarks.throughput.cases import (
     model_in_words,
     model_path,
 )
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
 

@@ -36,8 +36,8 @@ from benchmarks.common.report import write_results
 from benchmarks.common.runs import NO_EVALUATION, RunFailed, rotated, run_arm
 from benchmarks.trl_comparison.report import OURS, figures, headline, plot, summarize, table
 from benchmarks.trl_comparison.trl_arm import grpo_config_fields
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.runtime.validation import validate
 
 ARMS = {

@@ -132,7 +132,7 @@ def prompts_of(cfg: Config, tokenizer: Any) -> list[dict[str, str]]:
 
 def reward_function(cfg: Config) -> Callable[..., list[float]]:
     """The config's reward function in the form that TRL calls: all samples at once."""
-    from one_step_off.rewards.scoring import REWARD_FUNCTIONS
+    from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 
     function = REWARD_FUNCTIONS.find(cfg.reward.function).function
 

@@ -20,7 +20,8 @@ from benchmarks.weight_sync import trainer, vllm_trainer
 from benchmarks.weight_sync.replica import slowest
 from benchmarks.weight_sync.team import Team
 from one_step_off.config.schema import WeightSyncConfig
-from one_step_off.weight_sync.coordinator import RECEIVING, SENDING, WeightSync
+from one_step_off.weight_sync.coordinator import WeightSync
+from one_step_off.weight_sync.report import GATHERING_PHASES, RECEIVER_PHASES
 
 EXTRA_METRICS = ("bytes", "full_bytes", "raw_s", "wire_ratio", "in_place")
 
@@ -249,11 +250,10 @@ class Product(Arm):
         for name in EXTRA_METRICS:
             if f"sync/{name}" in metrics:
                 extra[name] = metrics[f"sync/{name}"]
-        sending_phases = [phase for phase in SENDING if phase != "wire"]
         return Took(
             metrics["sync/transfer_s"],
-            {phase: metrics[f"sync/{phase}_s"] for phase in RECEIVING},
-            {phase: metrics[f"sync/{phase}_s"] for phase in sending_phases},
+            {phase: metrics[f"sync/{phase}_s"] for phase in RECEIVER_PHASES},
+            {phase: metrics[f"sync/{phase}_s"] for phase in GATHERING_PHASES},
             extra,
         )
 

@@ -148,7 +148,7 @@ def forget_arm(worker: Any, arm: str) -> None:
 def close_endpoint(endpoint: Any) -> None:
     """Close a weight sender or receiver of the product, and end its thread."""
     endpoint.close()
-    endpoint.wire.stop()
+    endpoint.wire_thread.stop()
 
 
 def return_free_memory() -> None:

@@ -1,4 +1,5 @@
 """The mathematics as pure functions: advantage estimators, policy losses, KL, value loss, schedules, batching.
 
-Read `advantages.py` first; a new estimator is one function there, a new loss one function in `policy_losses.py`.
+Read `advantages.py` first. A new estimator is one function with `@register` in `advantages.py`, a new
+policy loss one function with `@register` in `policy_losses.py`; nothing else needs to know of it.
 """

@@ -1,7 +1,8 @@
 """Cutting a batch into mini-batches, ranks and micro-batches, and laying a micro-batch out for the model.
 
-Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all run the same
-number of micro-batches: under FSDP a rank with one forward pass fewer would leave the others waiting for ever.
+Pure numpy. Every rank computes the same plan from the same lengths, so nothing is communicated, and all
+ranks run the same number of micro-batches: under FSDP a rank with one forward pass fewer would leave
+the others waiting forever.
 """
 
 from collections.abc import Hashable, Sequence
@@ -13,13 +14,22 @@ MicroBatchPlan = list[list[list[int]]]
 """plan[rank][micro-batch] = indices of sequences."""
 
 
+def _divide_up(count: int, size: int) -> int:
+    """count / size, rounded up."""
+    return -(-count // size)
+
+
 def split_into_mini_batches(
     prompts: Sequence[Hashable], prompts_per_mini_batch: int
 ) -> list[list[int]]:
-    """Positions of samples, one list per mini-batch of whole prompt groups, prompts in order of first appearance;
-    `prompts` has the prompt of each sample. The last mini-batch may have fewer prompts."""
+    """The positions of the samples of each mini-batch, which holds whole prompt groups.
+
+    `prompts` has the prompt of each sample. Prompts are taken in the order of their first appearance;
+    the last mini-batch may have fewer prompts.
+    """
     order = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-    result: list[list[int]] = [[] for _ in range(-(-len(order) // prompts_per_mini_batch))]
+    count = _divide_up(len(order), prompts_per_mini_batch)
+    result: list[list[int]] = [[] for _ in range(count)]
     for position, prompt in enumerate(prompts):
         result[order[prompt] // prompts_per_mini_batch].append(position)
     return result
@@ -32,44 +42,78 @@ def plan_micro_batches(
     packed: bool,
     rounds: int = 1,
 ) -> MicroBatchPlan:
-    """Share sequences over ranks and cut each share into micro-batches. Deterministic.
+    """Distribute sequences over ranks and cut each rank's share into micro-batches. Deterministic.
 
-    Ranks are balanced by tokens: longest first, each to the rank with the fewest tokens so far. So their micro-batch
-    counts hardly differ; empty ones make them equal, and a multiple of `rounds`. A micro-batch costs max_length * rows
-    when padded, and the sum of lengths when `packed` (one after the other). The cost stays within `token_budget`,
-    except that a longer sequence has a micro-batch of its own. `lengths` are the tokens of each sequence, prompt and
-    response together. With `rounds` above 1 (virtual stages) all micro-batches are padded alike, see `same_shape`, so
-    each sequence costs as much as the longest.
+    Ranks are balanced by tokens: longest sequence first, each to the rank with the fewest tokens so
+    far. So the numbers of micro-batches hardly differ; empty ones make them equal, and a multiple of
+    `rounds`. The cost of a micro-batch stays within `token_budget`, except that a longer sequence gets
+    a micro-batch of its own.
+
+    Args:
+        lengths: tokens of each sequence, prompt and response together.
+        packed: sequences are laid out one after another in one row, which costs the sum of their
+            lengths; else they are padded, which costs max_length * rows.
+        rounds: with more than 1 (virtual stages) all micro-batches are padded to one shape, see
+            `pad_to_same_shape`, so each sequence costs as much as the longest.
     """
-    n = [int(x) for x in lengths]
+    tokens = [int(length) for length in lengths]
+    shares = _balance(tokens, ranks)
+    costs = tokens if rounds == 1 else [max(tokens, default=0)] * len(tokens)
+    plan = [_cut(share, costs, token_budget, packed) for share in shares]
+    most = max(len(micro_batches) for micro_batches in plan)
+    count = _divide_up(most, rounds) * rounds
+    for micro_batches in plan:
+        micro_batches += [[] for _ in range(count - len(micro_batches))]
+    return plan
+
+
+def _balance(tokens: list[int], ranks: int) -> list[list[int]]:
+    """The indices of the sequences of each rank, longest first."""
     shares: list[list[int]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for i in sorted(range(len(n)), key=lambda i: (-n[i], i)):
-        rank = min(range(ranks), key=lambda rank: (tokens[rank], len(shares[rank])))
+    tokens_of_rank = [0] * ranks
+    longest_first = sorted(range(len(tokens)), key=lambda i: (-tokens[i], i))
+    for i in longest_first:
+        rank = min(range(ranks), key=lambda rank: (tokens_of_rank[rank], len(shares[rank])))
         shares[rank].append(i)
-        tokens[rank] += n[i]
-    sizes = n if rounds == 1 else [max(n, default=0)] * len(n)
-    result = [_cut(share, sizes, token_budget, packed) for share in shares]
-    count = -(-max(len(micros) for micros in result) // rounds) * rounds
-    return [micros + [[] for _ in range(count - len(micros))] for micros in result]
+        tokens_of_rank[rank] += tokens[i]
+    return shares
 
 
 def _cut(share: list[int], lengths: list[int], budget: int, packed: bool) -> list[list[int]]:
-    """Packed: first-fit decreasing, at most 11/9 of the fewest possible micro-batches plus one. Padded: neighbours in
-    length share a micro-batch; `share` comes longest first, so its first row sets the cost of each."""
-    micros: list[list[int]] = []
-    room: list[int] = []
+    """Cut one rank's share, which comes longest first, into micro-batches."""
+    if packed:
+        return _first_fit(share, lengths, budget)
+    return _cut_padded(share, lengths, budget)
+
+
+def _first_fit(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: at most 11/9 of the fewest possible micro-batches plus one."""
+    micro_batches: list[list[int]] = []
+    free_tokens: list[int] = []
     for i in share:
-        tried = range(len(micros)) if packed else range(len(micros))[-1:]
-        k = next(
-            (k for k in tried if room[k] >= lengths[i if packed else micros[k][0]]), len(micros)
-        )
-        if k == len(micros):
-            micros.append([])
-            room.append(budget)
-        micros[k].append(i)
-        room[k] -= lengths[i if packed else micros[k][0]]
-    return micros
+        for k, free in enumerate(free_tokens):
+            if free >= lengths[i]:
+                micro_batches[k].append(i)
+                free_tokens[k] -= lengths[i]
+                break
+        else:
+            micro_batches.append([i])
+            free_tokens.append(budget - lengths[i])
+    return micro_batches
+
+
+def _cut_padded(share: list[int], lengths: list[int], budget: int) -> list[list[int]]:
+    """Sequences of similar length share a micro-batch; its first one, the longest, sets the width."""
+    micro_batches: list[list[int]] = []
+    for i in share:
+        if micro_batches:
+            newest = micro_batches[-1]
+            width = lengths[newest[0]]
+            if (len(newest) + 1) * width <= budget:
+                newest.append(i)
+                continue
+        micro_batches.append([i])
+    return micro_batches
 
 
 @dataclass
@@ -78,9 +122,11 @@ class MicroBatch:
 
     Attributes:
         input_ids: int64 [rows, width]; padded on the right with 0, or packed into one row.
-        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded batch needs
-            neither positions nor a mask: under causal attention no real token sees the padding to its right.
-        at: int64 [n]; flat index into [rows * width] of the position whose logits predict each wanted token.
+        position_ids: int64 [1, width] that restart at each sequence when packed, else None. A padded
+            batch needs neither positions nor a mask: under causal attention no real token sees the
+            padding to its right.
+        logit_index: int64 [n]; flat index into [rows * width] of the position whose logits predict
+            each wanted token.
         tokens: int64 [n]; the wanted tokens.
         counts: wanted tokens of each sequence, in the order of the sequences; sums to n.
     """
@@ -97,61 +143,91 @@ def collate(
 ) -> MicroBatch:
     """Lay sequences out for the model.
 
-    An empty micro-batch becomes two tokens with nothing wanted: it takes part in every collective of the
-    forward and backward pass and adds nothing.
+    An empty micro-batch becomes two tokens of which none is wanted: it takes part in every collective
+    of the forward and backward pass and adds nothing.
 
     Args:
         sequences: token ids, one array [L_i] each.
-        wanted: for each sequence the places (1 .. L_i - 1) of the tokens whose log-prob is asked for.
+        wanted: for each sequence the positions (1 to L_i - 1) of the tokens whose log-prob is wanted.
         packed: one row without padding, else one row per sequence.
         multiple: the width of padded rows is rounded up to a multiple of it.
+
+    Raises:
+        ValueError: the first token of a sequence is wanted.
     """
     sequences = sequences or [np.zeros(2, dtype=np.int64)]
     wanted = wanted or [np.zeros(0, dtype=np.int64)]
-    if any(len(w) and w[0] < 1 for w in wanted):
-        raise ValueError("the first token of a sequence has no log-prob: nothing stands before it")
-    lengths = [len(s) for s in sequences]
+    for positions in wanted:
+        if len(positions) and positions[0] < 1:
+            raise ValueError(
+                "the first token of a sequence has no log-prob: nothing stands before it"
+            )
+    lengths = [len(sequence) for sequence in sequences]
     if packed:
         starts = np.concatenate([[0], np.cumsum(lengths)[:-1]])
         input_ids = np.concatenate(sequences).astype(np.int64)[None]
-        position_ids = np.concatenate([np.arange(n) for n in lengths])[None]
+        position_ids = np.concatenate([np.arange(length) for length in lengths])[None]
     else:
-        width = -(-max(lengths) // multiple) * multiple
+        width = _divide_up(max(lengths), multiple) * multiple
         starts = np.arange(len(sequences)) * width
-        rows = [np.pad(s, (0, width - len(s))) for s in sequences]
-        input_ids, position_ids = np.stack(rows).astype(np.int64), None
-    at = np.concatenate([w + start - 1 for w, start in zip(wanted, starts, strict=True)]).astype(
-        np.int64
+        rows = [np.pad(sequence, (0, width - len(sequence))) for sequence in sequences]
+        input_ids = np.stack(rows).astype(np.int64)
+        position_ids = None
+    # The logits at position p predict the token at p + 1.
+    logit_parts = [p + start - 1 for p, start in zip(wanted, starts, strict=True)]
+    token_parts = [sequence[p] for sequence, p in zip(sequences, wanted, strict=True)]
+    return MicroBatch(
+        input_ids,
+        position_ids,
+        logit_index=np.concatenate(logit_parts).astype(np.int64),
+        tokens=np.concatenate(token_parts).astype(np.int64),
+        counts=[len(positions) for positions in wanted],
     )
-    tokens = np.concatenate([s[w] for s, w in zip(sequences, wanted, strict=True)]).astype(np.int64)
-    return MicroBatch(input_ids, position_ids, at, tokens, [len(w) for w in wanted])
 
 
-def pad_to_same_shape(laid: Sequence[MicroBatch]) -> tuple[int, int]:
-    """Pad padded micro-batches, in place, to the most rows and the largest width among them; returns the two."""
-    rows, width = (max(m.input_ids.shape[axis] for m in laid) for axis in (0, 1))
-    for micro in laid:
-        had = micro.input_ids.shape
-        micro.input_ids = np.pad(micro.input_ids, ((0, rows - had[0]), (0, width - had[1])))
-        micro.logit_index = micro.logit_index // had[1] * width + micro.logit_index % had[1]
+def pad_to_same_shape(micro_batches: Sequence[MicroBatch]) -> tuple[int, int]:
+    """Pad padded micro-batches, in place, to the most rows and the largest width among them.
+
+    Returns these rows and width.
+    """
+    rows = max(micro.input_ids.shape[0] for micro in micro_batches)
+    width = max(micro.input_ids.shape[1] for micro in micro_batches)
+    for micro in micro_batches:
+        old_rows, old_width = micro.input_ids.shape
+        padding = ((0, rows - old_rows), (0, width - old_width))
+        micro.input_ids = np.pad(micro.input_ids, padding)
+        row = micro.logit_index // old_width
+        column = micro.logit_index % old_width
+        micro.logit_index = row * width + column
     return rows, width
 
 
 def context_parallel_columns(width: int, rank: int, ranks: int) -> np.ndarray:
-    """The columns that one of `ranks` context-parallel ranks has: of 2 * `ranks` blocks one, and its mirror image, so that
-    all attend to as much. The blocks must be equal where there are several ranks."""
+    """The columns of one of `ranks` context-parallel ranks, int64.
+
+    Of 2 * ranks blocks it has one and its mirror image, so that under causal attention all ranks do the
+    same amount of work. With several ranks the blocks must be of equal size.
+    """
     blocks = np.array_split(np.arange(width), 2 * ranks)
     return np.concatenate([blocks[rank], blocks[-1 - rank]])
 
 
 def context_parallel_slice(
-    laid: MicroBatch, rank: int, ranks: int
+    micro: MicroBatch, rank: int, ranks: int
 ) -> tuple[MicroBatch, np.ndarray]:
-    """What that rank has of a padded micro-batch, and which of the wanted tokens."""
-    width = laid.input_ids.shape[1]
-    own, place = context_parallel_columns(width, rank, ranks), np.full(width, -1)
-    place[own] = np.arange(len(own))
-    row, column = laid.logit_index // width, place[laid.logit_index % width]
-    mine = np.flatnonzero(column >= 0)
-    at = (row * len(own) + column)[mine]
-    return MicroBatch(laid.input_ids[:, own], None, at, laid.tokens[mine], []), mine
+    """One context-parallel rank's columns of a padded micro-batch.
+
+    Returns:
+        That part of the micro-batch, and the indices of its wanted tokens among all, int64.
+    """
+    width = micro.input_ids.shape[1]
+    own_columns = context_parallel_columns(width, rank, ranks)
+    new_column = np.full(width, -1)  # of a column, in the slice; -1: another rank has it
+    new_column[own_columns] = np.arange(len(own_columns))
+    row = micro.logit_index // width
+    column = new_column[micro.logit_index % width]
+    own_tokens = np.flatnonzero(column >= 0)
+    logit_index = (row * len(own_columns) + column)[own_tokens]
+    tokens = micro.tokens[own_tokens]
+    part = MicroBatch(micro.input_ids[:, own_columns], None, logit_index, tokens, [])
+    return part, own_tokens

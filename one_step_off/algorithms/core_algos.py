@@ -1,14 +1,16 @@
 """The mathematics of the trainer: pure functions of numpy arrays or tensors.
 
-No I/O, no config object, no collective. Three policies appear throughout:
+Value loss, KL, log-probs and entropy, loss aggregation, learning rate. No I/O, no config object, no
+collective. Three policies appear throughout:
 
-    mu        the policy that made the tokens (the engine's weights, one step behind)
-    proximal  the policy around which PPO clips: mu itself, or the trainer's weights before the update
+    mu        the policy that generated the tokens (the engine's weights, one step behind)
+    proximal  the policy that the PPO clip is centered on: mu itself, or the trainer's weights before
+              the update
     theta     the policy being trained
 
-Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs are in nats.
-Sums over micro-batches and ranks are expressed as per-token weights with global denominators (`token_weights`), so the
-gradient does not depend on how the batch was cut.
+Advantages are in `advantages.py`, policy losses and rollout corrections in `policy_losses.py`. Log-probs
+are in nats. Sums over micro-batches and ranks are per-token weights with global denominators
+(`token_weights`), so the gradient does not depend on how the batch was cut.
 """
 
 import math
@@ -19,13 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from one_step_off.algorithms.policy_losses import LOG_RATIO_LIMIT, ratio_of
+from one_step_off.algorithms.policy_losses import clamp_log_ratio, ratio_of
 from one_step_off.algorithms.schedule import Decay
 
 TokenOutputs = tuple[Tensor, Tensor | None]
-"""What a model is asked about n tokens: their log-probs (or a scalar head's output), [n], and a figure of each, [n]."""
+"""Outputs for n tokens: their log-probs (or the values of a scalar head), [n]; and [n] of the statistic
+that was asked for, such as their entropy, or None."""
 
 Stats = dict[str, Tensor]
+"""Scalars by name."""
 
 
 def token_weights(
@@ -35,7 +39,7 @@ def token_weights(
     global_sequences: int,
     longest: int = 1,
 ) -> np.ndarray:
-    """The weight of each trained token of a sequence in the loss, so that loss = sum over all tokens of weight * l.
+    """The weight of each token of a sequence in the loss: loss = sum over all trained tokens of weight * l.
 
         token-mean          w_i = 1 / global_tokens                     (DAPO, arXiv:2503.14476, eq. 12)
         token-sum           w_i = 1
@@ -43,29 +47,34 @@ def token_weights(
         seq-mean-token-sum  w_i = 1 / global_sequences
         seq-sum-norm        w_i = 1 / (longest * global_sequences)      (Dr. GRPO, arXiv:2503.20783, section 3.2)
 
-    The denominators count the whole mini-batch over all ranks, so parts simply add up.
+    The denominators count the whole mini-batch over all ranks, so the losses of its parts add up.
 
     Args:
         lengths: trained tokens of each sequence, [B].
         global_tokens: trained tokens of the whole mini-batch.
         global_sequences: sequences of the whole mini-batch with at least one trained token.
-        longest: a constant: the most tokens that a response may have.
+        longest: the largest number of tokens that a response may have; a constant.
 
     Returns:
         float64 [B]; 0 for a sequence without trained tokens.
     """
-    n = np.asarray(lengths, dtype=np.float64)
+    lengths = np.asarray(lengths, dtype=np.float64)
+    tokens = max(global_tokens, 1)
     sequences = max(global_sequences, 1)
-    counts = {"token-mean": max(global_tokens, 1), "token-sum": 1}
-    counts |= {"sequence-mean": np.maximum(n, 1) * sequences, "seq-mean-token-sum": sequences}
-    counts["seq-sum-norm"] = longest * sequences
-    return np.where(n > 0, 1.0 / counts[agg], 0.0)
+    denominators: dict[str, float | np.ndarray] = {
+        "token-mean": tokens,
+        "token-sum": 1,
+        "sequence-mean": np.maximum(lengths, 1) * sequences,
+        "seq-mean-token-sum": sequences,
+        "seq-sum-norm": longest * sequences,
+    }
+    return np.where(lengths > 0, 1.0 / denominators[agg], 0.0)
 
 
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Squared error of a critic; clipped as PPO's code has it (arXiv:2005.12729, section 3; not in the PPO paper).
+    """Clipped squared error of a critic, as in PPO's code (arXiv:2005.12729, section 3; not in the PPO paper).
 
         l = max((v - R)^2, (clip(v, v_old - clip, v_old + clip) - R)^2) / 2
 
@@ -73,14 +82,16 @@ def value_loss(
         values: [n]; the gradient flows through it.
         old_values: [n], before the update, in the unit of the reward.
         returns: [n].
-        clip: how far a value may move, in the unit of the reward.
+        clip: how far a value may move from the old one, in the unit of the reward.
 
     Returns:
         The loss [n], and bool [n]: where the clip binds, so that the gradient is zero.
     """
-    free = (values - returns).square()
-    held = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
-    return 0.5 * torch.maximum(free, held), (held > free).detach()
+    clipped_values = torch.clamp(values, old_values - clip, old_values + clip)
+    unclipped_error = (values - returns).square()
+    clipped_error = (clipped_values - returns).square()
+    loss = 0.5 * torch.maximum(unclipped_error, clipped_error)
+    return loss, (clipped_error > unclipped_error).detach()
 
 
 @dataclass
@@ -89,7 +100,10 @@ class KLController:
 
         value <- value * (1 + clip(kl / target - 1, -0.2, 0.2) * samples / horizon)
 
-    kl and target: nats per response. `horizon`: samples in which a lasting error of 20 % changes it by about 20 %.
+    Attributes:
+        value: the coefficient.
+        target: nats per response; None: the coefficient is fixed.
+        horizon: the number of samples over which an error of 20 % changes the value by about 20 %.
     """
 
     value: float
@@ -97,9 +111,11 @@ class KLController:
     horizon: int = 10000
 
     def update(self, kl: float, samples: int) -> None:
-        """After a batch of `samples` responses whose mean KL was `kl`."""
-        if self.target is not None:
-            self.value *= 1.0 + min(max(kl / self.target - 1.0, -0.2), 0.2) * samples / self.horizon
+        """Adapt to a batch of `samples` responses whose mean KL was `kl`, in nats per response."""
+        if self.target is None:
+            return
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * samples / self.horizon
 
 
 def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
@@ -107,65 +123,90 @@ def kl(log_p: Tensor, log_q: Tensor, estimator: str = "k3") -> Tensor:
 
     With r = q / p:     k1 = -log r        k2 = (log r)^2 / 2        k3 = (r - 1) - log r        abs = |log r|
 
-    k1 is unbiased but can be negative, k2 is biased and never negative, k3 is unbiased and never negative; abs is no
-    estimate of the KL but a distance. This is about values. As a loss differentiated through log_p, k1's gradient has mean
-    zero and only adds noise, and that of k2 alone has the KL's gradient as its mean. So k1+, k3+ and abs+ have the value
-    of k1, k3 and abs, and the gradient of k2.
+    As values: k1 is unbiased but can be negative; k2 is biased and never negative; k3 is unbiased and
+    never negative; abs is a distance, and no estimate of the KL.
+
+    As losses, differentiated through log_p: the gradient of k1 has mean zero and only adds noise; only
+    the gradient of k2 has the gradient of the KL as its mean. So k1+, k3+ and abs+ have the values of
+    k1, k3 and abs, and the gradient of k2.
 
     Args:
         log_p, log_q: log-probs of the same tokens, equal shapes, nats.
+
+    Raises:
+        ValueError: there is no such estimator.
     """
     log_r = log_q - log_p
     k2 = 0.5 * log_r.square()
     if estimator.endswith("+"):
-        return kl(log_p, log_q, estimator[:-1]).detach() + (k2 - k2.detach())
-    near = log_r.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return {"k1": -log_r, "k2": k2, "k3": torch.expm1(near) - near, "abs": log_r.abs()}[estimator]
+        value = kl(log_p, log_q, estimator.removesuffix("+")).detach()
+        return value + (k2 - k2.detach())
+    if estimator == "k1":
+        return -log_r
+    if estimator == "k2":
+        return k2
+    if estimator == "abs":
+        return log_r.abs()
+    if estimator == "k3":
+        clamped = clamp_log_ratio(log_r)
+        return torch.expm1(clamped) - clamped
+    raise ValueError(f"unknown KL estimator {estimator!r}")
 
 
 def log_probs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, entropy: str = "none"
 ) -> TokenOutputs:
-    """Log-prob of each token and a figure of its distribution, after temperature, in float32 nats.
+    """The log-prob of each token and a statistic of its distribution, after temperature, in float32 nats.
 
     Args:
         logits: [n, vocabulary].
         tokens: int64 [n].
         temperature: the logits are divided by it, as the engine does before it samples.
-        entropy: the figure: "none"; the entropy as "metric" (no gradient) or with "grad"; or "squares": sum_v p(v)^2.
+        entropy: the statistic: "none"; the entropy, as "metric" without a gradient, or as "grad" with
+            one; or "squares": sum_v p(v)^2.
 
     Returns:
         [n], and [n] or None.
     """
     log_p = torch.log_softmax(logits.float() / temperature, dim=-1)
     chosen = log_p.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    if entropy in ("none", "squares"):
-        return chosen, log_p.exp().square().sum(-1) if entropy == "squares" else None
+    if entropy == "none":
+        return chosen, None
+    if entropy == "squares":
+        return chosen, log_p.exp().square().sum(-1)
     # entr(p) = -p log p with entr(0) = 0, so a vocabulary entry masked by -inf logits gives no NaN.
     with torch.set_grad_enabled(entropy == "grad" and torch.is_grad_enabled()):
         return chosen, torch.special.entr(log_p.exp()).sum(-1)
 
 
 def token_stats(log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor) -> tuple[Stats, Stats]:
-    """Sums and maxima over trained tokens that say how far theta is from the policy that made them.
+    """How far theta is from the policy that generated the tokens: sums and maxima over trained tokens.
 
     Args:
         log_probs, mu_log_probs: [n], nats.
         clipped: bool [n], from the policy loss.
 
     Returns:
-        sums: ratio (theta / mu), clip (tokens whose clip binds), approx_kl (k3 of KL(mu || theta)),
-        logprob_diff (|log theta - log mu|); maxima: ratio, logprob_diff. Scalars in float64.
+        Two dicts of float64 scalars. The sums: ratio (theta / mu), clip (tokens that the loss held
+        back), approx_kl (k3 of KL(mu || theta)), logprob_diff (|log theta - log mu|). The maxima:
+        ratio, logprob_diff.
     """
-    theta, mu = log_probs.detach().double(), mu_log_probs.double()
-    ratio, difference = ratio_of(theta, mu), (theta - mu).abs()
-    sums = {"ratio": ratio.sum(), "logprob_diff": difference.sum()}
-    sums |= {"clip": clipped.double().sum(), "approx_kl": kl(mu, theta, "k3").sum()}
-    zero = theta.new_zeros(1)
-    return sums, {
+    theta = log_probs.detach().double()
+    mu = mu_log_probs.double()
+    ratio = ratio_of(theta, mu)
+    difference = (theta - mu).abs()
+    sums = {
+        "ratio": ratio.sum(),
+        "logprob_diff": difference.sum(),
+        "clip": clipped.double().sum(),
+        "approx_kl": kl(mu, theta, "k3").sum(),
+    }
+    zero = theta.new_zeros(1)  # the maximum over no tokens
+    maxima = {
         "ratio": torch.cat([ratio, zero]).max(),
         "logprob_diff": torch.cat([difference, zero]).max(),
     }
+    return sums, maxima
 
 
 def learning_rate(
@@ -178,16 +219,31 @@ def learning_rate(
     begin: int | None = None,
     done: float = 0.0,
 ) -> float:
-    """Learning rate of optimiser step `step` (from 0) of `total`: linear warm-up, then constant, cosine or linear.
-    Warm-up step s uses peak * (s + 1) / warmup, so that the first step is not wasted on a rate of zero. cosine (SGDR,
-    arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step. `begin`, `done`: as in `schedule.Decay`;
-    None: the decay begins after the warm-up."""
+    """The learning rate of an optimizer step: linear warm-up, then constant, cosine or linear.
+
+    Warm-up step s uses peak * (s + 1) / warmup, so that the first step does not have a rate of zero.
+    cosine (SGDR, arXiv:1608.03983, eq. 5) and linear end at peak * min_ratio on the last step.
+
+    Args:
+        step: from 0.
+        total: optimizer steps of the run.
+        warmup: optimizer steps of the warm-up.
+        begin, done: as in `schedule.Decay`; None: the decay begins after the warm-up.
+
+    Raises:
+        ValueError: there is no such schedule.
+    """
     if step < warmup:
         return peak * (step + 1) / warmup
     if schedule == "constant":
         return peak
-    progress = Decay(total, warmup if begin is None else begin, done).progress(step)
-    share = {"cosine": 0.5 * (1.0 + math.cos(math.pi * progress)), "linear": 1.0 - progress}[
-        schedule
-    ]
+    if begin is None:
+        begin = warmup
+    progress = Decay(total, begin, done).progress(step)
+    if schedule == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
+    elif schedule == "linear":
+        share = 1.0 - progress
+    else:
+        raise ValueError(f"unknown learning rate schedule {schedule!r}")
     return peak * (min_ratio + (1.0 - min_ratio) * share)

@@ -1,11 +1,17 @@
 """Policy losses and rollout corrections, per token. Formulas and sources: docs/concepts/algorithms.md.
 
-A policy loss takes `LossInputs`, and its own settings by keyword; it returns the loss [n] (to be minimised, before its
-aggregation weight) and bool [n]: where the method held a token back. Registered with a decorator here, it is known to
-`algorithm.policy_loss`; one of your own comes in as `module:function`.
+The PPO clip loss is `vanilla`. To add a loss, write one function here with `@register("name")`:
+`algorithm.policy_loss` then knows it. A policy loss takes `LossInputs`, and its own settings by keyword.
+It returns
 
-A micro-batch holds whole sequences, so ratios of sequences are exact however the batch is cut. Written with methods
-of tensors alone: a config is checked against the names here, and must not wait for torch.
+    the loss [n], to be minimized, before its aggregation weight, and
+    bool [n]: the tokens that the method held back, which the metric clip_frac counts.
+
+Users name their own as `module:function`. A micro-batch holds whole sequences, so ratios of sequences do
+not depend on how the batch was cut.
+
+The functions use methods of tensors only, and do not import torch: a config is checked against the
+names here, and must not wait for that import.
 """
 
 from __future__ import annotations
@@ -31,16 +37,17 @@ register = POLICY_LOSSES.register
 
 @dataclass(frozen=True)
 class LossInputs:
-    """The n trained tokens of a micro-batch, one sequence after the other, and the clip ranges.
+    """The n trained tokens of a micro-batch, one sequence after another, and the clip ranges.
 
     Attributes:
         log_probs: log theta(token), [n]; the gradient flows through it.
-        old_log_probs: log of the policy clipped around (mu or proximal), [n].
+        old_log_probs: log-prob under the policy that the clip is centered on (mu or proximal), [n].
         advantage: [n].
         sequence: int64 [n]: which sequence a token belongs to, counted from 0 without gaps.
-        weight: [n]; what the token's loss counts in the sum over the mini-batch (`core_algos.token_weights`).
-        clip_low, clip_high: the ratio may go from 1 - clip_low to 1 + clip_high.
-        clip_c: dual clip's bound for negative advantages; None: none.
+        weight: [n]; the weight of the token's loss in the sum over the mini-batch, see
+            `core_algos.token_weights`.
+        clip_low, clip_high: the clip range of the ratio is 1 - clip_low to 1 + clip_high.
+        clip_c: bound of the dual clip for negative advantages; None: no dual clip.
     """
 
     log_probs: Tensor
@@ -58,34 +65,52 @@ class LossInputs:
 
 
 def ratio_of(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """exp(log_probs - old_log_probs), with the log-ratio held within ±LOG_RATIO_LIMIT. Any equal shapes.
+    """exp(log_probs - old_log_probs), with the log-ratio clamped to ±LOG_RATIO_LIMIT. Any equal shapes.
 
-    Beyond the limit the gradient is zero: such a token is broken evidence, not a direction to follow.
+    Beyond the limit the gradient is zero: such a token is an outlier, not a direction to follow.
     """
-    return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    return clamp_log_ratio(log_probs - old_log_probs).exp()
+
+
+def clamp_log_ratio(log_ratio: Tensor) -> Tensor:
+    """The log-ratio within ±LOG_RATIO_LIMIT."""
+    return log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def sequence_sums(x: Tensor, sequence: Tensor) -> Tensor:
-    """Each token's sequence's sum of x, [n]; added up in float64, as thousands of small log-ratios need."""
-    return x.new_zeros(len(x)).double().index_add(0, sequence, x.double())[sequence].to(x.dtype)
+    """For each token the sum of x over its sequence, [n].
+
+    Computed in float64, which sums of thousands of small log-ratios need.
+    """
+    sums = x.new_zeros(len(x)).double().index_add(0, sequence, x.double())
+    return sums[sequence].to(x.dtype)
 
 
 def sequence_means(x: Tensor, sequence: Tensor) -> Tensor:
-    """Each token's sequence's mean of x, [n]."""
+    """For each token the mean of x over its sequence, [n]."""
     return sequence_sums(x, sequence) / sequence_sums(x.new_ones(len(x)), sequence)
 
 
+def _none_held_back(x: LossInputs) -> Tensor:
+    """bool [n], all False."""
+    return x.sequence < 0
+
+
 def _clipped_surrogate(ratio: Tensor, x: LossInputs) -> Loss:
-    free, held = ratio * x.advantage, ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantage
-    return -free.minimum(held), (held < free).detach()
+    """-min(r A, clip(r) A), and where the clip binds."""
+    unclipped = ratio * x.advantage
+    clipped = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high) * x.advantage
+    return -unclipped.minimum(clipped), (clipped < unclipped).detach()
 
 
 @register("vanilla")
 def vanilla(x: LossInputs) -> Loss:
-    """PPO (arXiv:1707.06347, eq. 7); two clip ranges: DAPO (arXiv:2503.14476, eq. 10); dual clip (arXiv:1912.09729).
+    """The PPO clip loss (arXiv:1707.06347, eq. 7).
 
-    l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
-    with clip_c, where A < 0:  l = min(l, -clip_c A)           so that a huge ratio cannot blow it up
+        l = -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)      r = theta / old
+
+    Two clip ranges: DAPO (arXiv:2503.14476, eq. 10). Dual clip (arXiv:1912.09729): with clip_c, where
+    A < 0, l = min(l, -clip_c A), so that a huge ratio does not give a huge loss.
     """
     loss, clipped = _clipped_surrogate(x.ratio(), x)
     if x.clip_c is None:
@@ -101,11 +126,11 @@ def gspo(x: LossInputs) -> Loss:
 
         s = exp(mean_t log(theta / old))      l_t = -min(s_t A_t, clip(s_t) A_t)      s_t = sg(s) theta_t / sg(theta_t)
 
-    With one advantage per sequence its gradient is that of the sequence form. Clip ranges are far smaller than PPO's:
-    the paper has 3e-4 and 4e-4. Use loss_agg=sequence-mean.
+    With one advantage per sequence the gradient is that of the sequence form. The clip ranges are far
+    smaller than PPO's: the paper uses 3e-4 and 4e-4. Use loss_agg=sequence-mean.
     """
-    # The token's own factor goes through the clamp too, so that beyond the limit it has no gradient.
-    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    # The token's own factor is clamped too, so that it has no gradient beyond the limit.
+    log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
     sequence_ratio = sequence_means(log_ratio.detach(), x.sequence).exp()
     own_factor = (log_ratio - log_ratio.detach()).exp()
     return _clipped_surrogate(sequence_ratio * own_factor, x)
@@ -117,12 +142,15 @@ def gmpo(x: LossInputs) -> Loss:
 
         l_t = -A exp(mean_t k_t)      k = min(log r, clip_high) where A > 0, else max(log r, -clip_low)
 
-    The range is one of log-ratios; the paper has 0.4 on both sides. For advantages per sequence, and
-    loss_agg=sequence-mean.
+    The clip range is one of log-ratios; the paper uses 0.4 on both sides. It is meant for advantages per
+    sequence, and for loss_agg=sequence-mean.
     """
-    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    kept = log_ratio.clamp(max=x.clip_high).where(x.advantage > 0, log_ratio.clamp(min=-x.clip_low))
-    return -x.advantage * sequence_means(kept, x.sequence).exp(), (kept != log_ratio).detach()
+    log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
+    clipped_above = log_ratio.clamp(max=x.clip_high)
+    clipped_below = log_ratio.clamp(min=-x.clip_low)
+    clipped = clipped_above.where(x.advantage > 0, clipped_below)
+    loss = -x.advantage * sequence_means(clipped, x.sequence).exp()
+    return loss, (clipped != log_ratio).detach()
 
 
 @register("cispo")
@@ -131,7 +159,7 @@ def cispo(x: LossInputs) -> Loss:
 
         l = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log theta
 
-    clip_low = 1 leaves the lower side open, as the paper does.
+    clip_low = 1 gives no lower bound, as in the paper.
     """
     ratio = x.ratio().detach()
     weight = ratio.clamp(1.0 - x.clip_low, 1.0 + x.clip_high)
@@ -140,114 +168,128 @@ def cispo(x: LossInputs) -> Loss:
 
 @register("sapo")
 def sapo(x: LossInputs, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Loss:
-    """SAPO (arXiv:2511.20347): a soft gate in place of the clip; it holds back off-policy tokens by degrees.
+    """SAPO (arXiv:2511.20347): a soft gate instead of the clip; it weakens off-policy tokens gradually.
 
         l = -A (4 / tau) sigmoid(tau (r - 1))      tau = tau_pos where A > 0, else tau_neg
 
-    At r = 1 its gradient is PPO's. It has no clip range; no token counts as clipped.
+    At r = 1 the gradient is PPO's. There is no clip range, and no token counts as held back.
     """
     tau = (x.advantage > 0).to(x.advantage.dtype) * (tau_pos - tau_neg) + tau_neg
     gate = (tau * (x.ratio() - 1.0)).sigmoid() * 4.0 / tau
-    return -gate * x.advantage, x.sequence < 0
+    return -gate * x.advantage, _none_held_back(x)
 
 
 @register("gpg")
 def gpg(x: LossInputs) -> Loss:
     """GPG (arXiv:2504.02546): the plain policy gradient, l = -A log theta.
 
-    It knows no older policy, so the step between mu and theta goes uncorrected unless rollout_correction does it.
+    It has no ratio, so the step between mu and theta is corrected only by rollout_correction.
     """
-    return -x.advantage * x.log_probs, x.sequence < 0
+    return -x.advantage * x.log_probs, _none_held_back(x)
 
 
 @register("dro")
 def dro(x: LossInputs, *, beta: float = 0.1) -> Loss:
-    """DRO, Direct Reward Optimisation (arXiv:2405.19107), token by token: no ratio, but a quadratic pull to the old policy.
+    """DRO, Direct Reward Optimization (arXiv:2405.19107), per token: a quadratic penalty instead of a ratio.
 
         l = -(A log theta - beta / 2 (log r)^2)      r = theta / old
 
-    The paper's policy gradient has the reward less the value in A's place and tau in beta's, whole responses for tokens,
-    and a reference for `old`. It knows no clip range; no token counts as clipped. Beyond the limit of log-ratios the
-    pull is constant, so its gradient is zero there.
+    The paper's policy gradient uses reward - value as A, calls beta tau, is over whole responses, and
+    uses a reference policy as `old`. There is no clip range, and no token counts as held back. Beyond
+    the limit of log-ratios the penalty is constant, so its gradient is zero.
     """
-    log_ratio = (x.log_probs - x.old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-    return 0.5 * beta * log_ratio.square() - x.advantage * x.log_probs, x.sequence < 0
+    log_ratio = clamp_log_ratio(x.log_probs - x.old_log_probs)
+    loss = 0.5 * beta * log_ratio.square() - x.advantage * x.log_probs
+    return loss, _none_held_back(x)
 
 
-def _masked(x: LossInputs, near: Tensor, cap: float) -> Loss:
-    """DPPO's loss: tokens outside the trust region (not `near`) that the update would push still further out are cut."""
+def _trust_region_loss(x: LossInputs, inside: Tensor, cap: float) -> Loss:
+    """The loss of DPPO: tokens outside the trust region are masked if the update would push them further out.
+
+    `inside`: bool [n], the tokens within the trust region.
+    """
     ratio = x.ratio().detach()
-    keep = near | (x.advantage * (ratio - 1) <= 0)
-    return -x.advantage * ratio.clamp(max=cap) * keep * x.log_probs, ~keep
+    moves_inward = x.advantage * (ratio - 1) <= 0
+    keep = inside | moves_inward
+    loss = -x.advantage * ratio.clamp(max=cap) * keep * x.log_probs
+    return loss, ~keep
 
 
 @register("dppo_tv")
 def dppo_tv(x: LossInputs, *, cap: float = 20.0) -> Loss:
-    """DPPO with the binary total variation (arXiv:2602.04879): probabilities, not their ratio, bound the update.
+    """DPPO with the binary total variation (arXiv:2602.04879): it bounds probabilities, not their ratio.
 
         l = -A min(r, cap) m log theta      m = 0 where |theta - old| > clip and the update pushes outward
 
-    clip_high bounds tokens with A > 0, clip_low those with A < 0. `old` is meant to be mu: old_log_probs=rollout.
+    clip_high bounds tokens with A > 0, clip_low those with A < 0. `old` should be mu:
+    old_log_probs=rollout.
     """
-    gap = x.log_probs.detach().exp() - x.old_log_probs.exp()
-    return _masked(x, (gap <= x.clip_high) & (gap >= -x.clip_low), cap)
+    difference = x.log_probs.detach().exp() - x.old_log_probs.exp()
+    inside = (difference <= x.clip_high) & (difference >= -x.clip_low)
+    return _trust_region_loss(x, inside, cap)
 
 
 @register("dppo_kl")
 def dppo_kl(x: LossInputs, *, cap: float = 20.0) -> Loss:
-    """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with KL(old || theta) of "this token or another".
+    """DPPO with the binary KL (arXiv:2602.04879): as `dppo_tv`, with the KL of "this token or another".
 
-    KL = q log(q / p) + (1 - q) log((1 - q) / (1 - p)), q = old, p = theta, in nats.
+    KL(old || theta) = q log(q / p) + (1 - q) log((1 - q) / (1 - p))      q = old, p = theta, in nats
     """
-    log_p, log_q = x.log_probs.detach(), x.old_log_probs
-    p, q = log_p.exp().clamp(max=1 - 1e-6), log_q.exp().clamp(max=1 - 1e-6)
+    log_p = x.log_probs.detach()
+    log_q = x.old_log_probs
+    p = log_p.exp().clamp(max=1 - 1e-6)
+    q = log_q.exp().clamp(max=1 - 1e-6)
     divergence = q * (log_q - log_p) + (1 - q) * ((-q).log1p() - (-p).log1p())
-    bound = (log_p > log_q).to(q.dtype) * (x.clip_high - x.clip_low) + x.clip_low
-    return _masked(x, divergence <= bound, cap)
+    has_grown = (log_p > log_q).to(q.dtype)
+    bound = has_grown * (x.clip_high - x.clip_low) + x.clip_low
+    return _trust_region_loss(x, divergence <= bound, cap)
 
 
 def _covariance(x: LossInputs) -> Tensor:
-    """(A - mean A)(log theta - mean log theta) per token (arXiv:2505.22617): large ones cost the most entropy."""
+    """(A - mean A)(log theta - mean log theta) per token (arXiv:2505.22617): large ones reduce entropy most."""
     log_probs = x.log_probs.detach()
     return (x.advantage - x.advantage.mean()) * (log_probs - log_probs.mean())
 
 
 def _largest(values: Tensor, share: float) -> Tensor:
-    """bool [n]: which of them are the `share` (at least one) that is largest."""
+    """bool [n]: the largest values, a share of all, but at least one."""
     count = min(len(values), max(1, int(share * len(values))))
-    return values.new_zeros(len(values)).index_fill(0, values.topk(count).indices, 1.0) > 0
+    largest = values.topk(count).indices
+    return values.new_zeros(len(values)).index_fill(0, largest, 1.0) > 0
 
 
 @register("clip_cov")
 def clip_cov(
     x: LossInputs, *, share: float = 2e-4, cov_low: float = 1.0, cov_high: float = 5.0
 ) -> Loss:
-    """Clip-Cov (arXiv:2505.22617): vanilla, but a random few tokens of high covariance get no gradient.
+    """Clip-Cov (arXiv:2505.22617): vanilla, but a few random tokens of high covariance get no gradient.
 
-    `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that PPO does not
-    clip. The paper takes means and share over the mini-batch; here they are the micro-batch's, so in micro-batches of
-    fewer than 1 / share tokens more than `share` may be held back.
+    `share` of all tokens (at least one) is drawn from those with cov_low < covariance < cov_high that
+    PPO does not clip. The paper takes means and share over the mini-batch. Here they are those of the
+    micro-batch, so in micro-batches of fewer than 1 / share tokens more than `share` may be held back.
     """
     loss, clipped = vanilla(x)
     covariance = _covariance(x)
-    able = (covariance > cov_low) & (covariance < cov_high) & ~clipped
-    # A random order of the able tokens; the others come behind all of them.
-    order = covariance.new_empty(len(loss)).uniform_().where(able, covariance.new_zeros(()) - 1)
-    drawn = _largest(order, share) & able
+    is_candidate = (covariance > cov_low) & (covariance < cov_high) & ~clipped
+    # A random priority for each candidate; the other tokens come after all candidates.
+    random_priority = covariance.new_empty(len(loss)).uniform_()
+    priority = random_priority.where(is_candidate, covariance.new_zeros(()) - 1)
+    drawn = _largest(priority, share) & is_candidate
     return loss.detach().where(drawn, loss), clipped | drawn
 
 
 @register("kl_cov")
 def kl_cov(x: LossInputs, *, share: float = 2e-4, coef: float = 1.0) -> Loss:
-    """KL-Cov (arXiv:2505.22617): no clip; the tokens of highest covariance are drawn back to the old policy.
+    """KL-Cov (arXiv:2505.22617): no clip, but a KL penalty on the tokens of highest covariance.
 
         l = -r A, plus coef |log(theta / old)| for the `share` (at least one token) of highest covariance
 
-    Means and share are the micro-batch's, as in `clip_cov`. Tokens drawn back count as clipped.
+    Means and share are those of the micro-batch, as in `clip_cov`. Penalized tokens count as held back.
     """
     loss = -x.ratio() * x.advantage
-    drawn = _largest(_covariance(x), share)
-    return loss + coef * drawn * (x.log_probs - x.old_log_probs).abs(), drawn
+    penalized = _largest(_covariance(x), share)
+    penalty = coef * penalized * (x.log_probs - x.old_log_probs).abs()
+    return loss + penalty, penalized
 
 
 def correction_weights(
@@ -255,34 +297,50 @@ def correction_weights(
 ) -> Tensor:
     """Importance weight w = proximal / mu of decoupled PPO (arXiv:2110.00641, section 3; AReaL, arXiv:2505.24298, eq. 5).
 
-        none, tis, mis      1;  w held within [low, cap], truncated;  w where it lies in [low, cap], else 0, masked
-        seq-tis, seq-mis    the same with the product of the sequence's w, for all its tokens
-        geo-mask            1 where the geometric mean of the sequence's w lies in [low, cap], else 0
+        none      1
+        tis       w clamped to [low, cap]: truncated importance sampling
+        mis       w where it is within [low, cap], else 0: masked importance sampling
+        seq-tis, seq-mis
+                  the same with the product of w over the sequence, for all its tokens
+        geo-mask  1 where the geometric mean of w over the sequence is within [low, cap], else 0
 
-    `mis` with both bounds is IcePop (arXiv:2510.18855). Masked tokens still count in the loss's denominator: masking is
-    part of the estimator.
+    `mis` with both bounds is IcePop (arXiv:2510.18855). Masked tokens still count in the denominator of
+    the loss: masking is part of the estimator.
 
     Args:
         proximal, mu: log-probs, [n], nats.
         sequence: int64 [n], as in `LossInputs`.
-        low: None: 0, and 1 / cap for geo-mask.
+        mode: `algorithm.rollout_correction`.
+        cap, low: bounds of w; low None: 0, and 1 / cap for geo-mask.
 
     Returns:
-        [n], detached: the weight says how much a token counts and is nothing to optimise.
+        [n], detached: the weight is a constant of the loss.
+
+    Raises:
+        ValueError: there is no such mode.
     """
-    log_w = (proximal - mu).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    log_w = clamp_log_ratio((proximal - mu).detach())
     if mode == "geo-mask":
-        log_mean, top = sequence_means(log_w, sequence), math.log(cap)
-        inside = (
-            log_mean.abs() <= abs(top)
-            if low is None
-            else (log_mean >= math.log(low)) & (log_mean <= top)
-        )
-        return inside.to(log_w.dtype)
+        return _geometric_mask(log_w, sequence, cap, low)
     if mode.startswith("seq-"):
-        log_w = sequence_sums(log_w, sequence).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+        log_w = clamp_log_ratio(sequence_sums(log_w, sequence))
+        mode = mode.removeprefix("seq-")
     w = log_w.exp()
-    inside = (w >= (low or 0.0)) & (w <= cap)
-    return {"none": w.new_ones(len(w)), "tis": w.clamp(low, cap), "mis": w * inside}[
-        mode.removeprefix("seq-")
-    ]
+    if mode == "tis":
+        return w.clamp(low, cap)
+    if mode == "mis":
+        return w * ((w >= (low or 0.0)) & (w <= cap))
+    if mode == "none":
+        return w.new_ones(len(w))
+    raise ValueError(f"unknown rollout correction {mode!r}")
+
+
+def _geometric_mask(log_w: Tensor, sequence: Tensor, cap: float, low: float | None) -> Tensor:
+    """1 for tokens of sequences whose geometric mean of w is within the bounds, else 0."""
+    log_mean = sequence_means(log_w, sequence)
+    log_cap = math.log(cap)
+    if low is None:
+        inside = log_mean.abs() <= abs(log_cap)
+    else:
+        inside = (log_mean >= math.log(low)) & (log_mean <= log_cap)
+    return inside.to(log_w.dtype)

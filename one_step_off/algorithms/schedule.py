@@ -1,9 +1,10 @@
-"""Where the learning rate's decay stands, in a new run and in one that is resumed with other settings.
+"""The position of a learning rate's decay, in a new run and in one that is resumed with other settings.
 
-A decay (cosine, linear) goes its way from the end of the warm-up to the run's last optimiser step. A run that is resumed
-with another number of steps, or with more or fewer optimiser steps in each, must not jump on that way: it goes on from
-where it stood, and goes the rest by the new last step. A decay that the checkpoint's run did not have begins at the
-resume. The rate itself is `core_algos.learning_rate`.
+A decay (cosine, linear) runs from the end of the warm-up to the last optimizer step of the run. A run
+that is resumed with another number of steps, or with more or fewer optimizer steps in each, must not
+jump: the decay continues from the progress that it had made, and covers the rest by the new last step.
+A decay that the checkpoint's run did not have begins at the resume. The rate itself is
+`core_algos.learning_rate`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,25 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from one_step_off.config.schema import Config, ConfigError, role_settings
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
 
 
 @dataclass(frozen=True)
 class Decay:
-    """The way of a decay, in optimiser steps: at step `begin` it has gone the share `done`, at the last one, `total` - 1,
-    all of it, evenly in between."""
+    """A decay over optimizer steps. Its progress goes evenly from `done` at `begin` to 1 at the last step.
+
+    Attributes:
+        total: optimizer steps of the run; the last one is total - 1.
+        begin: the optimizer step at which the decay, or its rest, begins.
+        done: the progress at `begin`, 0 to 1.
+    """
 
     total: int
     begin: int
     done: float = 0.0
 
     def progress(self, step: int) -> float:
-        """The share of its way that it has gone at `step`, 0 to 1."""
-        return min(
-            self.done
-            + (1.0 - self.done) * (step - self.begin) / max(self.total - 1 - self.begin, 1),
-            1.0,
-        )
+        """The progress at optimizer step `step`, 0 to 1."""
+        remaining_steps = max(self.total - 1 - self.begin, 1)
+        progress = self.done + (1.0 - self.done) * (step - self.begin) / remaining_steps
+        return min(progress, 1.0)
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,8 @@ class DecayPlan:
     Attributes:
         lr_schedule: as in the config.
         trainer_steps: of the whole run.
-        first_step: the first trainer step in which the role learns.
-        per_step: optimiser steps in one trainer step, where no group of its batch was dropped.
+        first_step: the first trainer step in which the role is trained.
+        per_step: optimizer steps in one trainer step, if no group of its batch is dropped.
     """
 
     lr_schedule: str
@@ -51,13 +57,17 @@ class DecayPlan:
     per_step: int
 
     def optimizer_steps_from(self, trainer_step: int) -> int:
-        """How many optimiser steps are to come when `trainer_step` begins."""
-        return max(self.trainer_steps - max(trainer_step, self.first_step), 0) * self.per_step
+        """The number of optimizer steps from the beginning of `trainer_step` on."""
+        remaining_steps = self.trainer_steps - max(trainer_step, self.first_step)
+        return max(remaining_steps, 0) * self.per_step
 
 
 @dataclass(frozen=True)
 class SavedSchedule:
-    """What a checkpoint notes of one role. Earlier versions noted no `plan`, and before them no `decay`."""
+    """What a checkpoint holds of one role's schedule.
+
+    Checkpoints of earlier versions have no `plan`, and still earlier ones no `decay`.
+    """
 
     optimizer_steps: int
     trainer_steps: int
@@ -66,28 +76,34 @@ class SavedSchedule:
 
 
 def decay_plan(cfg: Config, role: str, total_steps: int) -> DecayPlan:
-    """Of a role that learns, in a run of `total_steps` trainer steps."""
-    own = role_settings(cfg, role)
-    per_step = own.ppo_epochs * -(-cfg.data.train_batch_size // own.ppo_mini_batch_size)
+    """The plan of a trained role, in a run of `total_steps` trainer steps."""
+    settings = role_settings(cfg, role)
+    mini_batches = -(-cfg.data.train_batch_size // settings.ppo_mini_batch_size)
     first_step = cfg.trainer.critic_warmup if role == "actor" else 0
-    return DecayPlan(own.lr_schedule, total_steps, first_step, per_step)
+    return DecayPlan(
+        lr_schedule=settings.lr_schedule,
+        trainer_steps=total_steps,
+        first_step=first_step,
+        per_step=settings.ppo_epochs * mini_batches,
+    )
 
 
 def new_decay(plan: DecayPlan, warmup_steps: int) -> Decay:
-    """The decay of a run that begins anew."""
+    """The decay of a new run."""
     return Decay(plan.optimizer_steps_from(0), warmup_steps)
 
 
 def resumed_decay(plan: DecayPlan, warmup_steps: int, saved: SavedSchedule) -> Decay:
-    """The decay of a run that is resumed. `plan`: what the settings ask for now."""
+    """The decay of a resumed run. `plan`: that of the current settings."""
     if saved.decay is None:
         return new_decay(plan, warmup_steps)
     step = saved.optimizer_steps
-    total = step + plan.optimizer_steps_from(saved.trainer_steps)
-    if _same_plan(plan, saved):
-        # Not counted again: a step whose groups were dropped made fewer optimiser steps than planned, and an unbroken
-        # run does not mind either.
+    if _is_same_plan(plan, saved):
+        # Not counted again: a step with dropped groups made fewer optimizer steps than planned, and an
+        # uninterrupted run keeps its total too.
         total = saved.decay.total
+    else:
+        total = step + plan.optimizer_steps_from(saved.trainer_steps)
     other_schedule = saved.plan is not None and saved.plan.lr_schedule != plan.lr_schedule
     not_begun = step <= saved.decay.begin and saved.decay.done == 0.0
     if other_schedule or not_begun:
@@ -97,15 +113,19 @@ def resumed_decay(plan: DecayPlan, warmup_steps: int, saved: SavedSchedule) -> D
     return Decay(total, step, saved.decay.progress(step))
 
 
-def _same_plan(plan: DecayPlan, saved: SavedSchedule) -> bool:
-    if saved.plan is None:  # the total alone tells
-        return saved.decay is not None and saved.decay.total == plan.optimizer_steps_from(0)
-    return saved.plan == plan
+def _is_same_plan(plan: DecayPlan, saved: SavedSchedule) -> bool:
+    if saved.plan is not None:
+        return saved.plan == plan
+    # Without a saved plan only the totals can be compared.
+    return saved.decay is not None and saved.decay.total == plan.optimizer_steps_from(0)
 
 
 def to_arrays(decay: Decay, plan: DecayPlan) -> dict[str, np.ndarray]:
-    """As a checkpoint keeps them: `decay` float64 [3], which holds whole numbers exactly, `decay_plan` int64 [3], and
-    `lr_schedule`, a text."""
+    """The arrays that a checkpoint holds of them.
+
+    `decay` float64 [3], which represents these whole numbers exactly; `decay_plan` int64 [3];
+    `lr_schedule`, a text.
+    """
     lr_schedule, *counts = astuple(plan)
     return {
         "decay": np.array(astuple(decay)),
@@ -115,74 +135,107 @@ def to_arrays(decay: Decay, plan: DecayPlan) -> dict[str, np.ndarray]:
 
 
 def from_arrays(file: Mapping[str, np.ndarray]) -> SavedSchedule:
-    """What `packed` made, with the counters of the role beside it."""
-    decay, plan = None, None
+    """The reverse of `to_arrays`, with the counters of the role, which are in the same file."""
+    decay = None
     if "decay" in file:
         total, begin, done = file["decay"].tolist()
         decay = Decay(int(total), int(begin), done)
+    plan = None
     if "decay_plan" in file:
         plan = DecayPlan(str(file["lr_schedule"]), *file["decay_plan"].tolist())
     return SavedSchedule(int(file["optimizer_steps"]), int(file["version"]), decay, plan)
 
 
 def report_resumed_schedules(
-    cfg: Config, checkpoint: Path, total_steps: int, say: Callable[[str], None]
+    cfg: Config, checkpoint: Path, total_steps: int, print_line: Callable[[str], None]
 ) -> None:
-    """Say what becomes of the learning rates where the run is resumed with another schedule or length than its
-    checkpoint's. Raises ConfigError: a decay had come to a rate of zero, so that nothing would be learned in the steps
-    that are added."""
-    for role in (role for role in ("actor", "critic") if role in cfg.placement.roles):
-        own: Any = role_settings(cfg, role)
-        if own.lr_schedule == "constant":
+    """Tell the user how the learning rates continue where the schedule or length differs from the checkpoint's.
+
+    Raises ConfigError: a decay had reached a rate of zero, so the added steps would train nothing.
+    """
+    for role in ("actor", "critic"):
+        if role not in cfg.placement.roles:
+            continue
+        settings = role_settings(cfg, role)
+        if settings.lr_schedule == "constant":
             continue
         with np.load(checkpoint / f"{role}_rank_0.npz", allow_pickle=False) as file:
             saved = from_arrays(file)
         plan = decay_plan(cfg, role, total_steps)
-        if not plan.optimizer_steps_from(saved.trainer_steps):
-            continue  # only its model is to be written
+        if plan.optimizer_steps_from(saved.trainer_steps) == 0:
+            continue  # no step is left; only the model is to be written
         if saved.decay is None:
-            say(
-                f"warning: {role}.lr_schedule={own.lr_schedule}: {checkpoint} does not tell its length; the rate may jump"
+            print_line(
+                f"warning: {role}.lr_schedule={settings.lr_schedule}: "
+                f"{checkpoint} does not record its length; the rate may jump"
             )
+            continue
+        decay = resumed_decay(plan, settings.warmup_steps, saved)
+        if saved.plan is not None and saved.plan.lr_schedule != plan.lr_schedule:
+            print_line(_other_schedule_text(role, settings, saved.plan, decay))
         else:
-            _announce_one(role, own, saved, saved.decay, plan, say)
+            _report_length(role, settings, saved, saved.decay, decay, print_line)
 
 
-def _announce_one(
+def _rate(settings: Any, decay: Decay, step: int) -> float:
+    """The learning rate of a role at an optimizer step."""
+    from one_step_off.algorithms.core_algos import learning_rate  # imports torch, which is slow
+
+    return learning_rate(
+        step,
+        decay.total,
+        settings.lr,
+        settings.lr_schedule,
+        settings.warmup_steps,
+        settings.min_lr_ratio,
+        decay.begin,
+        decay.done,
+    )
+
+
+def _other_schedule_text(role: str, settings: Any, saved_plan: DecayPlan, decay: Decay) -> str:
+    """What the user reads where the checkpoint's run had another schedule."""
+    peak = _rate(settings, decay, decay.begin)
+    last_step = decay.total - 1
+    end = _rate(settings, decay, last_step)
+    return (
+        f"{role}.lr_schedule={settings.lr_schedule}: was {saved_plan.lr_schedule}; "
+        f"the decay begins at step {decay.begin}, with a rate of {peak:.3g}, "
+        f"and ends at step {last_step} with {end:.3g}"
+    )
+
+
+def _report_length(
     role: str,
-    own: Any,
+    settings: Any,
     saved: SavedSchedule,
-    was: Decay,
-    plan: DecayPlan,
-    say: Callable[[str], None],
+    saved_decay: Decay,
+    decay: Decay,
+    print_line: Callable[[str], None],
 ) -> None:
-    from one_step_off.algorithms.core_algos import learning_rate  # torch: slow to import
+    """Tell the user where the length of the decay changes, or where the checkpoint does not record the schedule.
 
-    decay, step = resumed_decay(plan, own.warmup_steps, saved), saved.optimizer_steps
-    how = own.lr, own.lr_schedule, own.warmup_steps, own.min_lr_ratio, decay.begin, decay.done
-    name = f"{role}.lr_schedule={own.lr_schedule}"
-    end = learning_rate(decay.total - 1, decay.total, *how)
-    if saved.plan is not None and saved.plan.lr_schedule != plan.lr_schedule:
-        peak = learning_rate(decay.begin, decay.total, *how)
-        begins = f"the decay begins at step {decay.begin}, with a rate of {peak:.3g}"
-        say(
-            f"{name}: was {saved.plan.lr_schedule}; {begins}, and ends at step {decay.total - 1} with {end:.3g}"
-        )
-        return
-    untold = f"the checkpoint does not tell its schedule, and counts as {own.lr_schedule}"
-    if decay.total == was.total:
+    Raises ConfigError: the decay had reached a rate of zero.
+    """
+    name = f"{role}.lr_schedule={settings.lr_schedule}"
+    unrecorded = (
+        f"the checkpoint does not record its schedule, which is taken to be {settings.lr_schedule}"
+    )
+    if decay.total == saved_decay.total:
         if saved.plan is None:
-            say(f"warning: {name}: {untold}")
+            print_line(f"warning: {name}: {unrecorded}")
         return
-    change = f"{name}: was for {was.total} optimiser steps, and is for {decay.total} now"
+    change = f"{name}: was for {saved_decay.total} optimizer steps, and is for {decay.total} now"
     if saved.plan is None:
-        change += f" ({untold})"
-    rate = learning_rate(step, decay.total, *how)
+        change += f" ({unrecorded})"
+    step = saved.optimizer_steps
+    rate = _rate(settings, decay, step)
     if rate == 0.0:
-        mend = f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, or resume an earlier checkpoint"
+        fix = f"set {role}.lr_schedule=constant and {role}.lr, or {role}.min_lr_ratio, or resume an earlier checkpoint"
         raise ConfigError(
-            f"{change}; at step {step} it had come to its end, a rate of 0, and would stay there; {mend}"
+            f"{change}; at step {step} it had reached its end, a rate of 0, and would stay there; {fix}"
         )
-    say(
-        f"{change}; it goes on from its rate at step {step}, {rate:.3g}, to {end:.3g}, without a jump"
+    end = _rate(settings, decay, decay.total - 1)
+    print_line(
+        f"{change}; it continues from its rate at step {step}, {rate:.3g}, to {end:.3g}, without a jump"
     )

@@ -1,1 +1,39 @@
-"""Checkpoints: what one holds, how it is written and verified, and which one a run resumes from."""
+"""Checkpoints: what one holds, how it is written and verified, and which one a run resumes from.
+
+Read `checkpointer.py` first: it shows the files of a checkpoint. `find` in `finding.py` chooses
+where a run resumes.
+"""
+
+from one_step_off.checkpoint.checkpointer import Checkpointer
+from one_step_off.checkpoint.finding import (
+    TRAINED_ROLES,
+    find,
+    finished,
+    fixed_keys,
+    folder_of,
+    put_aside,
+    read_state,
+)
+from one_step_off.checkpoint.manifest import empty_models
+from one_step_off.checkpoint.sample_files import (
+    read_batch,
+    read_samples,
+    write_batch,
+    write_samples,
+)
+
+__all__ = [
+    "TRAINED_ROLES",
+    "Checkpointer",
+    "empty_models",
+    "find",
+    "finished",
+    "fixed_keys",
+    "folder_of",
+    "put_aside",
+    "read_batch",
+    "read_samples",
+    "read_state",
+    "write_batch",
+    "write_samples",
+]

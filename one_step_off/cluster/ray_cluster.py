@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from one_step_off.cluster import process_cleanup
-from one_step_off.config.schema import Config, as_config_error
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.schema import Config
 
 # The first bytes of an HTTP/2 connection, as a gRPC client sends them: the preface and an empty SETTINGS frame.
 HTTP2_SETTINGS_FRAME = b"\0\0\0\4\0\0\0\0\0"
@@ -105,26 +106,29 @@ def use_loopback_address(enabled: bool) -> None:
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = not enabled
 
 
+class PrintOtherLines:
+    """In place of Ray's function that prints lines: it leaves out the report of a process that died."""
+
+    def __init__(self, print_lines: Callable[..., None]) -> None:
+        self.print_lines = print_lines
+
+    def __call__(self, data: dict[str, Any], ignore_prefix: bool) -> None:
+        """Print `data["lines"]`, unless they report a death. The arguments are those of Ray's function."""
+        if WORKER_DIED not in data["lines"][0]:
+            self.print_lines(data, ignore_prefix=ignore_prefix)
+
+
 def hide_worker_death_reports() -> None:
     """Patch of Ray 2.60 (`ray._private.worker.print_to_stdstream`): leave out its report of a process that died.
 
-    Reason: `ray.init` has no option for it. Ray prints ten lines for each such process, in between the run's own
-    output. The run reports the failure in one line, and the ten lines stay in Ray's logs.
+    Reason: `ray.init` has no option for it. Ray prints ten lines for each such process, between those of the run. The run
+    reports the failure in one line, and the ten lines stay in Ray's logs.
     """
     import ray
 
     worker_module = ray._private.worker
-    print_lines: Callable[..., None] = worker_module.print_to_stdstream
-    if getattr(print_lines, "hides_worker_deaths", False):
-        return
-
-    def print_other_lines(data: dict[str, Any], ignore_prefix: bool) -> None:
-        first_line = data["lines"][0]
-        if WORKER_DIED not in first_line:
-            print_lines(data, ignore_prefix=ignore_prefix)
-
-    setattr(print_other_lines, "hides_worker_deaths", True)  # noqa: B010 (a function has no such field)
-    worker_module.print_to_stdstream = print_other_lines
+    if not isinstance(worker_module.print_to_stdstream, PrintOtherLines):
+        worker_module.print_to_stdstream = PrintOtherLines(worker_module.print_to_stdstream)
 
 
 @contextlib.contextmanager

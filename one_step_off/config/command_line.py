@@ -3,21 +3,29 @@
 import sys
 from collections.abc import Callable
 
-from one_step_off.config.schema import ConfigError
-from one_step_off.config.validation import mask_secrets
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.text import mask_secrets
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 1
 
 
 def exit_code(command: Callable[[list[str]], int], argv: list[str]) -> int:
-    """Run a command with these arguments; returns its exit code, or that of bad input, Ctrl-C or a closed pipe."""
+    """Run a command with these arguments.
+
+    Returns its exit code, or that of bad input (after printing one line), Ctrl-C or a closed pipe.
+    """
     try:
         return command(argv)
-    except ConfigError as e:
-        # Wherever it comes from, the user gets one line: other programs' messages may hold more.
-        print("error: " + mask_secrets(" ".join(str(e).split())), file=sys.stderr)
-        return 2
+    except ConfigError as error:
+        # The messages of other programs may span lines; the user gets one line in any case.
+        one_line = " ".join(str(error).split())
+        print("error: " + mask_secrets(one_line), file=sys.stderr)
+        return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return 130
+        return EXIT_INTERRUPTED
     except BrokenPipeError:  # as in: --help | head
         sys.stderr.close()
-        return 1
+        return EXIT_BROKEN_PIPE

@@ -1,55 +1,85 @@
-"""What this machine has: its GPUs, counted without torch, and its cores, divided among processes."""
+"""What this machine has: its GPUs, counted without torch, and its cores, divided among processes.
+
+It imports nothing but the standard library: shell/setup.sh uses it before anything is installed.
+"""
 
 import glob
 import os
 import subprocess
 from collections.abc import Sequence
 
-Parts = list[list[int]]
+NVIDIA_SMI_TIMEOUT_S = 2.0
+
+CoresPerProcess = list[list[int]]
+"""The core numbers of each process."""
 
 
-def plan_cores(
-    rollout: int, trainers: int, cores: Sequence[int], in_turns: bool = False
-) -> tuple[Parts, Parts]:
-    """Cores of each of the `rollout` processes and of each of the `trainers`. The two groups work at the same time, so they share no
-    core (unless there is only one). Each gets its part by its number of processes, at least one core, and divides it
-    evenly; with more processes than cores they wrap. With `in_turns` each group divides all cores."""
-    mine = sorted(cores)
-    if in_turns or len(mine) == 1:
-        return _divide(rollout, mine), _divide(trainers, mine)
-    share = min(max(round(len(mine) * rollout / (rollout + trainers)), 1), len(mine) - 1)
-    return _divide(rollout, mine[:share]), _divide(trainers, mine[share:])
+def divide_cores(
+    rollout_processes: int,
+    trainer_processes: int,
+    cores: Sequence[int],
+    groups_share_cores: bool = False,
+) -> tuple[CoresPerProcess, CoresPerProcess]:
+    """The cores of each rollout process and of each trainer process.
+
+    The two groups work at the same time, so they share no core, unless there is only one core or
+    `groups_share_cores` is set. Each group gets a part in proportion to its number of processes, but
+    at least one core, and divides it evenly. With more processes than cores, processes share cores.
+    """
+    cores = sorted(cores)
+    if groups_share_cores or len(cores) == 1:
+        return _divide_evenly(rollout_processes, cores), _divide_evenly(trainer_processes, cores)
+    processes = rollout_processes + trainer_processes
+    proportional = round(len(cores) * rollout_processes / processes)
+    rollout_cores = min(max(proportional, 1), len(cores) - 1)
+    return (
+        _divide_evenly(rollout_processes, cores[:rollout_cores]),
+        _divide_evenly(trainer_processes, cores[rollout_cores:]),
+    )
 
 
-def _divide(processes: int, cores: list[int]) -> Parts:
+def _divide_evenly(processes: int, cores: list[int]) -> CoresPerProcess:
     if processes > len(cores):
         return [[cores[i % len(cores)]] for i in range(processes)]
-    return [
-        cores[i * len(cores) // processes : (i + 1) * len(cores) // processes]
-        for i in range(processes)
-    ]
+    parts = []
+    for i in range(processes):
+        begin = i * len(cores) // processes
+        end = (i + 1) * len(cores) // processes
+        parts.append(cores[begin:end])
+    return parts
 
 
 def count_gpus() -> int:
-    """NVIDIA GPUs that this process may use, by the driver's own word and CUDA_VISIBLE_DEVICES. Imports no torch."""
-    present = _gpus_present()
+    """The number of NVIDIA GPUs that this process may use, according to the driver and CUDA_VISIBLE_DEVICES."""
+    present = _count_present_gpus()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not present:
         return present
     names = [name.strip() for name in visible.split(",")]
-    # CUDA stops at the first device that does not exist; names that are no numbers (UUIDs) it knows better.
-    gone = (not n or n.startswith("-") or (n.isdecimal() and int(n) >= present) for n in names)
-    return next((i for i, stops in enumerate(gone) if stops), len(names))
+    for index, name in enumerate(names):
+        if _ends_visible_list(name, present):
+            return index
+    return len(names)
 
 
-def _gpus_present() -> int:
+def _ends_visible_list(name: str, present: int) -> bool:
+    """Whether CUDA ignores this entry of CUDA_VISIBLE_DEVICES and all after it: the device does not exist.
+
+    Names that are not numbers (UUIDs) count as existing.
+    """
+    if not name or name.startswith("-"):
+        return True
+    return name.isdecimal() and int(name) >= present
+
+
+def _count_present_gpus() -> int:
     try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=2.0)
+        result = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S
+        )
     except (OSError, subprocess.TimeoutExpired):
-        # Slow or absent: the device files tell too, and in a container show only the GPUs that were given to it.
+        # nvidia-smi is slow or absent. The device files tell too; a container sees only its own GPUs.
         return len(glob.glob("/dev/nvidia[0-9]*"))
-    return (
-        sum(line.startswith("GPU ") for line in done.stdout.splitlines())
-        if done.returncode == 0
-        else 0
-    )
+    if result.returncode != 0:
+        return 0
+    return sum(line.startswith("GPU ") for line in result.stdout.splitlines())

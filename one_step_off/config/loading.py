@@ -1,91 +1,91 @@
-"""From a YAML file and `key=value` arguments to a checked `Config`, and back to text.
+"""From a YAML file and `key=value` arguments to a `Config` of the right types.
 
-Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `ConfigError` of one line that names
-the key (or file), the value, and the mend.
+Like the schema, this imports neither torch nor Ray nor vLLM. Every fault is a `ConfigError` of one
+line that names the key (or file), the value, and how to fix it.
 """
 
 import contextlib
 import dataclasses
-import inspect
-import itertools
 import operator
 import os
 import re
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf._yaml import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
 
-from one_step_off.config.hardware import plan_cores
-from one_step_off.config.schema import Config, ConfigError, located_config_error, role_settings
+from one_step_off.config.errors import ConfigError, located_config_error
+from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
 from one_step_off.config.unknown_keys import hint
-from one_step_off.config.validation import (
-    MODEL_PARALLEL,
-    format_value,
-    mask_secrets,
-    resolved_device,
-)
+from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
 
 # The types of the schema in words, as they complete "must be ...".
-_KINDS: dict[Any, str] = {
+_TYPE_TEXTS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "true or false",
     str: "text",
-}
-_KINDS |= {
     list[float]: "a list of numbers, as [0.9, 0.999]",
     list[int]: "a list of whole numbers, as [4, 4]",
+    dict[str, list[int]]: "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}",
+    dict[str, str]: "a mapping of names, as {rollout: rollout, actor: actor}",
+    dict[str, Any]: "a mapping, as {name: value}",
 }
-_KINDS[dict[str, list[int]]] = "a mapping of lists of whole numbers, as {rollout: [1], actor: [1]}"
-_KINDS[dict[str, str]] = "a mapping of names, as {rollout: rollout, actor: actor}"
-_KINDS[dict[str, Any]] = "a mapping, as {name: value}"
 
 
 @dataclass(frozen=True)
 class ConfigKey:
-    """One key of the schema. `dotted` is section.name, `type` the Python type without Optional, which has default None."""
+    """One key of the schema.
+
+    Attributes:
+        dotted: section.name.
+        type: the Python type; without Optional, which a default of None implies.
+        metadata: help, choices and bounds, see `keys.config_key`.
+    """
 
     dotted: str
     section: str
     name: str
     type: Any
     default: Any
-    meta: Any
+    metadata: Any
 
     @property
-    def kind(self) -> str:
-        """The type in words, as it completes "must be ..."."""
-        words = (
-            f"one of {', '.join(self.meta['choices'])}"
-            if self.meta["choices"]
-            else _KINDS[self.type]
-        )
-        return words + (" or null" if self.default is None else "")
+    def type_text(self) -> str:
+        """The type or the choices in words, as they complete "must be ..."."""
+        if self.metadata["choices"]:
+            text = f"one of {', '.join(self.metadata['choices'])}"
+        else:
+            text = _TYPE_TEXTS[self.type]
+        if self.default is None:
+            text += " or null"
+        return text
 
 
-def _keys() -> Iterator[ConfigKey]:
+def _schema_keys() -> Iterator[ConfigKey]:
     for section in dataclasses.fields(Config):
-        for f in dataclasses.fields(section.type):
-            default = getattr(section.type(), f.name)
-            kind = get_args(f.type)[0] if default is None else f.type
-            yield ConfigKey(
-                f"{section.name}.{f.name}", section.name, f.name, kind, default, f.metadata
-            )
+        defaults = section.type()
+        for field in dataclasses.fields(section.type):
+            default = getattr(defaults, field.name)
+            value_type = get_args(field.type)[0] if default is None else field.type
+            dotted = f"{section.name}.{field.name}"
+            yield ConfigKey(dotted, section.name, field.name, value_type, default, field.metadata)
 
 
-KEYS: dict[str, ConfigKey] = {key.dotted: key for key in _keys()}
-SECTIONS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Config))
+KEYS: dict[str, ConfigKey] = {key.dotted: key for key in _schema_keys()}
+SECTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Config))
 
 
 def find_key(dotted: str, value: Any = None) -> ConfigKey:
-    """The key of that name. Raises ConfigError: there is none; says what to write where that is known, for a key of another
-    trainer perhaps by its `value`."""
+    """The key of that name.
+
+    Raises ConfigError: there is no such key. The message suggests what to write, for a key of another
+    trainer (verl, TRL) too; `value` helps to choose the suggestion.
+    """
     if dotted in KEYS:
         return KEYS[dotted]
     section, _, name = dotted.partition(".")
@@ -93,119 +93,157 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
         raise ConfigError(
             f"{format_value(dotted)}: a section, not a key; write {section}.KEY=VALUE (all keys: --help)"
         )
-    shown, words = hint(dotted, value, KEYS, SECTIONS)
-    raise ConfigError(f"{format_value(shown)}: unknown key; {words} (all keys: --help)")
+    shown, suggestion = hint(dotted, value, KEYS, SECTIONS)
+    raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
 
 
-_Loader = get_yaml_loader()  # YAML as people mean it: 1e-6 is a number, and a key stands once
-sys.set_int_max_str_digits(0)  # or a number of 5,000 digits could not be shown as what is wrong
-_YAML_FAULTS = (yaml.YAMLError, ValueError, RecursionError, TypeError)
+# --- from the file and the arguments to assignments -------------------------------------------------
 
 
-def parse_yaml(text: str) -> tuple[Any, Any]:
-    """What a YAML text holds, and its node. Raises one of _YAML_FAULTS."""
-    return yaml.load(text, _Loader), yaml.compose(text, _Loader)
+@dataclass(frozen=True)
+class _Assignment:
+    """A key that the file or an argument sets. `location`: "file:line: " for messages, or empty."""
+
+    dotted: str
+    value: Any
+    location: str = ""
 
 
-def _yaml_fault(error: Exception) -> str:
-    mark = getattr(error, "problem_mark", None)
-    line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-    return (
-        "not valid YAML: " + line + " ".join(str(getattr(error, "problem", None) or error).split())
-    )
+def _read_file(path: str) -> Iterator[_Assignment]:
+    """The keys that a config file sets."""
+    content, root = _parse_file(path)
+    lines = _line_numbers(root)
+    for section, keys in content.items():
+        with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
+            _check_section(section, keys)
+        for name, value in (keys or {}).items():
+            dotted = f"{section}.{name}"
+            yield _Assignment(dotted, value, f"{path}:{lines.get(dotted, 1)}: ")
 
 
-def _assign(tree: dict, dotted: str, value: Any) -> str:
-    """Set one key, replacing what was there; `section.key.a.b` reaches into a mapping. Returns `section.key`."""
-    *path, last = dotted.split(".")
-    of_ours = ".".join([*path, last][:2])
-    key = find_key(of_ours if of_ours in KEYS else dotted, value)
-    if len(path) > 1 and get_origin(key.type) is not dict:
-        find_key(dotted, value)  # only a mapping has parts
-    for part in path:
-        tree[part] = tree[part] if isinstance(tree.get(part), dict) else {}
-        tree = tree[part]
-    tree[last] = value
-    return key.dotted
-
-
-def _from_file(path: str) -> Iterator[tuple[str, Any, str]]:
-    """The keys that a file sets: dotted name, value, and "file:line: " for messages."""
+def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
+    """The mapping that a file holds, and its node tree. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as f:
-            content, root = parse_yaml(f.read())
-    except OSError as e:
+        with open(path, encoding="utf-8") as file:
+            content, root = parse_yaml(file.read())
+    except OSError as error:
         raise ConfigError(
-            f"config={path}: {e.strerror} (working directory {os.getcwd()}); check the path"
+            f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path"
         ) from None
-    except _YAML_FAULTS as e:
-        raise ConfigError(f"config={path}: {_yaml_fault(e)}; mend the file") from None
+    except YAML_ERRORS as error:
+        raise ConfigError(f"config={path}: {yaml_error_text(error)}; fix the file") from None
     if not isinstance(content, dict):
         raise ConfigError(
             f"config={path}: must hold a mapping of sections, as model: {{path: ...}}"
         )
+    return content, root
+
+
+def _line_numbers(root: yaml.MappingNode) -> dict[str, int]:
+    """The line of each section and of each "section.key", from 1."""
     lines = {}
-    for name, body in root.value:
-        lines[str(name.value)] = name.start_mark.line + 1
-        for inner, _ in body.value if isinstance(body, yaml.MappingNode) else ():
-            lines[f"{name.value}.{inner.value}"] = inner.start_mark.line + 1
-    for section, keys in content.items():
-        with located_config_error(f"{path}:{lines.get(str(section), 1)}: "):
-            if section not in SECTIONS:
-                find_key(str(section), keys)
-            if not isinstance(keys, dict | None):
-                raise ConfigError(
-                    f"{section}={format_value(keys)}: a section must be a mapping of keys, as {{key: value}}"
-                )
-        for name, value in (keys or {}).items():
-            yield f"{section}.{name}", value, f"{path}:{lines.get(f'{section}.{name}', 1)}: "
+    for section, body in root.value:
+        lines[str(section.value)] = section.start_mark.line + 1
+        if not isinstance(body, yaml.MappingNode):
+            continue
+        for key, _ in body.value:
+            lines[f"{section.value}.{key.value}"] = key.start_mark.line + 1
+    return lines
 
 
-def _from_argument(argument: str) -> tuple[str, Any, str]:
-    dotted, _, value = argument.partition("=")
-    # Text is taken as it stands: YAML would cut "... end with #### number" at its comment sign.
-    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
-    if dotted not in KEYS or KEYS[dotted].type is not str or quoted or value in ("null", "~"):
-        try:
+def _check_section(section: Any, keys: Any) -> None:
+    if section not in SECTIONS:
+        find_key(str(section), keys)
+    if not isinstance(keys, dict | None):
+        raise ConfigError(
+            f"{section}={format_value(keys)}: a section must be a mapping of keys, as {{key: value}}"
+        )
+
+
+def _read_argument(argument: str) -> _Assignment:
+    """The key that an argument `section.key=value` sets."""
+    dotted, _, text = argument.partition("=")
+    is_text_key = dotted in KEYS and KEYS[dotted].type is str
+    is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    is_null = text in ("null", "~")
+    if is_text_key and not is_quoted and not is_null:
+        # Not read as YAML, which would cut "... end with #### number" at its comment sign.
+        return _Assignment(dotted, text)
+    try:
+        value, _ = parse_yaml(text)
+    except YAML_ERRORS as error:
+        raise ConfigError(
+            f"{format_value(dotted)}={format_value(text)}: {yaml_error_text(error)}; quote the value"
+        ) from None
+    return _Assignment(dotted, value)
+
+
+def _assign(tree: dict, dotted: str, value: Any) -> str:
+    """Set one key of a nested dict, replacing its value.
+
+    `section.key.a.b` sets one entry inside a mapping. Returns "section.key". Raises ConfigError: there
+    is no such key.
+    """
+    *parents, last = dotted.split(".")
+    section_and_key = ".".join([*parents, last][:2])
+    key = find_key(section_and_key if section_and_key in KEYS else dotted, value)
+    if len(parents) > 1 and get_origin(key.type) is not dict:
+        find_key(dotted, value)  # raises: only a mapping has entries
+    node = tree
+    for parent in parents:
+        if not isinstance(node.get(parent), dict):
+            node[parent] = {}
+        node = node[parent]
+    node[last] = value
+    return key.dotted
+
+
+# --- values of the right type and within bounds -----------------------------------------------------
+
+
+def _is_whole_number(value: Any) -> bool:
+    return type(value) is int or (isinstance(value, float) and value.is_integer())
+
+
+# Scalar type -> (whether a value fits, how it is converted). A whole number beyond all floats becomes
+# infinite by way of its text, and its bound refuses it.
+_SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
+    Any: (lambda value: True, lambda value: value),
+    str: (lambda value: type(value) in (str, int, float), str),
+    bool: (lambda value: value in (0, 1), bool),
+    float: (lambda value: type(value) in (int, float), lambda value: float(str(value))),
+    int: (_is_whole_number, int),
+}
+
+
+def _convert(location: str, wanted: Any, value: Any, type_text: str | None = None) -> Any:
+    """The value as the wanted type. Raises ConfigError: it is of another type."""
+    given = value
+    if isinstance(value, str) and wanted not in (str, Any):
+        # Environment variables arrive as text.
+        with contextlib.suppress(*YAML_ERRORS):
             value, _ = parse_yaml(value)
-        except _YAML_FAULTS as e:
-            raise ConfigError(
-                f"{format_value(dotted)}={format_value(value)}: {_yaml_fault(e)}; quote the value"
-            ) from None
-    return dotted, value, ""
+    origin = get_origin(wanted)
+    if origin is list and isinstance(value, list):
+        (item_type,) = get_args(wanted)
+        return [_convert(f"{location}[{i}]", item_type, item) for i, item in enumerate(value)]
+    if origin is dict and isinstance(value, dict):
+        _, item_type = get_args(wanted)
+        converted = {}
+        for name, item in value.items():
+            converted[str(name)] = _convert(f"{location}.{format_value(name)}", item_type, item)
+        return converted
+    if wanted in _SCALARS:
+        fits, convert = _SCALARS[wanted]
+        if fits(value):
+            return convert(value)
+    raise ConfigError(
+        f"{location}={format_value(given)}: must be {type_text or _TYPE_TEXTS[wanted]}"
+    )
 
 
-def _fit(where: str, kind: Any, value: Any, words: str | None = None) -> Any:
-    """The value as that type. Raises ConfigError if it is of another."""
-    inner, given = get_args(kind), value
-    if isinstance(value, str) and kind not in (str, Any):  # as environment variables are
-        with contextlib.suppress(*_YAML_FAULTS):
-            value, _ = parse_yaml(value)
-    if kind is Any:
-        return value
-    if kind is str and type(value) in (str, int, float):
-        return str(value)
-    if kind is bool and value in (0, 1):
-        return bool(value)
-    if kind is float and type(value) in (int, float):
-        return float(
-            str(value)
-        )  # a whole number beyond all floats becomes infinite, and its bound refuses it
-    if kind is int and (type(value) is int or isinstance(value, float) and value.is_integer()):
-        return int(value)
-    if get_origin(kind) is list and isinstance(value, list):
-        return [_fit(f"{where}[{i}]", inner[0], item) for i, item in enumerate(value)]
-    if get_origin(kind) is dict and isinstance(value, dict):
-        return {
-            str(name): _fit(f"{where}.{format_value(name)}", inner[1], item)
-            for name, item in value.items()
-        }
-    raise ConfigError(f"{where}={format_value(given)}: must be {words or _KINDS[kind]}")
-
-
-_LARGEST = (
-    2**31 - 1
-)  # no number of a config means anything beyond it, and the C code below wants 32 bits
+# No number of a config means anything beyond it, and the C code of the libraries takes 32 bits.
+_LARGEST_NUMBER = 2**31 - 1
 _BOUNDS = {
     "low": ("at least", operator.ge),
     "above": ("above", operator.gt),
@@ -213,182 +251,109 @@ _BOUNDS = {
 }
 
 
-def _checked(key: ConfigKey, value: Any) -> Any:
-    """The value of a key, of its type and within its bounds. Raises ConfigError."""
-    meta = key.meta
+def checked_value(key: ConfigKey, value: Any) -> Any:
+    """The value of a key, converted to its type and within its bounds. Raises ConfigError."""
     if value is None and key.default in (None, ""):
         return key.default
-    if isinstance(value, bool) and meta["choices"]:
+    choices = key.metadata["choices"]
+    if isinstance(value, bool) and choices:
         value = "on" if value else "off"  # YAML reads a bare on or off as a boolean
-    value = _fit(key.dotted, key.type, value, key.kind)
-    wrong = f"{key.dotted}={format_value(value)}: must be "
-    if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"{wrong}{key.kind}")
-    if meta.get("path"):  # the libraries that open it do not know the ~
+    value = _convert(key.dotted, key.type, value, key.type_text)
+    if choices and value not in choices:
+        raise ConfigError(f"{key.dotted}={format_value(value)}: must be {key.type_text}")
+    if key.metadata.get("path"):
+        # The libraries that open the files do not know ~.
         return ",".join(os.path.expanduser(part.strip()) for part in value.split(","))
-    if type(value) not in (int, float) or value == meta.get("also"):
-        return value
-    for name, (words, fits) in _BOUNDS.items():
-        bound = meta.get(name, _LARGEST if name == "high" else None)
-        if bound is not None and not fits(value, bound):
-            also = f", or {meta['also']}" if "also" in meta else ""
-            raise ConfigError(f"{wrong}{words} {bound:.10g}{also} ({meta['help']})")
+    if type(value) in (int, float):
+        _check_bounds(key, value)
     return value
 
 
-def load_config(argv: list[str]) -> Config:
-    """The config of `config=FILE section.key=value ...`: the file over the defaults, the arguments over the file. `config=`
-    may be left out in front of a name that ends in .yaml or .yml.
+def _check_bounds(key: ConfigKey, value: float) -> None:
+    """Raises ConfigError: the number is out of the key's bounds."""
+    metadata = key.metadata
+    if value == metadata.get("also"):
+        return
+    bounds = {"high": _LARGEST_NUMBER} | metadata
+    for name, (words, is_within) in _BOUNDS.items():
+        bound = bounds.get(name)
+        if bound is None or is_within(value, bound):
+            continue
+        also = f", or {metadata['also']}" if "also" in metadata else ""
+        raise ConfigError(
+            f"{key.dotted}={format_value(value)}: must be {words} {bound:.10g}{also} ({metadata['help']})"
+        )
 
-    A mapping in the file or in an argument replaces the default; `section.key.name=value` changes one entry of it.
-    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or out of bounds.
-    What must fit together is checked by `config_checks.validate`.
+
+# --- the whole config -------------------------------------------------------------------------------
+
+
+def load_config(argv: list[str]) -> Config:
+    """The config of `config=FILE section.key=value ...`.
+
+    The file overrides the defaults, the arguments override the file. `config=` may be omitted in front
+    of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the default;
+    `section.key.name=value` changes one entry of it.
+
+    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or
+    out of bounds. What must fit together is checked by `runtime.validation.validate`.
     """
-    argv = [
-        f"config={argument}" if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument) else argument
-        for argument in argv
-    ]
-    for argument in argv:
-        if (
-            not argument.partition("=")[1]
-            or argument[0] == "="
-            or any("\ud7ff" < c < "\ue000" for c in argument)
-        ):
-            forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
-            raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
-    files = [
-        argument.removeprefix("config=") for argument in argv if argument.startswith("config=")
-    ]
+    tree = dataclasses.asdict(Config())
+    locations: dict[str, str] = {}
+    for assignment in _assignments(argv):
+        with located_config_error(assignment.location):
+            dotted = _assign(tree, assignment.dotted, assignment.value)
+            locations[dotted] = assignment.location
+    tree = _resolve_interpolations(tree, locations)
+    cfg = Config()
+    for key in KEYS.values():
+        with located_config_error(locations.get(key.dotted, "")):
+            value = checked_value(key, tree[key.section][key.name])
+        setattr(getattr(cfg, key.section), key.name, value)
+    return cfg
+
+
+def _assignments(argv: list[str]) -> Iterator[_Assignment]:
+    """What the config file sets, then what the arguments set. Raises ConfigError."""
+    arguments = [_with_config_prefix(argument) for argument in argv]
+    for argument in arguments:
+        _check_argument_form(argument)
+    files = [arg.removeprefix("config=") for arg in arguments if arg.startswith("config=")]
     if len(files) > 1:
         raise ConfigError(
             f"config={format_value(files[1])}: config is given {len(files)} times; give one file"
         )
-    arguments = (argument for argument in argv if not argument.startswith("config="))
-    tree, places = dataclasses.asdict(Config()), {}
-    for dotted, value, where in itertools.chain(
-        *map(_from_file, files), map(_from_argument, arguments)
-    ):
-        with located_config_error(where):
-            places[_assign(tree, dotted, value)] = where
+    for path in files:
+        yield from _read_file(path)
+    for argument in arguments:
+        if not argument.startswith("config="):
+            yield _read_argument(argument)
+
+
+def _with_config_prefix(argument: str) -> str:
+    if re.fullmatch(r"[^=-][^=]*\.ya?ml", argument):
+        return f"config={argument}"
+    return argument
+
+
+def _check_argument_form(argument: str) -> None:
+    """Raises ConfigError: not NAME=VALUE, or not valid Unicode."""
+    has_name_and_equals = not argument.startswith("=") and "=" in argument
+    has_surrogates = any("\ud7ff" < c < "\ue000" for c in argument)
+    if not has_name_and_equals or has_surrogates:
+        forms = "config=FILE, section.key=value, --dry-run or --help, in valid Unicode"
+        raise ConfigError(f"argument {format_value(argument)}: must be {forms}")
+
+
+def _resolve_interpolations(tree: dict, locations: dict[str, str]) -> dict:
+    """The tree with every ${...} replaced. Raises ConfigError."""
     try:
-        tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
-    except (OmegaConfBaseException, ValueError, RecursionError) as e:
-        name = getattr(e, "full_key", None) or "config"
-        reason = " ".join(str(e).split("full_key")[0].split())
-        line = f"{format_value(name)}: cannot be resolved: {reason}; quote it, or write the value itself"
-        raise ConfigError(places.get(".".join(name.split(".")[:2]), "") + line) from None
-    cfg = Config()
-    for key in KEYS.values():
-        with located_config_error(places.get(key.dotted, "")):
-            setattr(getattr(cfg, key.section), key.name, _checked(key, tree[key.section][key.name]))
-    return cfg
-
-
-def _escaped(value: Any) -> Any:  # keys are taken as they stand
-    return (
-        re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", value)
-        if isinstance(value, str)
-        else value
-    )
-
-
-class _Dumper(yaml.SafeDumper):
-    """Lists on one line, and texts that hold a literal ${ come back as they are, not as an interpolation."""
-
-
-_Dumper.yaml_implicit_resolvers = (
-    _Loader.yaml_implicit_resolvers
-)  # to quote texts that would be read as numbers
-_Dumper.add_representer(
-    list, lambda to, x: to.represent_sequence("tag:yaml.org,2002:seq", map(_escaped, x), True)
-)
-_Dumper.add_representer(dict, lambda to, x: to.represent_dict({key: _escaped(x[key]) for key in x}))
-
-
-def resolved_yaml(cfg: Config) -> str:
-    """The whole config as YAML that `load` reads back to an equal one, but for secrets, which are masked."""
-    # PyYAML leaves Unicode's own line breaks as they are, and reads them back as blanks.
-    readable = not re.search(r"\\x85|\\u202[89]", repr(tree := dataclasses.asdict(cfg)))
-    return mask_secrets(
-        yaml.dump(tree, None, _Dumper, allow_unicode=readable, sort_keys=False, width=10**6)
-    )
-
-
-USAGE = """usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]
-  to look at a run:  python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
-  all keys:          python -m one_step_off.main_ppo --help"""
-
-
-def help_text() -> str:
-    """How to call the program, and every key with its type, default and one line.
-
-    Trains a language model with one-step-off-policy PPO.
-
-      config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes); FILE.yaml alone will do
-      section.key=value    sets one key over the file; the value is YAML, as placement.pools.rollout=[2]
-      --dry-run            check everything, print the resolved config and the placement, start nothing; what this machine
-                           lacks for it, as GPUs, is a warning
-      --profile STEP       torch's profile of the updates of that step, counted from 0, into OUTPUT_DIR/profile
-      --replay FOLDER      the update of the batch in FOLDER, as OUTPUT_DIR/skipped/step_000012, once more and on the trainers
-                           alone: why it was skipped. Nothing of the run is changed
-      --help               this text
-
-    Exit codes: 0 done, 2 bad input (one line says which), 130 interrupted, 1 anything else.
-
-    Keys:"""
-    lines = [USAGE.splitlines()[0] + "\n" + inspect.cleandoc(help_text.__doc__).partition("\n")[2]]
-    for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
-        lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
-        for key in keys:
-            kind = f"{key.kind}, default {format_value(key.default) or repr('')}"
-            lines.append(f"  {key.dotted}  ({kind})\n      {key.meta['help']}")
-    return "\n".join(lines) + "\n"
-
-
-def processes_per_node(cfg: Config, pool: str) -> list[int]:
-    """Processes on each node of a pool: one per GPU, or one per tensor_parallel_size GPUs for rollout."""
-    width = cfg.rollout.tensor_parallel_size if cfg.placement.roles["rollout"] == pool else 1
-    return [gpus // width for gpus in cfg.placement.pools[pool]]
-
-
-def process_cores(
-    cfg: Config, device: str, cores: list[int] | None = None
-) -> dict[str, list[list[int]]]:
-    """Pool -> the cores of each of its processes (empty: not pinned, as on GPUs). `cores` None: those that this process
-    may use. Rollout and trainers in pools of their own share no core where there are two, unless there are fewer cores
-    than processes and the two work in turns anyway (staleness 0)."""
-    counts = {pool: sum(processes_per_node(cfg, pool)) for pool in cfg.placement.pools}
-    plan: dict[str, list[list[int]]] = {pool: [[]] * n for pool, n in counts.items()}
-    # Seats on other machines are not pinned: only this one's cores are known here.
-    one_node = not os.environ.get("RAY_ADDRESS") and all(
-        len(shape) == 1 for shape in cfg.placement.pools.values()
-    )
-    if device == "cpu" and cfg.placement.pin_cores and one_node:
-        rollout = counts.pop(cfg.placement.roles["rollout"])
-        mine = sorted(os.sched_getaffinity(0)) if cores is None else cores
-        in_turns = not counts or (
-            cfg.pipeline.staleness == 0 and rollout + sum(counts.values()) > len(mine)
-        )
-        plan[cfg.placement.roles["rollout"]], trainers = plan_cores(
-            rollout, sum(counts.values()), mine, in_turns
-        )
-        for pool, n in counts.items():
-            plan[pool], trainers = trainers[:n], trainers[n:]
-    return plan
-
-
-def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
-    """What runs where, for a valid config: one line per pool, as "all [2] on cpu: rollout x 2, actor x 2; cores 0 1"."""
-    device, lines = resolved_device(cfg), []
-    for pool, seats in process_cores(cfg, device, cores).items():
-        roles = []
-        for role in (role for role, where in cfg.placement.roles.items() if where == pool):
-            own = cfg.rollout if role == "rollout" else role_settings(cfg, role)
-            sizes = {
-                n[0].upper() + "P": getattr(own, f"{n}_parallel_size", 1) for n in MODEL_PARALLEL
-            }
-            divided = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-            roles.append(f"{role} x {len(seats)}" + f" ({divided})" * bool(divided))
-        pinned = "; cores " + " ".join(",".join(map(str, c)) for c in seats) if any(seats) else ""
-        lines.append(f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}{pinned}")
-    return "\n".join(lines)
+        return OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[return-value]
+    except (OmegaConfBaseException, ValueError, RecursionError) as error:
+        name = getattr(error, "full_key", None) or "config"
+        reason = " ".join(str(error).split("full_key")[0].split())
+        location = locations.get(".".join(name.split(".")[:2]), "")
+        raise ConfigError(
+            f"{location}{format_value(name)}: cannot be resolved: {reason}; "
+            "quote it, or write the value itself"
+        ) from None

@@ -1,7 +1,7 @@
-"""What to say of a key that does not exist: ours for a key of verl's or TRL's, or the one that was meant.
+"""What to suggest for an unknown key: our key for a key of verl or TRL, or the key that was probably meant.
 
-The keys of other trainers stand in `other_keys.yaml`, of which docs/make_reference.py also makes the tables of
-docs/reference/from_verl.md and docs/reference/from_trl.md.
+The keys of other trainers are in `other_keys.yaml`. docs/make_reference.py generates the tables of
+docs/reference/from_verl.md and docs/reference/from_trl.md from the same file.
 """
 
 import functools
@@ -14,13 +14,18 @@ from typing import Any
 import yaml
 
 PAGES = {"verl": "docs/reference/from_verl.md", "TRL": "docs/reference/from_trl.md"}
-COMMON = "common"  # names that are of no one trainer
+COMMON = "common"  # names that many trainers use
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. `keys`: theirs, each with the value for which the line holds, None for any; `remark`: what the
-    page says behind them; `here`: ours, in Markdown."""
+    """One line of a table.
+
+    Attributes:
+        keys: keys of the other trainer, each with the value for which the line holds; None: any value.
+        remark: what the page says behind the keys.
+        here: our answer, in Markdown.
+    """
 
     trainer: str
     table: str
@@ -32,98 +37,122 @@ class Row:
 @functools.cache
 def rows() -> tuple[Row, ...]:
     """All lines of `other_keys.yaml`, in order."""
-    content = yaml.safe_load(
-        Path(__file__).with_name("other_keys.yaml").read_text(encoding="utf-8")
-    )
-    found = []
+    path = Path(__file__).with_name("other_keys.yaml")
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    result = []
     for trainer, tables in content.items():
         for table, lines in tables.items():
-            for left, here in lines.items():
-                names, _, remark = left.partition(" (")
-                keys = []
-                for name in names.split(", "):
-                    key, equals, value = name.partition("=")
-                    plain = (
-                        equals and "(" not in key
-                    )  # GRPOTrainer(model=...) is no key with a value
-                    keys.append((key, value.strip('"')) if plain else (name, None))
-                found.append(Row(trainer, table, tuple(keys), remark.removesuffix(")"), here))
-    return tuple(found)
+            for their_keys, here in lines.items():
+                names, _, remark = their_keys.partition(" (")
+                keys = tuple(_key_and_value(name) for name in names.split(", "))
+                result.append(Row(trainer, table, keys, remark.removesuffix(")"), here))
+    return tuple(result)
+
+
+def _key_and_value(text: str) -> tuple[str, str | None]:
+    """ "KEY=VALUE" or "KEY" as a pair; the value is None where there is none."""
+    key, equals, value = text.partition("=")
+    is_call = "(" in key  # GRPOTrainer(model=...) is not a key with a value
+    if equals and not is_call:
+        return key, value.strip('"')
+    return text, None
 
 
 def table_text(trainer: str, table: str) -> str:
-    """A table of a page, in Markdown."""
+    """A table of a documentation page, in Markdown."""
     lines = [f"| {trainer} | here |", "| --- | --- |"]
+    quote = '"' if trainer == "TRL" else ""  # as its users write it, in Python
     for row in rows():
-        if (row.trainer, row.table) == (trainer, table):
-            quote = '"' if trainer == "TRL" else ""  # as its users write it, in Python
-            shown = [
-                key if value is None else f"{key}={quote}{value}{quote}" for key, value in row.keys
-            ]
-            theirs = ", ".join(f"`{key}`" for key in shown)
-            lines.append(f"| {theirs}{f' ({row.remark})' if row.remark else ''} | {row.here} |")
+        if (row.trainer, row.table) != (trainer, table):
+            continue
+        shown = []
+        for key, value in row.keys:
+            shown.append(f"`{key}`" if value is None else f"`{key}={quote}{value}{quote}`")
+        remark = f" ({row.remark})" if row.remark else ""
+        lines.append(f"| {', '.join(shown)}{remark} | {row.here} |")
     return "\n".join(lines)
 
 
-def plain(markdown: str, page: str) -> str:
-    """Markdown as a line on a terminal: code without its quotes, and of a link its page."""
-    linked = re.sub(r"\[[^]]*\]\(#([\w-]+)\)", rf"{page}#\1", markdown)
-    linked = re.sub(r"\[[^]]*\]\(\.\./([\w/-]+\.md)\)", r"docs/\1", linked)
-    return linked.replace("`", "")
+def markdown_to_text(markdown: str, page: str) -> str:
+    """Markdown for a terminal: code without backquotes, and links replaced by the page they lead to."""
+    text = re.sub(r"\[[^]]*\]\(#([\w-]+)\)", rf"{page}#\1", markdown)
+    text = re.sub(r"\[[^]]*\]\(\.\./([\w/-]+\.md)\)", r"docs/\1", text)
+    return text.replace("`", "")
 
 
-def _of_value(found: list[Row], key: str, value: Any) -> list[Row]:
-    """Of several lines for a key those for this value, or all where it is none of theirs."""
+def _rows_for_value(candidates: list[Row], key: str, value: Any) -> list[Row]:
+    """Of several lines for one key, those for this value; all of them where none is."""
     given = str(value).lower()
-    exact = [row for row in found if (key, given) in [(k, str(v).lower()) for k, v in row.keys]]
-    return exact or found
+    exact = []
+    for row in candidates:
+        if (key, given) in [(name, str(wanted).lower()) for name, wanted in row.keys]:
+            exact.append(row)
+    return exact or candidates
 
 
-def theirs(dotted: str, value: Any, exactly: bool) -> str | None:
-    """What to do about a key of another trainer, or None if it is none. Not `exactly`: also about the end of one, as
-    actor.optim.lr, or with a flat one in a section of ours, as actor.learning_rate."""
-    given, last = dotted.lstrip("+~"), dotted.rpartition(".")[2]
+def _matching_keys(dotted: str, exactly: bool) -> list[str]:
+    """The keys of other trainers that `dotted` may be, best first."""
+    given = dotted.lstrip("+~")  # verl's prefixes
     names = dict.fromkeys(key for row in rows() for key, _ in row.keys)  # each once, in order
     matches = [key for key in names if key == given]
     if not exactly:
+        last_part = dotted.rpartition(".")[2]
         matches += [key for key in names if key.endswith(f".{given}")]
-        matches += [key for key in names if key == last]
+        matches += [key for key in names if key == last_part]
+    return matches
+
+
+def other_trainer_hint(dotted: str, value: Any, exactly: bool) -> str | None:
+    """What to do about a key of another trainer; None if it is not one.
+
+    With `exactly` the whole key must match. Otherwise its end may match too, as in actor.optim.lr, or a
+    flat key inside a section of ours, as in actor.learning_rate.
+    """
+    matches = _matching_keys(dotted, exactly)
     if not matches:
         return None
     key = matches[0]
-    found = _of_value([row for row in rows() if key in [k for k, _ in row.keys]], key, value)
-    trainer = found[0].trainer
+    candidates = [row for row in rows() if key in [name for name, _ in row.keys]]
+    answers = _rows_for_value(candidates, key, value)
+    trainer = answers[0].trainer
     page = PAGES.get(trainer, "")
-    ways = "; or ".join(plain(row.here, page) for row in found)
-    words = (
-        f"use {ways}"
-        if found[0].here.startswith("`")
-        else f"remove it: {ways.removeprefix('no key: ')}"
-    )
-    return words if trainer == COMMON else f"{words} ({trainer}'s {key}: {page})"
+    text = "; or ".join(markdown_to_text(row.here, page) for row in answers)
+    has_own_key = answers[0].here.startswith("`")
+    advice = f"use {text}" if has_own_key else f"remove it: {text.removeprefix('no key: ')}"
+    if trainer == COMMON:
+        return advice
+    return f"{advice} ({trainer}'s {key}: {page})"
 
 
 def distance(a: str, b: str) -> int:
-    """How many letters must be added, left out, replaced or swapped with their neighbour to make the one of the other."""
-    before: list[int] = []
+    """Edit distance: letters to insert, delete, replace, or swap with their neighbor, to turn `a` into `b`."""
+    previous_row: list[int] = []
     row = [*range(len(b) + 1)]
-    for i, x in enumerate(a, 1):
-        before, last, row = row, before, [i]
-        for j, y in enumerate(b, 1):
-            row.append(min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (x != y)))
-            if i > 1 and j > 1 and x == b[j - 2] and a[i - 2] == y:
-                row[j] = min(row[j], last[j - 2] + 1)
+    for i, letter_a in enumerate(a, 1):
+        before_previous = previous_row
+        previous_row = row
+        row = [i]
+        for j, letter_b in enumerate(b, 1):
+            deletion = previous_row[j] + 1
+            insertion = row[j - 1] + 1
+            replacement = previous_row[j - 1] + (letter_a != letter_b)
+            cost = min(deletion, insertion, replacement)
+            swapped = i > 1 and j > 1 and letter_a == b[j - 2] and a[i - 2] == letter_b
+            if swapped:
+                cost = min(cost, before_previous[j - 2] + 1)
+            row.append(cost)
     return row[-1]
 
 
 def is_typo(given: str, name: str) -> bool:
-    """Whether `given` may be a slip of the pen for `name`: one letter in four is wrong, three at most, and never all."""
-    wrong, allowed = distance(given, name), max(1, min(3, len(given) // 4))
-    return wrong <= allowed and wrong < len(given)
+    """Whether `given` may be a misspelled `name`: one letter in four differs, three at most, never all."""
+    difference = distance(given, name)
+    allowed = max(1, min(3, len(given) // 4))
+    return difference <= allowed and difference < len(given)
 
 
 def leaves(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A key and its value; of a mapping all that is in it, by dotted names."""
+    """A key and its value; of a mapping all its entries, by dotted names."""
     if isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from leaves(f"{dotted}.{name}", inner)
@@ -134,25 +163,44 @@ def leaves(dotted: str, value: Any) -> Iterator[tuple[str, Any]]:
 def hint(
     dotted: str, value: Any, keys: Collection[str], sections: Collection[str]
 ) -> tuple[str, str]:
-    """The key as it is best shown, and what to say of it. `keys` and `sections` are those that exist. The right name in
-    the wrong section is worth more than a name that looks alike; where nothing is close, nothing is suggested."""
+    """The unknown key as it is best shown, and what to suggest.
+
+    The right name in the wrong section is preferred to a name that looks alike. Where nothing is
+    close, no key is suggested.
+
+    Args:
+        dotted: the unknown key.
+        value: its value; a mapping where it stands for several keys.
+        keys, sections: those that exist.
+    """
     for name, leaf in leaves(dotted, value):
-        if found := theirs(name, leaf, exactly=True):
-            return name, found
+        exact_hint = other_trainer_hint(name, leaf, exactly=True)
+        if exact_hint:
+            return name, exact_hint
+    first_two_parts = ".".join(dotted.split(".")[:2])
+    if first_two_parts in keys:  # and its value is not a mapping
+        return dotted, f"did you mean {first_two_parts}?"
     section, _, name = dotted.lower().partition(".")
-    by_parts = ".".join(dotted.split(".")[:2])
-    if by_parts in keys:  # and it is no mapping
-        return dotted, f"did you mean {by_parts}?"
-    same = [key for key in keys if key.partition(".")[2] == (name or section)]
-    if same:
-        return dotted, f"did you mean {min(same, key=lambda key: distance(dotted, key))}?"
-    near = [key for key in keys if is_typo(name or section, key.partition(".")[2])]
-    near_sections = [own for own in sections if not name and is_typo(section, own)]
-    if own := near_sections or [key for key in near if key.partition(".")[0] == section]:
-        return dotted, f"did you mean {min(own, key=lambda key: distance(dotted, key))}?"
+    wanted_name = name or section
+    same_name = [key for key in keys if key.partition(".")[2] == wanted_name]
+    if same_name:
+        return dotted, _suggest_closest(dotted, same_name)
+    similar = [key for key in keys if is_typo(wanted_name, key.partition(".")[2])]
+    similar_in_section = [key for key in similar if key.partition(".")[0] == section]
+    similar_sections = [known for known in sections if not name and is_typo(section, known)]
+    if similar_sections or similar_in_section:
+        return dotted, _suggest_closest(dotted, similar_sections or similar_in_section)
     for leaf_name, leaf in leaves(dotted, value):
-        if found := theirs(leaf_name, leaf, exactly=False):
-            return leaf_name, found
-    if near:
-        return dotted, f"did you mean {min(near, key=lambda key: distance(dotted, key))}?"
-    return dotted, "remove it" if section in sections else f"use {', '.join(sections)}"
+        partial_hint = other_trainer_hint(leaf_name, leaf, exactly=False)
+        if partial_hint:
+            return leaf_name, partial_hint
+    if similar:
+        return dotted, _suggest_closest(dotted, similar)
+    if section in sections:
+        return dotted, "remove it"
+    return dotted, f"use {', '.join(sections)}"
+
+
+def _suggest_closest(dotted: str, names: Collection[str]) -> str:
+    closest = min(names, key=lambda name: distance(dotted, name))
+    return f"did you mean {closest}?"

@@ -1,7 +1,9 @@
-"""Functions and classes of the user's own, named in a config: which of their lines failed, and where their output goes."""
+"""Functions and classes of the user that a config names: whether they exist, which of their lines failed,
+and where their output goes."""
 
 import contextlib
 import functools
+import importlib.util
 import itertools
 import os
 import re
@@ -10,88 +12,111 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-LOG_FOLDER = "logs"  # the folder in the run folder that holds what scorers and replicas print
-SHOWN_LETTERS = 80  # of a response, in an error message
-MAX_MESSAGE_CHARS = 400  # letters of what the user's exception says
-LONGEST_TRACEBACK = 20_000  # letters
-MOST_TRACEBACKS = 100  # in one process's log: a function may fail on every sample of a run of days
+from one_step_off.config.text import mask_secrets
+
+LOG_FOLDER = "logs"  # folder in the run folder with the output of reward workers and replicas
+MAX_QUOTED_RESPONSE_CHARS = 80  # in an error message
+MAX_MESSAGE_CHARS = 400  # of an exception of the user's code
+MAX_TRACEBACK_CHARS = 20_000
+MAX_TRACEBACKS = 100  # per process: a function may fail on every sample of a run of days
 
 _FRAME = re.compile(r'^\s*File "(.+?)", line (\d+)', re.M)
-_numbers = itertools.count()
+_USER_SPEC = re.compile(r"([^\W\d]\w*)[\w.]*:[^\W\d][\w.]*")
+_traceback_numbers = itertools.count()
+
+
+def is_user_spec(spec: str) -> bool:
+    """Whether `module:function` names a module that exists. The function is looked up when the run starts."""
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        # `python -m` finds modules beside the user's config; so must the installed program.
+        sys.path.append(os.getcwd())
+    match = _USER_SPEC.fullmatch(spec)
+    if match is None:
+        return False
+    top_module = match[1]
+    return top_module in sys.modules or importlib.util.find_spec(top_module) is not None
 
 
 @functools.cache
-def _other_folders() -> tuple[str, ...]:
-    """The folders of this program, of Python and of installed libraries, each with a separator at its end."""
-    here = Path(__file__).resolve().parents[1]
-    names = "stdlib", "platstdlib", "purelib", "platlib"
-    folders = [here, here.parent / "agent_loop", *(sysconfig.get_path(name) for name in names)]
+def _library_folders() -> tuple[str, ...]:
+    """The folders of this program, of Python and of installed libraries, each ending in a separator."""
+    package = Path(__file__).resolve().parents[1]
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    installed = [sysconfig.get_path(name) for name in names]
+    folders = [package, package.parent / "agent_loop", *installed]
     return tuple(os.path.join(os.path.realpath(folder), "") for folder in folders)
 
 
-def _is_users(path: str) -> bool:
-    """Whether a source file is the user's: not this program's, not a library's, not made at run time."""
-    installed = "site-packages" in path or "dist-packages" in path
-    made = path.startswith("<")
-    if installed or made:
+def _is_user_file(path: str) -> bool:
+    """Whether a source file is the user's: not of this program, not of a library, not made at run time."""
+    is_installed = "site-packages" in path or "dist-packages" in path
+    is_generated = path.startswith("<")
+    if is_installed or is_generated:
         return False
-    with contextlib.suppress(OSError):  # the working directory may be gone
+    with contextlib.suppress(OSError):  # the working directory may have been deleted
         path = os.path.realpath(path)
-    return not path.startswith(_other_folders())
+    return not path.startswith(_library_folders())
 
 
 def find_user_line(text: str, own_file: str = "", deepest_first: bool = False) -> str:
-    """The user's deepest frame in the text of a traceback, as `my_rewards.py:12`; empty where there is none.
+    """The user's deepest frame in the text of a traceback, as `my_rewards.py:12`; empty if there is none.
 
-    `own_file` is the user's wherever it lies, as where their function is installed. `deepest_first`: the order of
-    faulthandler. Files under the working directory are named from there."""
-    frames = [
-        (path, line) for path, line in _FRAME.findall(text) if path == own_file or _is_users(path)
-    ]
+    Files below the working directory are named relative to it.
+
+    Args:
+        text: a traceback.
+        own_file: a file that is the user's wherever it lies, such as one that they installed.
+        deepest_first: the order of frames in the dumps of faulthandler.
+    """
+    frames = []
+    for path, line in _FRAME.findall(text):
+        if path == own_file or _is_user_file(path):
+            frames.append((path, line))
     if not frames:
         return ""
-    path, line = frames[0 if deepest_first else -1]
-    with contextlib.suppress(OSError):  # the working directory may be gone
-        near = os.path.relpath(path)
-        if not near.startswith(".."):
-            path = near
+    path, line = frames[0] if deepest_first else frames[-1]
+    with contextlib.suppress(OSError):  # the working directory may have been deleted
+        relative = os.path.relpath(path)
+        if not relative.startswith(".."):
+            path = relative
     return f"{path}:{line}"
 
 
 def format_traceback(error: BaseException) -> str:
-    """The whole traceback as text, its end where it is very long."""
-    return "".join(traceback.format_exception(error))[-LONGEST_TRACEBACK:]
+    """The traceback as text; only its end where it is very long."""
+    return "".join(traceback.format_exception(error))[-MAX_TRACEBACK_CHARS:]
 
 
 def describe_error(error: BaseException, own_file: str = "") -> str:
     """The error's type and the user's line that raised it, as `KeyError at my_rewards.py:12`."""
     place = find_user_line("".join(traceback.format_exception(error)), own_file)
-    return f"{type(error).__name__} at {place}" if place else type(error).__name__
+    if not place:
+        return type(error).__name__
+    return f"{type(error).__name__} at {place}"
 
 
 def quote_response(response: str) -> str:
-    """The end of an error message: the first letters of the response that it is about."""
-    more = "..." if len(response) > SHOWN_LETTERS else ""
-    return f"the response begins {response[:SHOWN_LETTERS]!r}{more}"
+    """The end of an error message about a response: how the response begins."""
+    dots = "..." if len(response) > MAX_QUOTED_RESPONSE_CHARS else ""
+    return f"the response begins {response[:MAX_QUOTED_RESPONSE_CHARS]!r}{dots}"
 
 
-def log_traceback(what: str, text: str) -> None:
-    """Write a failure to stderr, which `redirect_output` leads into the run folder, without its secrets."""
-    from one_step_off.config.validation import mask_secrets
-
-    number = next(_numbers)
-    if number < MOST_TRACEBACKS:
-        print(mask_secrets(f"{what}\n{text}"), file=sys.stderr, flush=True)
-    elif number == MOST_TRACEBACKS:
-        print(
-            f"further tracebacks are left out after {MOST_TRACEBACKS}", file=sys.stderr, flush=True
-        )
+def log_traceback(message: str, traceback_text: str) -> None:
+    """Write a failure to stderr, without its secrets. `redirect_output` sends stderr to the run folder."""
+    number = next(_traceback_numbers)
+    if number < MAX_TRACEBACKS:
+        print(mask_secrets(f"{message}\n{traceback_text}"), file=sys.stderr, flush=True)
+    elif number == MAX_TRACEBACKS:
+        omitted = f"further tracebacks are left out after {MAX_TRACEBACKS}"
+        print(omitted, file=sys.stderr, flush=True)
 
 
 def redirect_output(path: str) -> None:
-    """Lead stdout and stderr of this process, and of those that it starts, to the end of a file. Its folders are made
-    where they are missing: a node that does not share the run folder gets its own of the same path. Nothing changes
-    where the file cannot be opened."""
+    """Append the stdout and stderr of this process, and of its child processes, to a file.
+
+    Missing folders are created: a node that does not share the run folder gets its own of the same
+    path. If the file cannot be opened, nothing changes.
+    """
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -102,7 +127,7 @@ def redirect_output(path: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
-    # Line by line: the process may be killed at any moment.
-    how = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
-    sys.stdout = open(1, "w", **how)
-    sys.stderr = open(2, "w", **how)
+    # Line-buffered, because the process may be killed at any moment.
+    options = {"buffering": 1, "encoding": "utf-8", "errors": "backslashreplace", "closefd": False}
+    sys.stdout = open(1, "w", **options)
+    sys.stderr = open(2, "w", **options)

@@ -1,4 +1,4 @@
-"""Figures of an evaluation: avg@n and pass@k of each held-out set. Pure functions."""
+"""Metrics of an evaluation: avg@n and pass@k of each held-out set. Pure functions."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -7,31 +7,36 @@ from statistics import fmean
 
 from one_step_off.data.samples import Sample
 
-MAIN_SET = "val"  # the set of data.val_files; its keys carry no name
+MAIN_SET = "val"  # the set of data.val_files; its metrics carry no set name
 
 
 def set_epoch(index: int) -> int:
-    """The epoch in the ids of the prompts of held-out set `index`: -1, -2, ... Training has 0 and up."""
+    """The epoch in the prompt ids of held-out set `index`: -1, -2, ... Training epochs are 0 and up."""
     return -1 - index
 
 
 def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Chance that at least one of k samples passes, estimated without bias from n samples of which `passed` did. Codex
-    (arXiv:2107.03374), equation 1: 1 - C(n - c, k) / C(n, k)."""
+    """The chance that at least one of k samples passes.
+
+    The unbiased estimate from n samples, `passed` of which pass: 1 - C(n - c, k) / C(n, k). Codex
+    (arXiv:2107.03374), equation 1.
+    """
     return 1.0 - comb(n - passed, k) / comb(n, k)
 
 
 def part_means(samples: Sequence[Sample]) -> dict[str, float]:
-    """The mean of each part of the rewards over the samples that have it, by name; a sample that was not scored counts 0.
-    {} where the rewards have no parts."""
-    parts = [s.extra.get("reward_parts", {}) for s in samples]
+    """The mean of each reward part over the samples that have it; {} where the rewards have no parts.
+
+    A sample that could not be scored counts as 0 in every part.
+    """
+    parts_of_samples = [sample.extra.get("reward_parts", {}) for sample in samples]
+    names = dict.fromkeys(name for parts in parts_of_samples for name in parts)
     means = {}
-    for name in dict.fromkeys(name for own in parts for name in own):
-        values = [
-            own.get(name, 0.0)
-            for s, own in zip(samples, parts, strict=True)
-            if name in own or "error" in s.extra
-        ]
+    for name in names:
+        values = []
+        for sample, parts in zip(samples, parts_of_samples, strict=True):
+            if name in parts or "error" in sample.extra:
+                values.append(parts.get(name, 0.0))
         means[name] = fmean(values)
     return means
 
@@ -39,26 +44,41 @@ def part_means(samples: Sequence[Sample]) -> dict[str, float]:
 def evaluation_metrics(
     samples: Sequence[Sample], names: Sequence[str], passes_at: float = 1.0
 ) -> dict[str, float]:
-    """avg@n, pass@k for k = 1, 2, 4 .. n, length and size of each set: "val/reward" (mean reward), "val/reward/PART" of
-    rewards in parts, "val/pass@k", ... for the first of `names`, "val/NAME/reward", ... for the others. A sample passes
-    with a reward of at least `passes_at`. The epoch in a sample's prompt_id tells its set."""
-    found: dict[str, float] = {}
+    """The metrics of each held-out set.
+
+    "val/reward" (mean reward), "val/samples", "val/reward/PART" for rewards in parts,
+    "val/response_length", and with several samples per prompt "val/avg@n" and "val/pass@k" for
+    k = 1, 2, 4 .. n. The prefix of every set but the first is "val/NAME".
+
+    Args:
+        samples: of all sets; the epoch in a sample's prompt_id tells its set.
+        names: the names of the sets, in order.
+        passes_at: a sample passes if its reward is at least this.
+    """
+    metrics: dict[str, float] = {}
     for index, name in enumerate(names):
-        if not (own := [s for s in samples if s.prompt_id[0] == set_epoch(index)]):
-            continue
-        sizes, passed = (
-            Counter(s.prompt_id for s in own),
-            Counter(s.prompt_id for s in own if s.reward >= passes_at),
-        )
-        n = min(sizes.values())
-        key = "val" if index == 0 else f"val/{name}"
-        found |= {f"{key}/reward": fmean(s.reward for s in own), f"{key}/samples": float(len(own))}
-        found |= {f"{key}/reward/{part}": mean for part, mean in part_means(own).items()}
-        found[f"{key}/response_length"] = fmean(len(s.response_ids) for s in own)
-        if n > 1:
-            found[f"{key}/avg@{n}"] = found[f"{key}/reward"]
-            for k in sorted({1 << e for e in range(n.bit_length())} | {n}):
-                found[f"{key}/pass@{k}"] = fmean(
-                    pass_at_k(size, passed[id], k) for id, size in sizes.items()
-                )
-    return found
+        samples_of_set = [s for s in samples if s.prompt_id[0] == set_epoch(index)]
+        if samples_of_set:
+            prefix = "val" if index == 0 else f"val/{name}"
+            metrics |= _set_metrics(samples_of_set, prefix, passes_at)
+    return metrics
+
+
+def _set_metrics(samples: Sequence[Sample], prefix: str, passes_at: float) -> dict[str, float]:
+    """The metrics of one held-out set."""
+    mean_reward = fmean(sample.reward for sample in samples)
+    metrics = {f"{prefix}/reward": mean_reward, f"{prefix}/samples": float(len(samples))}
+    for part, mean in part_means(samples).items():
+        metrics[f"{prefix}/reward/{part}"] = mean
+    metrics[f"{prefix}/response_length"] = fmean(len(sample.response_ids) for sample in samples)
+    sizes = Counter(sample.prompt_id for sample in samples)
+    n = min(sizes.values())
+    if n == 1:
+        return metrics
+    metrics[f"{prefix}/avg@{n}"] = mean_reward
+    passed = Counter(sample.prompt_id for sample in samples if sample.reward >= passes_at)
+    powers_of_two = {1 << exponent for exponent in range(n.bit_length())}
+    for k in sorted(powers_of_two | {n}):
+        chances = [pass_at_k(size, passed[prompt_id], k) for prompt_id, size in sizes.items()]
+        metrics[f"{prefix}/pass@{k}"] = fmean(chances)
+    return metrics

@@ -3,18 +3,27 @@
 import re
 from fractions import Fraction
 
-_LONGEST_ANSWER = 200
+MAX_NUMBER_CHARS = 200
 
-
-_PLAIN = r"([-+]?)\$?([-+]?)([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)(?:/([0-9]+))?\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"
+_NUMBER = re.compile(
+    r"([-+]?)\$?([-+]?)"  # a sign before or after the dollar
+    r"([0-9][0-9,]*(?:\.[0-9]*)?|\.[0-9]+)"
+    r"(?:/([0-9]+))?"  # denominator
+    r"\s?%?\s?(?:[A-Za-z]+ ?){0,4}\.?"  # percent, a unit of up to four words, a final period
+)
 
 
 def plain_number(text: str) -> Fraction | None:
     """The number in `1,234`, `$7.50`, `-3`, `1/2`, `45%` or `12 apples.`; None where the text is anything else."""
-    match = re.fullmatch(_PLAIN, text) if len(text) <= _LONGEST_ANSWER else None
+    if len(text) > MAX_NUMBER_CHARS:
+        return None
+    match = _NUMBER.fullmatch(text)
     if match is None:
         return None
     sign, inner_sign, digits, denominator = match.groups()
-    if (sign and inner_sign) or (denominator and not int(denominator)):
+    has_two_signs = sign and inner_sign
+    divides_by_zero = denominator and not int(denominator)
+    if has_two_signs or divides_by_zero:
         return None
-    return Fraction((sign or inner_sign) + digits.replace(",", "")) / int(denominator or 1)
+    numerator = Fraction((sign or inner_sign) + digits.replace(",", ""))
+    return numerator / int(denominator or 1)

@@ -1,4 +1,4 @@
-"""Models: the tiny ones of the CPU run, checks of a model's files, and reading of pickles that cannot run code.
+"""Models: the tiny ones of the CPU run, Hugging Face models as the roles need them, reading of untrusted pickles.
 
-Read `tiny_qwen.py` first.
+Read `hf_model.py` first.
 """

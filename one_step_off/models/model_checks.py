@@ -6,13 +6,9 @@
 from importlib import metadata
 from typing import Any
 
-from one_step_off.config.schema import (
-    Config,
-    ConfigError,
-    as_config_error,
-    first_line,
-    load_section_tokenizer,
-)
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.schema import Config
 
 MODEL_SECTIONS = (
     "model",

@@ -2,8 +2,8 @@
 
 Model FLOPs are counted as in PaLM (appendix B, arXiv:2204.02311): 6N per trained token, a third of it per token of a
 forward pass, and the attention of a sequence of T tokens on top, 12 * layers * (heads * head size) * T per trained
-token. What is computed twice (activation checkpointing) counts once: this is utilisation of the model's FLOPs. With LoRA the
-weights have no gradients, so that a trained token counts as two forward passes in place of three.
+token. What is computed twice (activation checkpointing) counts once: this is utilization of the model's FLOPs. With LoRA
+the weights have no gradients, so a trained token counts as two forward passes instead of three.
 """
 
 from collections.abc import Sequence
@@ -15,106 +15,170 @@ import numpy as np
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch
 
-Figures = dict[str, float | None]
+Metrics = dict[str, float | None]
 
-# Dense bf16 TFLOP/s by the makers' data sheets. All words must stand in the device's name; the first match counts.
-PEAKS = """B200 2250, H100 PCIE 756, H100 NVL 835, GH200 989, H200 989, H100 989, H800 989, A100 312, A800 312,
-    L40S 362, L40 181, L4 121, A40 149.7, A30 165, A10 125"""
+# Dense bf16 TFLOP/s by the vendors' data sheets. A row matches a device whose name has all its words; the first match
+# counts, so the rows of special models come first.
+PEAK_TFLOPS = (
+    ({"B200"}, 2250),
+    ({"H100", "PCIE"}, 756),
+    ({"H100", "NVL"}, 835),
+    ({"GH200"}, 989),
+    ({"H200"}, 989),
+    ({"H100"}, 989),
+    ({"H800"}, 989),
+    ({"A100"}, 312),
+    ({"A800"}, 312),
+    ({"L40S"}, 362),
+    ({"L40"}, 181),
+    ({"L4"}, 121),
+    ({"A40"}, 149.7),
+    ({"A30"}, 165),
+    ({"A10"}, 125),
+)
+# Config names of models with experts, of which each token passes only some.
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of one GPU by its name as CUDA tells it; None if it is not known."""
+    """Dense bf16 FLOP/s of one GPU by its name as CUDA reports it; None if it is not known."""
     words = set(device_name.upper().replace("-", " ").split())
-    rows = (row.split() for row in PEAKS.split(","))
-    return next((float(tera) * 1e12 for *name, tera in rows if words.issuperset(name)), None)
+    for required_words, tflops in PEAK_TFLOPS:
+        if required_words <= words:
+            return float(tflops) * 1e12
+    return None
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What the count needs of a dense decoder. `matmul_params` (N): parameters that every token is multiplied with; an
-    input embedding that is not the head as well is only looked up. `attention_width`: heads * head size."""
+    """What the count needs of a dense decoder.
+
+    Attributes:
+        matmul_params: the parameters that every token is multiplied with (N). An input embedding that is not the output
+            head as well is only looked up and does not count.
+        layers: number of layers.
+        attention_width: heads * head size.
+    """
 
     matmul_params: int
     layers: int
     attention_width: int
 
     def forward_flops(self, lengths: Sequence[int] | np.ndarray) -> float:
-        """One forward pass over whole sequences: 2N + 4 * layers * width * T for each of their T tokens."""
-        n = np.asarray(lengths, dtype=np.float64)
-        return float(
-            (2 * self.matmul_params * n + 4 * self.layers * self.attention_width * n * n).sum()
-        )
+        """One forward pass over whole sequences of `lengths` tokens: 2N + 4 * layers * width * T for each token of a
+        sequence of T tokens."""
+        tokens = np.asarray(lengths, dtype=np.float64)
+        matmul_flops = 2 * self.matmul_params * tokens
+        attention_flops = 4 * self.layers * self.attention_width * tokens * tokens
+        return float((matmul_flops + attention_flops).sum())
 
     def generate_flops(
-        self, prompts: Sequence[int], before: Sequence[int], made: Sequence[int]
+        self,
+        prompt_lengths: Sequence[int],
+        context_lengths: Sequence[int] | np.ndarray,
+        generated_lengths: Sequence[int] | np.ndarray,
     ) -> float:
-        """Each of `prompts` (tokens) once, then, for samples with `before` tokens of prompt, `made` tokens one by one:
-        2N each, and attention to what stands before it."""
-        p, r = np.asarray(before, dtype=np.float64), np.asarray(made, dtype=np.float64)
-        seen = r * p + r * (r - 1) / 2
-        own = 2 * self.matmul_params * r + 4 * self.layers * self.attention_width * seen
-        return self.forward_flops(prompts) + float(own.sum())
+        """A forward pass over each prompt, then each sample's tokens one by one: 2N for each, and attention to all tokens
+        before it.
+
+        Args:
+            prompt_lengths: tokens of each prompt.
+            context_lengths: of each sample the tokens before the generated ones.
+            generated_lengths: of each sample the generated tokens.
+        """
+        context = np.asarray(context_lengths, dtype=np.float64)
+        generated = np.asarray(generated_lengths, dtype=np.float64)
+        attended = generated * context + generated * (generated - 1) / 2
+        matmul_flops = 2 * self.matmul_params * generated
+        attention_flops = 4 * self.layers * self.attention_width * attended
+        decode_flops = float((matmul_flops + attention_flops).sum())
+        return self.forward_flops(prompt_lengths) + decode_flops
 
 
 def shape_of(hf_config: Any, params: int) -> ModelShape | None:
     """The shape by a Hugging Face config and the number of parameters (tied ones once). None where the count would be
     wrong or cannot be made: mixtures of experts, and configs without the usual names."""
-    text = hf_config.get_text_config()
-    experts = any(
-        getattr(text, name, None)
-        for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    names = "num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size"
-    layers, heads, hidden, vocabulary = (getattr(text, name, None) for name in names)
-    if experts or not all((layers, heads, hidden, vocabulary)):
+    text_config = hf_config.get_text_config()
+    has_experts = any(getattr(text_config, name, None) for name in EXPERT_COUNTS)
+    layers = getattr(text_config, "num_hidden_layers", None)
+    heads = getattr(text_config, "num_attention_heads", None)
+    hidden_size = getattr(text_config, "hidden_size", None)
+    vocab_size = getattr(text_config, "vocab_size", None)
+    if has_experts or not all((layers, heads, hidden_size, vocab_size)):
         return None
-    width = heads * (getattr(text, "head_dim", None) or hidden // heads)
-    tied = getattr(text, "tie_word_embeddings", False) or getattr(
-        hf_config, "tie_word_embeddings", False
+    head_size = getattr(text_config, "head_dim", None) or hidden_size // heads
+    is_tied = any(
+        getattr(config, "tie_word_embeddings", False) for config in (text_config, hf_config)
     )
-    return ModelShape(params if tied else params - vocabulary * hidden, layers, width)
+    matmul_params = params if is_tied else params - vocab_size * hidden_size
+    return ModelShape(matmul_params, layers, heads * head_size)
 
 
 @dataclass
 class Meter:
-    """Tokens/s, FLOP/s and MFU of both groups, step by step.
-    `device_name` is learnt when the workers have started; until then, and for unknown devices, the MFU is None."""
+    """Tokens/s, FLOP/s and MFU of rollout and trainer, step by step.
+
+    Attributes:
+        shape: None: only tokens/s are known.
+        device_name: set when the workers have started. Until then, and for unknown devices, the MFU is None.
+    """
 
     cfg: Config
     shape: ModelShape | None
     device_name: str = ""
 
     def step(
-        self, batch: Batch, made: np.ndarray, generate_s: float, update_s: float, step_s: float
-    ) -> Figures:
-        """The figures of one step: of generation, of which `made` are the tokens of each response, int [B], and of the
-        actor's update, in which nothing is done while the critic warms up alone. Each group's rates are over the time it
-        worked; `mfu/..._of_step` over all of it."""
+        self,
+        batch: Batch,
+        generated: np.ndarray,
+        generate_s: float,
+        update_s: float,
+        step_s: float,
+    ) -> Metrics:
+        """The metrics of one step. Each group's rates are over the time in which it worked; `mfu/..._of_step` over the
+        whole step. While the critic warms up alone the actor's update counts nothing.
+
+        Args:
+            generated: the generated tokens of each response, int [B].
+            generate_s, update_s, step_s: seconds of the generation, of the actor's update and of the step.
+        """
         lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in batch.samples])
-        epochs = self.cfg.actor.ppo_epochs * (batch.step >= self.cfg.trainer.critic_warmup)
-        found = {"tokens_per_s/rollout": _rate(made.sum(), generate_s)}
-        found["tokens_per_s/trainer"] = _rate(lengths.sum() * epochs, update_s)
+        trains_actor = batch.step >= self.cfg.trainer.critic_warmup
+        epochs = self.cfg.actor.ppo_epochs if trains_actor else 0
+        metrics: Metrics = {
+            "tokens_per_s/rollout": _rate(generated.sum(), generate_s),
+            "tokens_per_s/trainer": _rate(lengths.sum() * epochs, update_s),
+        }
         if self.shape is None:
-            return found
-        prompts = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
-        # What tools said is context: it counts as if it stood before all that was made.
-        whole = self.shape.generate_flops(list(prompts.values()), lengths - made, made)
-        # The table is for bf16; fp32 runs have another peak.
-        peak = peak_flops(self.device_name) if self.cfg.model.dtype == "bfloat16" else None
-        # Backward costs as much as two forward passes; as one where the weights have no gradients (LoRA).
-        trained = (
-            (2 if self.cfg.model.lora_rank else 3) * epochs * self.shape.forward_flops(lengths)
+            return metrics
+        prompt_lengths = {s.prompt_id: len(s.prompt_ids) for s in batch.samples}
+        # The output of tools is context: it counts like a part of the prompt.
+        rollout_flops = self.shape.generate_flops(
+            list(prompt_lengths.values()), lengths - generated, generated
         )
-        work = ("rollout", "rollout", whole, generate_s), ("trainer", "actor", trained, update_s)
-        for group, role, flops, seconds in work:
-            devices = sum(
-                self.cfg.placement.pools[self.cfg.placement.roles[role]]
-            )  # GPUs; on CPUs processes
-            found[f"flops_per_s/{group}"] = _rate(flops, seconds)
-            found[f"mfu/{group}"] = _rate(flops, seconds * devices * (peak or 0))
-            found[f"mfu/{group}_of_step"] = _rate(flops, step_s * devices * (peak or 0))
-        return found
+        # A backward pass costs two forward passes, or one where the weights have no gradients (LoRA).
+        passes = 2 if self.cfg.model.lora_rank else 3
+        trainer_flops = passes * epochs * self.shape.forward_flops(lengths)
+        metrics |= self._utilization("rollout", "rollout", rollout_flops, generate_s, step_s)
+        metrics |= self._utilization("trainer", "actor", trainer_flops, update_s, step_s)
+        return metrics
+
+    def _utilization(
+        self, group: str, role: str, flops: float, seconds: float, step_s: float
+    ) -> Metrics:
+        """FLOP/s and MFU of a group that worked `seconds` of a step."""
+        # The table of peaks is for bf16.
+        is_bf16 = self.cfg.model.dtype == "bfloat16"
+        peak = peak_flops(self.device_name) if is_bf16 else None
+        num_devices = sum(self.cfg.placement.pools[self.cfg.placement.roles[role]])
+        pool_peak = num_devices * (peak or 0)
+        return {
+            f"flops_per_s/{group}": _rate(flops, seconds),
+            f"mfu/{group}": _rate(flops, seconds * pool_peak),
+            f"mfu/{group}_of_step": _rate(flops, step_s * pool_peak),
+        }
 
 
 def _rate(amount: float, per: float) -> float | None:
+    """None where the rate is not known: by a time or a peak of 0."""
     return float(amount / per) if per > 0 else None

@@ -1,10 +1,7 @@
-"""What a run writes for other eyes than programs': TensorBoard, Weights & Biases, Prometheus, and the samples
-themselves.
+"""What a run writes for people: TensorBoard, Weights & Biases, Prometheus, and the samples themselves.
 
 All of it happens in one thread beside the pipeline. A logger that fails is named once and left out from then on: a
-broken dashboard must not end a run of days. A logger has the methods close(failed) and
-write(figures, at, name, samples, advantages): the finite figures of step `at`, or of an evaluation (then `at` is its
-"val/version"); the samples behind them and the name of the file for these, with advantages (none for an evaluation).
+broken dashboard must not end a run of days.
 """
 
 import json
@@ -14,33 +11,76 @@ import re
 import secrets
 import threading
 from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from one_step_off.config.loading import parse_yaml, resolved_yaml
-from one_step_off.config.schema import Config, as_config_error
+import numpy as np
+
+from one_step_off.config.errors import as_config_error
+from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import parse_yaml, resolved_yaml
 from one_step_off.data.samples import NOT_GENERATED, Batch, PromptLookup, Sample
 
-SAMPLES, STEP, VAL = "samples", "step_", "val_v"
-_PATIENCE_S = 60.0
-_QUEUE = 32
+SAMPLE_FOLDER = "samples"
+STEP_PREFIX = "step_"
+EVALUATION_PREFIX = "val_v"
+CLOSE_TIMEOUT_S = 60.0
+MAX_PENDING_JOBS = 32
+# Entries of `Sample.extra` that the pipeline alone reads.
+INTERNAL_EXTRAS = ("greedy", "replaces")
+
+
+@dataclass(frozen=True)
+class LogEntry:
+    """What loggers write of a step or of an evaluation.
+
+    Attributes:
+        figures: the finite metrics by name.
+        step: of an evaluation the weight version.
+        is_evaluation: whether it is one.
+        samples: of the step or evaluation; none for an evaluation that an earlier run has written.
+        advantages: of a step, one array [R] per trained sample; the samples that were dropped come after these.
+    """
+
+    figures: dict[str, float]
+    step: int
+    is_evaluation: bool
+    samples: list[Sample]
+    advantages: list[np.ndarray] = field(default_factory=list)
+
+    @property
+    def sample_file(self) -> str:
+        """The name of the file for its samples."""
+        prefix = EVALUATION_PREFIX if self.is_evaluation else STEP_PREFIX
+        return f"{prefix}{self.step:06d}.jsonl"
+
+
+class Logger(Protocol):
+    """One place to which a run is written. Its methods are called in the loggers' thread."""
+
+    def write(self, entry: LogEntry) -> None:
+        """Write a step or an evaluation."""
+
+    def close(self, failed: bool) -> None:
+        """Write what is left. `failed`: the run ended by an error."""
 
 
 class TensorBoard:
-    """Event files in tensorboard/. Held-out figures stand at the version that was evaluated."""
+    """Event files in tensorboard/. Held-out figures are shown at the version that was evaluated."""
 
     def __init__(self, folder: Path, config_text: str, first_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # What an earlier run in this folder wrote from here on is hidden.
         self.writer = SummaryWriter(str(folder / "tensorboard"), purge_step=first_step)
-        self.writer.add_text("config", "    " + config_text.replace("\n", "\n    "), first_step)
+        code_block = "    " + config_text.replace("\n", "\n    ")
+        self.writer.add_text("config", code_block, first_step)
 
-    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
+    def write(self, entry: LogEntry) -> None:
         """Each figure is a scalar."""
-        for name, value in figures.items():
-            self.writer.add_scalar(name, value, at)
+        for name, value in entry.figures.items():
+            self.writer.add_scalar(name, value, entry.step)
         self.writer.flush()
 
     def close(self, failed: bool) -> None:
@@ -49,48 +89,58 @@ class TensorBoard:
 
 
 class Wandb:
-    """One W&B run per run folder: its id stands in `wandb_run_id`, and a resumed run goes on in it. `link`: where it can
-    be seen."""
+    """One W&B run per run folder: its id is kept in `wandb_run_id`, and a resumed run continues it.
+
+    Attributes:
+        link: where the W&B run can be seen.
+    """
 
     def __init__(self, cfg: Config, resumed: bool) -> None:
-        """Raises ConfigError if W&B does not start (not logged in, say). Not `resumed`: another run, another id."""
+        """Start or continue the W&B run. Not `resumed`: a new one with a new id.
+
+        Raises:
+            ConfigError: W&B does not start, as where it is not logged in.
+        """
         import wandb
 
-        folder, offline = Path(cfg.trainer.output_dir), cfg.logging.wandb_mode == "offline"
+        folder = Path(cfg.trainer.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        file = folder / "wandb_run_id"
-        run_id = file.read_text().strip() if resumed and file.exists() else secrets.token_hex(4)
+        is_offline = cfg.logging.wandb_mode == "offline"
+        id_file = folder / "wandb_run_id"
+        if resumed and id_file.exists():
+            run_id = id_file.read_text().strip()
+        else:
+            run_id = secrets.token_hex(4)
         settings = wandb.Settings(silent=True, console="off")
-        mend = "run `wandb login`, or set logging.wandb_mode=offline"
-        with as_config_error("logging.wandb=true: W&B does not start", mend):
-            wandb.setup(
-                settings=settings
-            )  # W&B would ask at a terminal for a login, in the middle of the bar
-            # Offline there is nothing to ask; runs of one id become one when they are sent.
-            how = {
-                "id": run_id,
-                "resume": None if offline else "allow",
-                "mode": cfg.logging.wandb_mode,
-            }
-            where = {
-                "project": cfg.logging.wandb_project,
-                "name": folder.resolve().name,
-                "dir": str(folder),
-            }
+        fix = "run `wandb login`, or set logging.wandb_mode=offline"
+        with as_config_error("logging.wandb=true: W&B does not start", fix):
+            # Without it W&B would ask for a login at the terminal, in the middle of the bar.
+            wandb.setup(settings=settings)
             self.run = wandb.init(
-                config=parse_yaml(resolved_yaml(cfg))[0], settings=settings, **how, **where
+                id=run_id,
+                # Offline runs of one id become one run when they are sent.
+                resume=None if is_offline else "allow",
+                mode=cfg.logging.wandb_mode,
+                project=cfg.logging.wandb_project,
+                name=folder.resolve().name,
+                dir=str(folder),
+                config=parse_yaml(resolved_yaml(cfg))[0],
+                settings=settings,
             )
-        file.write_text(run_id + "\n")
-        # Asking an offline run for its address makes W&B warn.
-        self.link = f"offline, in {folder / 'wandb'}" if offline else self.run.url
-        # Our own steps, not W&B's: those only count upwards, and a resumed run may start before the last row.
+        id_file.write_text(run_id + "\n")
+        # W&B warns when an offline run is asked for its address.
+        self.link = f"offline, in {folder / 'wandb'}" if is_offline else self.run.url
+        # Our own steps, since W&B's only count upwards and a resumed run may start before the last row.
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")
         self.run.define_metric("val/*", step_metric="val/version")
 
-    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
+    def write(self, entry: LogEntry) -> None:
         """One row of figures."""
-        self.run.log(figures if "val/version" in figures else figures | {"step": at})
+        row = dict(entry.figures)
+        if not entry.is_evaluation:
+            row["step"] = entry.step
+        self.run.log(row)
 
     def close(self, failed: bool) -> None:
         """Send what is left."""
@@ -101,186 +151,247 @@ class Prometheus:
     """The newest figures as gauges at http://127.0.0.1:PORT/metrics: "reward/mean" is one_step_off_reward_mean."""
 
     def __init__(self, port: int) -> None:
-        """Raises ConfigError: the port is not to be had."""
+        """Start the server. Raises ConfigError: the port is taken or not allowed."""
         from prometheus_client import CollectorRegistry, start_http_server
 
-        self.newest, registry = {}, CollectorRegistry()
+        self.newest_figures: dict[str, float] = {}
+        registry = CollectorRegistry()
         registry.register(self)
         with as_config_error(f"logging.prometheus_port={port}", "name another port", OSError):
             self.server, _ = start_http_server(port, "127.0.0.1", registry)
 
     def collect(self) -> list[Any]:
-        """What the library asks for whenever the page is."""
+        """The gauges. The library calls this whenever the page is requested."""
         from prometheus_client.core import GaugeMetricFamily
 
         return [
-            GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", k), k, x)
-            for k, x in self.newest.items()
+            GaugeMetricFamily("one_step_off_" + re.sub(r"\W", "_", name), name, value)
+            for name, value in self.newest_figures.items()
         ]
 
-    def write(self, figures: dict[str, float], at: int, *_: Any) -> None:
+    def write(self, entry: LogEntry) -> None:
         """Each figure is a gauge, and so is the step."""
-        self.newest = self.newest | figures | ({} if "val/version" in figures else {"step": at})
+        figures = self.newest_figures | entry.figures
+        if not entry.is_evaluation:
+            figures["step"] = entry.step
+        # Replaced as a whole: the server reads it from another thread.
+        self.newest_figures = figures
 
     def close(self, failed: bool) -> None:
-        """Give the port back."""
+        """Release the port."""
         self.server.shutdown()
         self.server.server_close()
-
-
-def started_first(cfg: Config, resumed: bool) -> dict[str, Any]:
-    """The loggers that may refuse, by ConfigError: made before anything else is begun."""
-    served = {"Prometheus": Prometheus(port)} if (port := cfg.logging.prometheus_port) else {}
-    return served | ({"W&B": Wandb(cfg, resumed)} if cfg.logging.wandb else {})
 
 
 class SampleDump:
     """All samples of each step and evaluation, one JSON object per line."""
 
     def __init__(self, folder: Path, find: PromptLookup) -> None:
-        self.folder, self.find = folder / SAMPLES, find
+        self.folder = folder / SAMPLE_FOLDER
+        self.find = find
         self.folder.mkdir(parents=True, exist_ok=True)
 
-    def write(
-        self, _: Any, at: int, name: str, samples: list[Sample], advantages: list[Any]
-    ) -> None:
-        """samples/`name`; nothing where an evaluation was an earlier run's, whose samples are there already."""
-        rows = [self._row(sample) for sample in samples]
-        for row, sample, advantage in zip(rows, samples, advantages, strict=False):
-            own = advantage[sample.loss_mask]  # of the trained tokens: one value, or one for each
-            row |= {
-                f"advantage/{f}": float(getattr(own, f)()) if len(own) else None
-                for f in ("mean", "min", "max")
-            }
-        if rows:
-            # Surrogates (half an emoji) cannot be UTF-8. And a reader never sees half a file.
-            text, temporary = (
-                "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows),
-                self.folder / ".tmp",
-            )
-            temporary.write_text(text, encoding="utf-8", errors="replace")
-            temporary.replace(self.folder / name)
+    def write(self, entry: LogEntry) -> None:
+        """Write samples/step_NNNNNN.jsonl or samples/val_vNNNNNN.jsonl; an entry without samples writes nothing."""
+        if not entry.samples:
+            return
+        rows = [self._row(sample) for sample in entry.samples]
+        # Without the samples that were dropped, which have no advantages.
+        for row, sample, advantages in zip(rows, entry.samples, entry.advantages, strict=False):
+            row |= _advantage_stats(advantages[sample.loss_mask])
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        # Moved into place when it is complete, so that a reader never sees half a file.
+        temporary = self.folder / ".tmp"
+        # "replace": surrogates (half an emoji) cannot be written as UTF-8.
+        temporary.write_text(text, encoding="utf-8", errors="replace")
+        temporary.replace(self.folder / entry.sample_file)
 
     def _row(self, sample: Sample) -> dict[str, Any]:
         """A sample as people read it."""
-        prompt, row = (
-            self.find(sample.prompt_id),
-            {n: getattr(sample, n) for n in ("prompt_id", "index")},
-        )
-        row |= {
+        prompt = self.find(sample.prompt_id)
+        versions = set(sample.versions.tolist()) - {NOT_GENERATED}
+        row = {
+            "prompt_id": sample.prompt_id,
+            "index": sample.index,
             "reward": sample.reward if math.isfinite(sample.reward) else None,
             "length": len(sample.response_ids),
-        }
-        row |= {
             "finish_reason": sample.finish_reason,
-            "versions": sorted(set(sample.versions.tolist()) - {NOT_GENERATED}),
+            "versions": sorted(versions),
+            "ground_truth": prompt and prompt.ground_truth,
+            "prompt": prompt and prompt.text,
+            "response": sample.response,
         }
-        row |= {"ground_truth": prompt and prompt.ground_truth, "prompt": prompt and prompt.text}
-        row["response"] = sample.response
-        return row | {
-            name: value
-            for name, value in sample.extra.items()
-            if name not in ("greedy", "replaces")
-        }
+        for name, value in sample.extra.items():
+            if name not in INTERNAL_EXTRAS:
+                row[name] = value
+        return row
 
     def close(self, failed: bool) -> None:
-        """Every file is whole already."""
+        """Every file is complete already."""
 
 
-def numbered(folder: Path, kind: str) -> dict[int, Path]:
-    """A run's files of samples: of its steps (STEP), or of its evaluations (VAL) by weight version; lowest first."""
-    files = {
-        path.stem.removeprefix(kind): path for path in (folder / SAMPLES).glob(f"{kind}*.jsonl")
+def _advantage_stats(advantages: np.ndarray) -> dict[str, float | None]:
+    """Mean and range over the trained tokens of a sample; None where it has no trained tokens."""
+    if not len(advantages):
+        return {"advantage/mean": None, "advantage/min": None, "advantage/max": None}
+    return {
+        "advantage/mean": float(advantages.mean()),
+        "advantage/min": float(advantages.min()),
+        "advantage/max": float(advantages.max()),
     }
-    return {int(stem): files[stem] for stem in sorted(files) if stem.isdecimal()}
+
+
+def sample_files(folder: Path, prefix: str) -> dict[int, Path]:
+    """The files of samples in a run folder, lowest number first: of its steps by step (STEP_PREFIX), or of its
+    evaluations by weight version (EVALUATION_PREFIX)."""
+    paths_by_number = {
+        path.stem.removeprefix(prefix): path
+        for path in (folder / SAMPLE_FOLDER).glob(f"{prefix}*.jsonl")
+    }
+    return {
+        int(number): paths_by_number[number]
+        for number in sorted(paths_by_number)
+        if number.isdecimal()
+    }
 
 
 class Loggers:
-    """All loggers of a run behind one queue and one thread."""
+    """All loggers of a run behind one queue and one thread.
 
-    def __init__(self, say: Callable[[str], None], started: Any = ()) -> None:
-        self.say, self.live = say, dict(started)
+    Attributes:
+        live: name -> logger, of those that have not failed.
+    """
+
+    def __init__(
+        self, print_line: Callable[[str], None], started: dict[str, Any] | None = None
+    ) -> None:
+        """`started`: name -> logger, of those that are running already."""
+        self.print_line = print_line
+        self.live: dict[str, Any] = dict(started or {})
         self.jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._work, name="loggers", daemon=True)
         self.thread.start()
 
-    def add(self, what: str, make: Callable[[], Any]) -> None:
-        """Make a logger in the thread: TensorBoard's import takes seconds."""
-        self.jobs.put(lambda: self._try(what, lambda: self.live.update({what: make()})))
+    def add(self, name: str, create: Callable[[], Any]) -> None:
+        """Create a logger in the thread: TensorBoard's import takes seconds."""
+
+        def create_and_keep() -> None:
+            self.live[name] = create()
+
+        self.jobs.put(lambda: self._try(name, create_and_keep))
 
     def step(self, row: dict[str, Any], batch: Batch) -> None:
-        """Tell all of a finished step; returns at once. Neither argument may be changed afterwards."""
-        # An evaluation was told of when it ended, and stands in the row of the step that ended next.
-        own = {
+        """Write a finished step; returns at once. Neither argument may be changed afterwards."""
+        # The row repeats an evaluation, which was written when it ended.
+        figures = {
             name: value
             for name, value in row.items()
             if name != "step" and not name.startswith("val/")
         }
-        told = batch.samples + batch.dropped
-        self._put(own, row["step"], f"{STEP}{batch.step:06d}.jsonl", told, batch.advantages or [])
+        samples = batch.samples + batch.dropped
+        entry = LogEntry(_finite(figures), batch.step, False, samples, batch.advantages or [])
+        self._put(entry)
 
-    def evaluation(self, figures: dict[str, float], samples: list[Sample]) -> None:
-        """Tell all of an evaluation (its val/ figures, and its samples: none if an earlier run has them)."""
-        version = int(figures["val/version"])
-        self._put(figures, version, f"{VAL}{version:06d}.jsonl", samples, [])
+    def evaluation(self, metrics: dict[str, float], samples: list[Sample]) -> None:
+        """Write an evaluation: its val/ metrics, and its samples (none where an earlier run has written them)."""
+        self._put(LogEntry(_finite(metrics), int(metrics["val/version"]), True, samples))
 
     def close(self, failed: bool = False) -> None:
         """Wait until all is written, a minute at most. `failed`: the run ended by an error."""
-        self.jobs.put(lambda: self._tell(lambda logger: logger.close(failed)))
+        self.jobs.put(lambda: self._for_each(lambda logger: logger.close(failed)))
         self.jobs.put(None)
-        self.thread.join(_PATIENCE_S)
+        self.thread.join(CLOSE_TIMEOUT_S)
         if self.thread.is_alive():
-            self.say(
-                f"warning: the loggers have not ended in {_PATIENCE_S:g} s; some of their data may be missing"
+            self.print_line(
+                f"warning: the loggers have not ended in {CLOSE_TIMEOUT_S:g} s; "
+                "some of their data may be missing"
             )
 
-    def _put(
-        self, figures: dict[str, Any], at: int, name: str, *samples_and_advantages: list[Any]
-    ) -> None:
-        if self.jobs.qsize() > _QUEUE:  # or a disk that hangs would fill the memory with samples
-            self.say(f"warning: the loggers are {_QUEUE} steps behind; {name} is left out of them")
-            return
-        finite = {
-            k: float(v)
-            for k, v in figures.items()
-            if isinstance(v, (int, float)) and math.isfinite(v)
-        }
-        self.jobs.put(
-            lambda: self._tell(
-                lambda logger: logger.write(finite, at, name, *samples_and_advantages)
+    def _put(self, entry: LogEntry) -> None:
+        # Without the limit a disk that hangs would fill the memory with samples.
+        if self.jobs.qsize() > MAX_PENDING_JOBS:
+            self.print_line(
+                f"warning: the loggers are {MAX_PENDING_JOBS} steps behind; "
+                f"{entry.sample_file} is left out of them"
             )
-        )
+            return
+        self.jobs.put(lambda: self._for_each(lambda logger: logger.write(entry)))
 
     def _work(self) -> None:
         for job in iter(self.jobs.get, None):
             job()
 
-    def _tell(self, call: Callable[[Any], None]) -> None:
-        for what, logger in list(self.live.items()):
-            self._try(what, partial(call, logger))
+    def _for_each(self, call: Callable[[Any], None]) -> None:
+        for name, logger in list(self.live.items()):
+            self._try(name, lambda logger=logger: call(logger))
 
-    def _try(self, what: str, call: Callable[[], None]) -> None:
+    def _try(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as e:
-            self.live.pop(what, None)
-            self.say(f"warning: {what} failed and is left out from now on: {type(e).__name__}: {e}")
+        except Exception as error:
+            self.live.pop(name, None)
+            reason = f"{type(error).__name__}: {error}"
+            self.print_line(f"warning: {name} failed and is left out from now on: {reason}")
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, float]:
+    """The finite numbers among them."""
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    }
+
+
+def start_remote_loggers(cfg: Config, resumed: bool) -> dict[str, Any]:
+    """The loggers that other programs reach: name -> logger. They start before anything else is begun.
+
+    Raises:
+        ConfigError: W&B is not logged in, or the port of Prometheus is taken.
+    """
+    started: dict[str, Any] = {}
+    if cfg.logging.prometheus_port:
+        started["Prometheus"] = Prometheus(cfg.logging.prometheus_port)
+    if cfg.logging.wandb:
+        started["W&B"] = Wandb(cfg, resumed)
+    return started
 
 
 def open_loggers(
-    cfg: Config, first_step: int, find: PromptLookup, say: Callable[[str], None], started: dict
+    cfg: Config,
+    first_step: int,
+    find: PromptLookup,
+    print_line: Callable[[str], None],
+    started: dict[str, Any],
 ) -> Loggers:
-    """The loggers that the section `logging` asks for. Samples of an earlier run go from `first_step` on; at step 0
-    also its event files, for it was another run. `started`: see `started_first`."""
+    """The loggers that the section `logging` asks for. What an earlier run wrote from `first_step` on is removed.
+
+    Args:
+        started: see `start_remote_loggers`.
+    """
     folder = Path(cfg.trainer.output_dir)
-    gone = [] if first_step else list((folder / "tensorboard").glob("events.out.tfevents.*"))
-    for kind, keep in ((STEP, first_step), (VAL, first_step + (first_step > 0))):
-        gone += [path for number, path in numbered(folder, kind).items() if number >= keep]
-    for path in gone:
+    for path in _outdated_files(folder, first_step):
         path.unlink()
-    loggers = Loggers(say, started)
+    loggers = Loggers(print_line, started)
     if cfg.logging.sample_dump:
         loggers.add("the sample dump", lambda: SampleDump(folder, find))
     if cfg.logging.tensorboard:
-        loggers.add("TensorBoard", lambda: TensorBoard(folder, resolved_yaml(cfg), first_step))
+        config_text = resolved_yaml(cfg)
+        loggers.add("TensorBoard", lambda: TensorBoard(folder, config_text, first_step))
     return loggers
+
+
+def _outdated_files(folder: Path, first_step: int) -> list[Path]:
+    """The files of an earlier run in this folder that this run writes again."""
+    outdated = []
+    if first_step == 0:  # it was another run; on resuming TensorBoard hides what is outdated
+        outdated += (folder / "tensorboard").glob("events.out.tfevents.*")
+    for step, path in sample_files(folder, STEP_PREFIX).items():
+        if step >= first_step:
+            outdated.append(path)
+    # The weights of the checkpoint were evaluated before it was written.
+    first_version = first_step + 1 if first_step > 0 else 0
+    for version, path in sample_files(folder, EVALUATION_PREFIX).items():
+        if version >= first_version:
+            outdated.append(path)
+    return outdated

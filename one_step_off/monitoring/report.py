@@ -1,118 +1,148 @@
-"""A run's folder as one page that opens without a network: python -m one_step_off.report OUTPUT_DIR writes its report.html.
+"""A run's folder as one page that opens without a network: python -m one_step_off.report OUTPUT_DIR writes report.html.
 
 A run writes it at its end. Here the folder becomes one JSON object; the page, `report.html` beside this file, draws it.
-What cannot be read is left out: a run may have been killed at any moment, or still be at work.
+What cannot be read is left out: a run may have been killed at any moment, or still be running.
 """
 
 import contextlib
-import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from one_step_off.config.schema import ConfigError, as_config_error, first_line
-from one_step_off.config.validation import mask_secrets
-from one_step_off.monitoring.loggers import STEP, numbered
-from one_step_off.monitoring.tracker import Row, speed
+from one_step_off.config.errors import ConfigError, as_config_error, first_line
+from one_step_off.config.text import mask_secrets
+from one_step_off.monitoring.loggers import STEP_PREFIX, sample_files
+from one_step_off.monitoring.summary import Row, speed_summary
 
-# Bytes of the timeline; samples, their texts' letters, and the newest steps that are looked through for them.
-MOST_BYTES, SHOWN, LETTERS, NEWEST = 4 << 20, 8, 2000, 8
-
-
-def text_of(path: Path, most: int = -1) -> str:
-    """What stands there, or the middle of it, `most` bytes; empty if nothing does."""
-    with open(path, "rb") if path.is_file() else io.BytesIO() as f:
-        f.seek(max(0, f.seek(0, io.SEEK_END) - most) // 2 if most > 0 else 0)
-        return f.read(most).decode("utf-8", errors="replace")
+MAX_TIMELINE_BYTES = 4 << 20
+SHOWN_SAMPLES = 8
+SHOWN_CHARACTERS = 2000  # of each text of a sample
+SEARCHED_STEPS = 8  # the newest steps, among which the longest samples are searched
+LARGEST_NUMBER = 1e300  # JSON has no infinity
 
 
-def objects(*texts: str) -> list[Row]:
-    """The JSON objects of these texts, without those that are broken. NaN is None in them, and no number infinite."""
-    found, plain = (
-        [],
-        {
-            "parse_constant": lambda _: None,
-            "parse_float": lambda x: max(-1e300, min(float(x), 1e300)),
-        },
-    )
+def read_text(path: Path) -> str:
+    """The text of a file; "" where there is none."""
+    if not path.is_file():
+        return ""
+    return path.read_bytes().decode("utf-8", errors="replace")
+
+
+def read_middle(path: Path, max_bytes: int) -> str:
+    """The text in the middle of a file, at most `max_bytes`; "" where there is none."""
+    if not path.is_file():
+        return ""
+    with open(path, "rb") as file:
+        size = path.stat().st_size
+        file.seek(max(0, size - max_bytes) // 2)
+        return file.read(max_bytes).decode("utf-8", errors="replace")
+
+
+def parse_objects(texts: Iterable[str]) -> list[Row]:
+    """The JSON objects of these texts, without those that are broken. NaN becomes None, and no number is infinite."""
+    objects = []
     for text in texts:
         with contextlib.suppress(ValueError, RecursionError):
-            found.append(json.loads(text.strip().rstrip(","), **plain))
-    return [row for row in found if isinstance(row, dict)]
+            parsed = json.loads(
+                text.strip().rstrip(","),
+                parse_constant=lambda name: None,
+                parse_float=_parse_finite_float,
+            )
+            objects.append(parsed)
+    return [parsed for parsed in objects if isinstance(parsed, dict)]
 
 
-def longest(folder: Path) -> list[Row]:
-    """The longest samples of the newest steps."""
-    files = list(numbered(folder, STEP).items())[-NEWEST:]
-    rows = [
-        row | {"step": step} for step, path in files for row in objects(*text_of(path).split("\n"))
-    ]
-    found = sorted(
-        (row for row in rows if isinstance(row.get("length"), int)), key=lambda row: -row["length"]
-    )
-    return [
-        {k: mask_secrets(v)[:LETTERS] if isinstance(v, str) else v for k, v in row.items()}
-        for row in found[:SHOWN]
-    ]
+def _parse_finite_float(text: str) -> float:
+    return max(-LARGEST_NUMBER, min(float(text), LARGEST_NUMBER))
 
 
-def collect(folder: Path, ended: str = "") -> dict[str, Any]:
-    """All that the page shows. `ended`: by which error the run ended, if by one."""
-    rows, evaluations = (
-        objects(*text_of(folder / f"{name}.jsonl").split("\n"))
-        for name in ("metrics", "evaluations")
-    )
-    timeline = text_of(folder / "timeline.json", MOST_BYTES)
-    summary, versions = (
-        objects(text_of(folder / f"{name}.json")) for name in ("summary", "versions")
-    )
-    with contextlib.suppress(
-        KeyError, TypeError, ZeroDivisionError, IndexError
-    ):  # no rows, or of something else
-        summary = summary or [speed(rows[1:] or rows)]
-    columns = dict.fromkeys(
-        k for row in rows for k, v in row.items() if isinstance(v, (int, float))
-    )
-    found = {
-        "columns": {name: [row.get(name) for row in rows] for name in columns},
-        "evaluations": evaluations,
+def read_lines(path: Path) -> list[Row]:
+    """The rows of a JSON-lines file."""
+    return parse_objects(read_text(path).split("\n"))
+
+
+def longest_samples(folder: Path) -> list[Row]:
+    """The longest samples of the newest steps, without secrets."""
+    newest_files = list(sample_files(folder, STEP_PREFIX).items())[-SEARCHED_STEPS:]
+    samples = []
+    for step, path in newest_files:
+        for row in read_lines(path):
+            if isinstance(row.get("length"), int):
+                samples.append(row | {"step": step})
+    samples.sort(key=lambda row: -row["length"])
+    return [_shortened(row) for row in samples[:SHOWN_SAMPLES]]
+
+
+def _shortened(row: Row) -> Row:
+    return {
+        name: mask_secrets(value)[:SHOWN_CHARACTERS] if isinstance(value, str) else value
+        for name, value in row.items()
     }
-    found |= {"events": objects(*timeline.split("\n")), "cut": len(timeline) == MOST_BYTES}
-    found |= {
-        "config": mask_secrets(text_of(folder / "config.yaml")),
-        "versions": versions,
-        "summary": summary,
-    }
-    return found | {
-        "samples": longest(folder),
+
+
+def collect(folder: Path, error: str = "") -> dict[str, Any]:
+    """All that the page shows. `error`: by which error the run ended, if by one."""
+    rows = read_lines(folder / "metrics.jsonl")
+    timeline = read_middle(folder / "timeline.json", MAX_TIMELINE_BYTES)
+    return {
+        "columns": _columns(rows),
+        "evaluations": read_lines(folder / "evaluations.jsonl"),
+        "events": parse_objects(timeline.split("\n")),
+        "cut": len(timeline) == MAX_TIMELINE_BYTES,
+        "config": mask_secrets(read_text(folder / "config.yaml")),
+        "versions": parse_objects([read_text(folder / "versions.json")]),
+        "summary": _summary(folder, rows),
+        "samples": longest_samples(folder),
         "name": folder.resolve().name,
-        "ended": mask_secrets(ended),
+        "ended": mask_secrets(error),
     }
 
 
-def write(folder: Path, ended: str = "") -> Path:
+def _columns(rows: list[Row]) -> dict[str, list[Any]]:
+    """Metric name -> its value in each row."""
+    names: dict[str, None] = {}  # in the order of their first appearance
+    for row in rows:
+        for name, value in row.items():
+            if isinstance(value, (int, float)):
+                names[name] = None
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+def _summary(folder: Path, rows: list[Row]) -> list[Row]:
+    """The run's summary; before its end the speed by the rows so far. [] without rows of a run."""
+    summary = parse_objects([read_text(folder / "summary.json")])
+    if summary:
+        return summary
+    try:
+        return [speed_summary(rows[1:] or rows)]
+    except (KeyError, TypeError, ZeroDivisionError, IndexError):  # no rows, or not those of a run
+        return []
+
+
+def write(folder: Path, error: str = "") -> Path:
     """Write `report.html` of a run's folder; returns its path. Raises OSError."""
-    data = json.dumps(collect(folder, ended), allow_nan=False).replace(
-        "<", "\\u003c"
-    )  # no end of the script in it
-    path, page = folder / "report.html", Path(__file__).with_suffix(".html").read_text("utf-8")
+    # "<" is escaped, or a sample could end the script that holds the data.
+    data = json.dumps(collect(folder, error), allow_nan=False).replace("<", "\\u003c")
+    page = Path(__file__).with_suffix(".html").read_text("utf-8")
+    path = folder / "report.html"
     path.write_text(page.replace("{{data}}", data), "utf-8")
     return path
 
 
 @contextlib.contextmanager
-def at_the_end(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Write the report once the block has ended, however it did. Where it cannot be written one line says so."""
+def at_the_end(folder: Path, print_line: Callable[[str], None]) -> Iterator[None]:
+    """Write the report once the block has ended, however it did. If that fails, one line says so."""
     try:
         yield
     finally:
         error = sys.exc_info()[1]
         try:
             write(folder, f"{type(error).__name__}: {first_line(error)}" if error else "")
-        except Exception as e:  # whatever it is, the run is what counts
-            say(f"warning: no report.html: {type(e).__name__}: {first_line(e)}")
+        except Exception as failure:  # a report that fails must not end the run
+            reason = f"{type(failure).__name__}: {first_line(failure)}"
+            print_line(f"warning: no report.html: {reason}")
 
 
 def main(argv: list[str]) -> int:
@@ -122,6 +152,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError(
             f"{folder}: no run has written config.yaml there; name the trainer.output_dir of one"
         )
-    with as_config_error(f"{folder}: no report", "mend it, or copy the run's folder", OSError):
+    with as_config_error(
+        f"{folder}: no report", "free the disk, or copy the run's folder", OSError
+    ):
         print(write(folder))
     return 0

@@ -19,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError, data_parallel_size
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.placement import resolved_device
+from one_step_off.config.roles import data_parallel_size
+from one_step_off.config.schema import Config
 from one_step_off.runtime.validation import validate
 
 WARM_UP, STEPS = 3, 10  # steps of a calibration: dropped, and all

@@ -1,4 +1,7 @@
-"""Each reward function of the user's own is called once, before any engine starts, in a process that may hang or die."""
+"""A trial call of each reward function of the user, before any engine starts.
+
+The call runs in a process of its own, because the function may hang or kill its process.
+"""
 
 import os
 import pickle
@@ -10,159 +13,190 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from one_step_off.config.schema import Config, ConfigError, RewardConfig
+from one_step_off.config.errors import ConfigError, located_config_error
+from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.config.user_code import find_user_line
-from one_step_off.data.prompt_stream import RunData
+from one_step_off.data.run_data import RunData
 from one_step_off.data.samples import Prompt
-from one_step_off.rewards.scoring import GRACE_S, RewardError, RewardFunctions, RewardItem, Scorer
+from one_step_off.rewards.functions import RewardFunctions
+from one_step_off.rewards.reward import TIMEOUT, RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
+from one_step_off.rewards.time_limit import GRACE_S
 
-SLACK_S = 5.0  # for a process to end after its time is up
-# The parent's path: modules of the user's own may be found nowhere else.
-_CHILD = "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from one_step_off.rewards.trial_call import answer; answer()"
+EXIT_TIMEOUT_S = 5.0  # for the process to exit after its time is up
+_CONTEXT = "called before the start, with the ground truth as the response"
+# The child gets the parent's path: modules of the user may be found nowhere else.
+_CHILD_CODE = (
+    "import pickle, sys; "
+    "sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from one_step_off.rewards.trial_call import run_child; "
+    "run_child()"
+)
 
 
 @dataclass(frozen=True)
-class Answer:
+class TrialResult:
     """What became of the trial.
 
     Attributes:
-        ready: the functions were imported.
-        found: one entry for each response that was judged: the RewardError, or None where all is well.
-        code: the exit code of the process; None: it was killed because it did not end.
+        imported: the functions could be imported.
+        errors: one entry for each response that was scored: the RewardError, or None.
+        exit_code: of the process; None: it was killed because it did not end.
         output: what it printed.
     """
 
-    ready: bool
-    found: list[RewardError | None]
-    code: int | None
+    imported: bool
+    errors: list[RewardError | None]
+    exit_code: int | None
     output: str
 
 
-def check_reward_functions(cfg: Config, data: RunData, say: Callable[[str], None]) -> None:
-    """Find the function of every row, and call each of the user's own on its first one, with the ground truth as the
-    response.
+def check_reward_functions(cfg: Config, data: RunData, print_line: Callable[[str], None]) -> None:
+    """Find the function of every row, and call each of the user's on its first row.
 
     Raises:
-        ConfigError: a function cannot be had or called, a row has none, or, with `reward.on_error=stop`, the call raises,
-            hangs, kills its process or returns no reward. With another `reward.on_error` `say` receives a warning.
+        ConfigError: a function cannot be imported or called, or a row has none; or, with
+            `reward.on_error=stop`, the call raises, hangs, kills its process or returns no reward.
+            With another `reward.on_error`, `print_line` receives a warning instead.
     """
     functions = RewardFunctions(cfg.reward)
     items = first_items(cfg, functions, [*data.stream.prompts, *(data.val or ())])
     if not items:
         return
-    why = faults_of(cfg, functions, items)
-    if why and cfg.reward.on_error == "stop":
-        raise ConfigError(why)
-    if why:
-        say(f"warning: {why}")
+    fault = find_fault(cfg, functions, items)
+    if fault and cfg.reward.on_error == "stop":
+        raise ConfigError(fault)
+    if fault:
+        print_line(f"warning: {fault}")
 
 
 def first_items(
     cfg: Config, functions: RewardFunctions, prompts: Iterable[Prompt]
 ) -> list[RewardItem]:
-    """The first row of each function of the user's own. Raises ConfigError: a row has no function."""
+    """The first row of each of the user's functions. Raises ConfigError: a row has no function."""
     items: dict[str, RewardItem] = {}
     for prompt in prompts:
         if (prompt.agent_loop or cfg.agent.loop) == "environment":
-            continue  # which gives the reward itself
-        try:
+            continue  # the environment gives the reward itself
+        with located_config_error(f"data row {prompt.where}: "):
             function = functions.find(prompt.data_source)
-        except ConfigError as e:
-            raise ConfigError(f"data row {prompt.where}: {e}") from None
-        if not function.built_in and function.name not in items:
-            given = prompt.text, prompt.ground_truth, prompt.ground_truth, prompt.data_source
-            items[function.name] = RewardItem(
-                prompt.id, 0, *given, extra_info=prompt.extra, where=prompt.where
-            )
+        if function.built_in or function.name in items:
+            continue
+        items[function.name] = RewardItem(
+            prompt.id,
+            0,
+            prompt.text,
+            response=prompt.ground_truth,
+            ground_truth=prompt.ground_truth,
+            data_source=prompt.data_source,
+            extra_info=prompt.extra,
+            where=prompt.where,
+        )
     return list(items.values())
 
 
-def faults_of(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) -> str:
-    """Call the functions; returns what is wrong with the first that fails, in one line, or an empty text."""
-    answer = tried(cfg.reward, items, cfg.trainer.start_timeout_s)
-    before = "called before the start, with the ground truth as the response"
-    mend = "mend the function, or set reward.on_error=drop to go on without such samples"
-    for error in answer.found:
-        if error is not None and error.kind == "reward/timeouts":
-            return f"{error} ({before}); raise reward.timeout_s, or mend the function"
+def find_fault(cfg: Config, functions: RewardFunctions, items: list[RewardItem]) -> str:
+    """Call the functions. Returns what is wrong with the first that fails, in one line; empty: nothing."""
+    result = call_in_process(cfg.reward, items, cfg.trainer.start_timeout_s)
+    for error in result.errors:
         if error is not None:
-            return f"{error} ({before}); {mend}"
-    if len(answer.found) == len(items):
+            return f"{error} ({_CONTEXT}); {_fix(error.kind == TIMEOUT)}"
+    if len(result.errors) == len(items):
         return ""
-    item = items[len(answer.found)]
+    return _process_fault(cfg, functions, items[len(result.errors)], result)
+
+
+def _fix(is_timeout: bool) -> str:
+    if is_timeout:
+        return "raise reward.timeout_s, or fix the function"
+    return "fix the function, or set reward.on_error=drop to continue without such samples"
+
+
+def _process_fault(
+    cfg: Config, functions: RewardFunctions, item: RewardItem, result: TrialResult
+) -> str:
+    """Why the process ended, or hung, before it had scored `item`."""
     function = functions.find(item.data_source)
-    who = f"{function.name}, {item}"
-    place = find_user_line(
-        answer.output, function.file, deepest_first=True
-    )  # of faulthandler's dump
-    where = f" at {place}" if place else ""
-    if not answer.ready:
-        said = (answer.output.strip().splitlines() or ["it says nothing"])[-1][:300]
-        return f"{who}: its module cannot be imported in a process of its own: {said}; mend it"
-    if answer.code is None or "Timeout (" in answer.output:
-        limit = f"did not end within reward.timeout_s={cfg.reward.timeout_s:g} s{where}, nor by its alarm"
-        return f"{who}: {limit} ({before}); raise reward.timeout_s, or mend the function"
-    ended = (
-        f"killed its process (signal {-answer.code})"
-        if answer.code < 0
-        else f"ended its process (code {answer.code})"
-    )
-    return f"{who}: {ended}{where} ({before}); {mend}"
+    subject = f"{function.name}, {item}"
+    if not result.imported:
+        printed = result.output.strip().splitlines() or ["it prints nothing"]
+        return f"{subject}: its module cannot be imported in a process of its own: {printed[-1][:300]}; fix it"
+    # The output holds the traceback of faulthandler.
+    place = find_user_line(result.output, function.file, deepest_first=True)
+    location = f" at {place}" if place else ""
+    if result.exit_code is None or "Timeout (" in result.output:
+        limit = f"reward.timeout_s={cfg.reward.timeout_s:g} s"
+        problem = f"did not end within {limit}{location}, nor by its alarm"
+        return f"{subject}: {problem} ({_CONTEXT}); {_fix(is_timeout=True)}"
+    if result.exit_code < 0:
+        problem = f"killed its process (signal {-result.exit_code})"
+    else:
+        problem = f"ended its process (code {result.exit_code})"
+    return f"{subject}: {problem}{location} ({_CONTEXT}); {_fix(is_timeout=False)}"
 
 
-def tried(cfg: RewardConfig, items: list[RewardItem], start_s: float) -> Answer:
-    """Judge the items one after the other in another process; `start_s`: limit for its start and imports."""
-    limit = start_s + len(items) * (cfg.timeout_s + GRACE_S) + SLACK_S
+def call_in_process(
+    cfg: RewardConfig, items: list[RewardItem], start_timeout_s: float
+) -> TrialResult:
+    """Score the items one after another in a child process.
+
+    `start_timeout_s`: time limit for its start and imports.
+    """
+    timeout_s = start_timeout_s + len(items) * (cfg.timeout_s + GRACE_S) + EXIT_TIMEOUT_S
     path = [os.getcwd() if folder == "" else folder for folder in sys.path]
-    question = pickle.dumps(path) + pickle.dumps((cfg, items))
+    message = pickle.dumps(path) + pickle.dumps((cfg, items))
     with tempfile.TemporaryFile() as results, tempfile.TemporaryFile() as output:
-        # A group of its own: what the function started ends with it, and Ctrl-C is for this process.
+        # In a process group of its own: what the function starts ends with it, and Ctrl-C is for the parent.
         child = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(results.fileno())],
+            [sys.executable, "-c", _CHILD_CODE, str(results.fileno())],
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
             pass_fds=[results.fileno()],
             start_new_session=True,
         )
+        exit_code = None
         try:
-            child.communicate(question, timeout=limit)
-            code = child.returncode
+            child.communicate(message, timeout=timeout_s)
+            exit_code = child.returncode
         except subprocess.TimeoutExpired:
-            code = None
+            pass
         finally:
-            _end(child)
-        ready, *found = _read(results) or [False]
+            _kill_group(child)
+        imported, *errors = _read_results(results) or [False]
         output.seek(0)
-        return Answer(bool(ready), found, code, output.read().decode("utf-8", "replace"))
+        text = output.read().decode("utf-8", "replace")
+        return TrialResult(bool(imported), errors, exit_code, text)
 
 
-def _end(child: subprocess.Popen) -> None:
+def _kill_group(child: subprocess.Popen) -> None:
+    """End the child and all that it started."""
     try:
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:  # nothing is left of it
+    except ProcessLookupError:  # all of them have ended
         pass
     child.wait()
 
 
-def _read(results: Any) -> list[Any]:
+def _read_results(results: Any) -> list[Any]:
     """The whole objects of a file; the last may be cut off by the death of the process."""
     results.seek(0)
-    found = []
+    objects = []
     while True:
         try:
-            found.append(pickle.load(results))
+            objects.append(pickle.load(results))
         except (EOFError, pickle.UnpicklingError):
-            return found
+            return objects
 
 
-def answer() -> None:
-    """The other process: judge what stdin holds, and write what was found, one after the other."""
+def run_child() -> None:
+    """The child process: score the items that stdin holds, and write each result as soon as it is there."""
     cfg, items = pickle.load(sys.stdin.buffer)
     scorer = Scorer(cfg)
     with open(int(sys.argv[1]), "wb", buffering=0) as results:
         results.write(pickle.dumps(True))
         for item in items:
             (score,) = scorer.score_batch([item])
-            results.write(pickle.dumps(score if isinstance(score, RewardError) else None))
-    os._exit(0)  # threads of the function's may not end
+            error = score if isinstance(score, RewardError) else None
+            results.write(pickle.dumps(error))
+    os._exit(0)  # threads of the function may never end

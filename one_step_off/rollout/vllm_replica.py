@@ -26,7 +26,9 @@ from agent_loop.tools import LISTED
 from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.network import reachable_host
 from one_step_off.cluster.resource_usage import UsageProbe
-from one_step_off.config.schema import Config, ConfigError, load_section_tokenizer
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import load_section_tokenizer
+from one_step_off.config.schema import Config
 from one_step_off.config.user_code import (
     LOG_FOLDER,
     MAX_MESSAGE_CHARS,
@@ -35,15 +37,11 @@ from one_step_off.config.user_code import (
     log_traceback,
     quote_response,
 )
-from one_step_off.data.samples import PackedSamples, Prompt, Sample, Stamp
-from one_step_off.rewards.scoring import (
-    REWARD_FUNCTIONS,
-    Reward,
-    RewardError,
-    RewardItem,
-    Score,
-    named_functions,
-)
+from one_step_off.data.packing import PackedSamples
+from one_step_off.data.samples import Prompt, Sample, Stamp
+from one_step_off.rewards.functions import named_functions
+from one_step_off.rewards.reward import Reward, RewardError, RewardItem, Score
+from one_step_off.rewards.verifiers import REWARD_FUNCTIONS
 
 
 @dataclass(frozen=True)

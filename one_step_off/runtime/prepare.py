@@ -14,12 +14,14 @@ import numpy as np
 
 from agent_loop.base import Loops
 from agent_loop.processes import completed
+from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
-from one_step_off.checkpoint import checkpoints
-from one_step_off.config.schema import Config, ConfigError, as_config_error
-from one_step_off.config.validation import check_engine_names, resolved_device
-from one_step_off.data import prompt_stream
+from one_step_off.config.engine_checks import check_engine_names
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.placement import resolved_device
+from one_step_off.config.schema import Config
+from one_step_off.data import run_data
 from one_step_off.models.model_checks import MODEL_SECTIONS, check_models
 from one_step_off.rewards import trial_call
 from one_step_off.runtime.weight_checks import check_weights
@@ -61,7 +63,7 @@ class Prepared:
 
     cfg: Config
     device: str
-    data: prompt_stream.RunData
+    data: run_data.RunData
     canary: list[np.ndarray]
     tokenizer: Any
     named_models: dict[str, str]
@@ -71,7 +73,7 @@ class Prepared:
 
 def load_resume_point(path: Path) -> ResumePoint:
     """The resume point of a checkpoint that has been verified."""
-    return ResumePoint(path, checkpoints.read_state(path))
+    return ResumePoint(path, checkpoint.read_state(path))
 
 
 def prepare(
@@ -100,7 +102,7 @@ def prepare(
     tokenizer = _check_models_and_engine(cfg)
     loops = Loops(cfg, tokenizer)
     loops.get()  # refuses a loop that cannot be loaded before the data is read
-    data = prompt_stream.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
+    data = run_data.load_run_data(cfg, tokenizer, lambda loop_name: loops.get(loop_name).tools)
     for line in data.lines():
         print_line(line)
     loop_names = _check_rows(loops, data, print_line)
@@ -111,7 +113,7 @@ def prepare(
     ADVANTAGE_ESTIMATORS.find(cfg.algorithm.adv_estimator)
     POLICY_LOSSES.find(cfg.algorithm.policy_loss)
     canary = _canary_sequences(cfg, data)
-    resume_path = checkpoints.find(cfg, print_line)
+    resume_path = checkpoint.find(cfg, print_line)
     resume_point = load_resume_point(resume_path) if resume_path else None
     if resume_point:
         data.stream.load_state_dict(resume_point.state["stream"])
@@ -168,9 +170,9 @@ def _check_models_and_engine(cfg: Config) -> Any:
     return tokenizer
 
 
-def _check_rows(loops: Loops, data: prompt_stream.RunData, print_line: PrintLine) -> list[str]:
+def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> list[str]:
     """Let each agent loop check the first of its rows. Returns the names of the loops. Raises ConfigError."""
-    first_prompts: dict[str, prompt_stream.Prompt] = {}
+    first_prompts: dict[str, run_data.Prompt] = {}
     for prompt in [*data.stream.prompts, *(data.val or ())]:
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
@@ -197,7 +199,7 @@ def _check_profile_step(cfg: Config, total_steps: int) -> None:
         )
 
 
-def _canary_sequences(cfg: Config, data: prompt_stream.RunData) -> list[np.ndarray]:
+def _canary_sequences(cfg: Config, data: run_data.RunData) -> list[np.ndarray]:
     """The last tokens of the first prompts. A log-prob needs a token before it, so prompts of one token are left out."""
     long_enough = (prompt for prompt in data.stream.prompts if len(prompt.ids) > 1)
     chosen = itertools.islice(long_enough, cfg.weight_sync.canary_sequences)

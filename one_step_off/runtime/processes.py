@@ -1,4 +1,4 @@
-"""Every process of a run, created in the pool that its role names, and put behind the group that the pipeline knows."""
+"""All processes of a run: created in the pools that their roles name, and grouped as the pipeline needs them."""
 
 import asyncio
 import contextlib
@@ -10,158 +10,237 @@ import ray
 from ray.util.placement_group import remove_placement_group
 
 from agent_loop.tools import LISTED
-from one_step_off.checkpoint.checkpoints import TRAINED
+from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
 from one_step_off.cluster.process_cleanup import RUN_FOLDER_VARIABLE
 from one_step_off.cluster.remote_calls import not_alive
-from one_step_off.config.schema import load_section_tokenizer, role_settings
+from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
-from one_step_off.runtime.launch import Prepared
+from one_step_off.runtime.prepare import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
 from one_step_off.training.trainer_group import TrainGroup
 from one_step_off.weight_sync.coordinator import WeightSync
 
-# On CPUs: huge pages, or page faults cost as much as copying large tensors does.
-COMMON_ENV = dict(
-    VLLM_NO_USAGE_STATS="1",
-    DO_NOT_TRACK="1",
-    THP_MEM_ALLOC_ENABLE="1",
-    TOKENIZERS_PARALLELISM="false",
-)
-# vLLM's CPU engine: no compilation (a 16 s stall at the first request), threads as placed by us, and the worker
-# inside the engine's process (a process less, and a start of 3 s instead of 20).
-_ON_CPUS = {
+# Huge pages (on CPUs): page faults cost as much as copying large tensors does.
+COMMON_ENV = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "THP_MEM_ALLOC_ENABLE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# vLLM's CPU engine: no compilation (it stalls the first request for 16 s), threads on the cores that we bind, and the
+# worker inside the engine's process (one process less; a start takes 3 s and not 20 s).
+CPU_ENGINE_ENV = {
     "TORCH_COMPILE_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
-ENGINE_ENV = {"cpu": _ON_CPUS, "cuda": {}}
-# A trainer on CPUs keeps the memory that a pass gives back: to fault its pages in anew costs more than to work on them. In
-# one arena, since autograd's thread would have one of its own, which gives large blocks back whatever is set.
-KEEPING = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=8589934592:glibc.malloc.arena_max=1"
+ENGINE_ENV = {"cpu": CPU_ENGINE_ENV, "cuda": {}}
+# A trainer on CPUs keeps the memory that a pass frees: to fault its pages in again costs more than to work on them. It
+# uses a single arena, since autograd's thread would have another one, which returns large blocks whatever is set.
+CPU_TRAINER_MALLOC = (
+    "glibc.malloc.mmap_threshold=4294967296:"
+    "glibc.malloc.trim_threshold=8589934592:"
+    "glibc.malloc.arena_max=1"
+)
 
 
 class RunProcesses:
-    """The roles of a run, and all actors behind them.
+    """The roles of a run, and all Ray actors behind them.
 
     Attributes:
+        pools: pool name -> its process slots, node by node.
         roles: what the pipeline works with.
-        groups: role -> its group, of every role that holds a model under the training back end.
+        groups: role -> its group, for every role that holds a model under the training back end.
         actors: every Ray actor, to be ended with the run.
+        pool_locks: pool name -> the lock by which the roles of a pool take turns on its devices.
+        host: the address at which processes meet; "": each node's address in the network.
     """
 
-    def __init__(self, prepared: Prepared, generates: bool = True) -> None:
-        """Reserve the pools and create the processes; nothing is loaded yet. Not `generates`: only the roles that learn.
-        Raises ConfigError: the cluster has too little for a pool."""
-        cfg, device = self.cfg, self.device = prepared.cfg, prepared.device
-        self.prepared, self.host = prepared, ("" if os.environ.get("RAY_ADDRESS") else "127.0.0.1")
-        self.pools = create_pools(cfg, device)
-        self.env = COMMON_ENV | (
-            {"VLLM_HOST_IP": self.host, "GLOO_SOCKET_IFNAME": "lo"} if self.host else {}
-        )
-        self.env |= (
-            {"TMPDIR": os.environ[RUN_FOLDER_VARIABLE]}
-            if self.host and RUN_FOLDER_VARIABLE in os.environ
-            else {}
-        )
-        where, self.turns = cfg.placement.roles, {pool: asyncio.Lock() for pool in self.pools}
-        logs = os.path.abspath(os.path.join(cfg.trainer.output_dir, LOG_FOLDER))
-        workers = range(cfg.reward.workers * generates)
-        scorers = [
-            spawn(Scorer, (cfg.reward,), None, device, log=f"{logs}/reward_{i}.log")
-            for i in workers
-        ]
-        seeded = cfg.rollout.seed_samples == "on" or (
-            cfg.rollout.seed_samples == "auto" and device == "cpu"
-        )
+    def __init__(
+        self, prepared: Prepared, incarnation: int = 0, trainers_only: bool = False
+    ) -> None:
+        """Reserve the pools and create the processes; nothing is loaded yet.
 
-        starts: Counter[int] = Counter()  # of each replica
+        Args:
+            incarnation: the number of the attempt; engines sample with other seeds in each.
+            trainers_only: create only the roles that learn, and no engines.
 
-        def replica(i: int) -> Any:
-            seed = engine_seed(cfg.trainer.seed, prepared.incarnation, i, starts[i])
-            starts[i] += 1
-            args, pool = (cfg, i, device, scorers, LISTED, prepared.loops, seed), where["rollout"]
-            env, log = self.env | ENGINE_ENV[device], f"{logs}/rollout_{i}.log"
-            return spawn(
-                RolloutReplica, args, self.pools[pool][i], device, self._share(pool), env, log
-            )
-
-        def respawn(i: int) -> Any:
-            ray.kill(rollout.replicas[i])
-            self.actors.append(replica(i))
-            return self.actors[-1]
-
-        replicas = [replica(i) for i in range(len(self.pools[where["rollout"]]) * generates)]
+        Raises:
+            ConfigError: the cluster has too little for a pool.
+        """
+        self.prepared = prepared
+        self.cfg = prepared.cfg
+        self.device = prepared.device
+        self.incarnation = incarnation
+        self.host = "" if os.environ.get("RAY_ADDRESS") else "127.0.0.1"
+        self.pools = create_pools(self.cfg, self.device)
+        self.pool_locks = {pool: asyncio.Lock() for pool in self.pools}
+        self.env = self._process_env()
+        self.log_folder = os.path.abspath(os.path.join(self.cfg.trainer.output_dir, LOG_FOLDER))
+        self.replica_starts: Counter[int] = Counter()  # replica index -> how often it was started
+        pool_of_role = self.cfg.placement.roles
+        self.scorers = [] if trainers_only else self._create_scorers()
+        replicas = [] if trainers_only else self._create_replicas()
         self.groups = {
-            role: self._group(role) for role in (WORKERS if generates else TRAINED) if role in where
+            role: self._create_group(role)
+            for role in (TRAINED_ROLES if trainers_only else WORKERS)
+            if role in pool_of_role
         }
-        turn = self.turns[where["rollout"]] if self._share(where["rollout"]) < 1 else None
-        rollout, actor = RolloutGroup(replicas, cfg, seeded, turn, respawn), self.groups["actor"]
+        rollout = self._create_rollout_group(replicas)
         for role, group in self.groups.items():
-            if where[role] == where["rollout"]:
+            if pool_of_role[role] == pool_of_role["rollout"]:
                 group.colocated = rollout
-        self.actors = [
-            *scorers,
-            *replicas,
-            *(rank for group in self.groups.values() for rank in group.ranks),
-        ]
-        sync = WeightSync(actor, rollout, prepared.canary, self.host, self._near())
-        models = {role: group for role, group in self.groups.items() if role != "actor"}
-        if cfg.reward_model.url:
-            models["reward_model"] = RemoteRewardModel(cfg, prepared.data.find)
-        self.roles = Roles(actor, rollout, sync, **models)
+        self.actors = [*self.scorers, *replicas]
+        for group in self.groups.values():
+            self.actors += group.ranks
+        self.roles = self._create_roles(rollout)
 
-    def _share(self, pool: str) -> float:
-        """The part of each seat that Ray books for every role in the pool."""
+    def _process_env(self) -> dict[str, str]:
+        """The environment variables of every process."""
+        env = dict(COMMON_ENV)
+        is_one_machine = bool(self.host)
+        if is_one_machine:
+            env["VLLM_HOST_IP"] = self.host
+            env["GLOO_SOCKET_IFNAME"] = "lo"
+            if RUN_FOLDER_VARIABLE in os.environ:
+                env["TMPDIR"] = os.environ[RUN_FOLDER_VARIABLE]
+        return env
+
+    def _slot_share(self, pool: str) -> float:
+        """The part of each process slot that Ray books for every role in the pool."""
         return 1.0 / list(self.cfg.placement.roles.values()).count(pool)
 
-    def _near(self) -> list[list[int]]:
-        """Per rank of the actor the replicas on its device: in its seat, or on CPUs anywhere on its node."""
-        where, cpu = self.cfg.placement.roles, self.device == "cpu"
-        ranks = list(enumerate(self.pools[where["actor"]]))
-        replicas = ranks if where["actor"] == where["rollout"] else []  # a seat has one of each
+    def _create_scorers(self) -> list[Any]:
         return [
-            [r for r, seat in replicas if r == i or (cpu and seat.node == mine.node)]
-            for i, mine in ranks
+            spawn(
+                Scorer,
+                (self.cfg.reward,),
+                None,
+                self.device,
+                log=f"{self.log_folder}/reward_{index}.log",
+            )
+            for index in range(self.cfg.reward.workers)
         ]
 
-    def _group(self, role: str) -> TrainGroup:
-        workers, pool = WORKERS, self.cfg.placement.roles[role]
-        if role_settings(self.cfg, role).backend == "megatron":  # an extra, and slow to import
-            from one_step_off.training.megatron_workers import WORKERS as workers
-        seats, data = self.pools[pool], self.prepared.data
-        shared = len(seats), self.device, data.stream.total_steps
-        own = (
-            {"GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", KEEPING)}
-            if self.device == "cpu"
-            else {}
+    def _create_replicas(self) -> list[Any]:
+        slots = self.pools[self.cfg.placement.roles["rollout"]]
+        return [self._create_replica(index) for index in range(len(slots))]
+
+    def _create_replica(self, index: int) -> Any:
+        pool = self.cfg.placement.roles["rollout"]
+        seed = engine_seed(
+            self.cfg.trainer.seed, self.incarnation, index, self.replica_starts[index]
         )
-        where = self.device, self._share(pool), self.env | own
-        ranks = [
-            spawn(workers[role], (self.cfg, role, i, *shared), seat, *where)
-            for i, seat in enumerate(seats)
-        ]
-        of_group = (role, ranks, self.cfg, self.turns[pool], self.host)
+        self.replica_starts[index] += 1
+        loop_names = self.prepared.loop_names
+        args = (self.cfg, index, self.device, self.scorers, LISTED, loop_names, seed)
+        return spawn(
+            RolloutReplica,
+            args,
+            self.pools[pool][index],
+            self.device,
+            self._slot_share(pool),
+            self.env | ENGINE_ENV[self.device],
+            f"{self.log_folder}/rollout_{index}.log",
+        )
+
+    def _create_rollout_group(self, replicas: list[Any]) -> RolloutGroup:
+        cfg = self.cfg
+        seed_samples = cfg.rollout.seed_samples
+        is_seeded = seed_samples == "on" or (seed_samples == "auto" and self.device == "cpu")
+        pool = cfg.placement.roles["rollout"]
+        shares_pool = self._slot_share(pool) < 1
+        lock = self.pool_locks[pool] if shares_pool else None
+        return RolloutGroup(replicas, cfg, is_seeded, lock, self._restart_replica)
+
+    def _restart_replica(self, index: int) -> Any:
+        """End what is left of a failed replica; returns a new one in its slot."""
+        ray.kill(self.roles.rollout.replicas[index])
+        replica = self._create_replica(index)
+        self.actors.append(replica)
+        return replica
+
+    def _create_group(self, role: str) -> TrainGroup:
+        """The ranks of a role that holds a model under the training back end."""
+        worker_class = self._worker_class(role)
+        pool = self.cfg.placement.roles[role]
+        slots = self.pools[pool]
+        total_steps = self.prepared.data.stream.total_steps
+        env = dict(self.env)
+        if self.device == "cpu":
+            env["GLIBC_TUNABLES"] = os.environ.get("GLIBC_TUNABLES", CPU_TRAINER_MALLOC)
+        ranks = []
+        for index, slot in enumerate(slots):
+            args = (self.cfg, role, index, len(slots), self.device, total_steps)
+            rank = spawn(worker_class, args, slot, self.device, self._slot_share(pool), env)
+            ranks.append(rank)
+        lock = self.pool_locks[pool]
         if role != "reward_model":
-            return TrainGroup(*of_group)
-        reading = {
-            "find": data.find,
-            "ours": self.prepared.tokenizer,
-            "theirs": load_section_tokenizer(self.cfg, role),
-        }
-        return LocalRewardModel(*of_group, **reading)
+            return TrainGroup(role, ranks, self.cfg, lock, self.host)
+        return LocalRewardModel(
+            role,
+            ranks,
+            self.cfg,
+            lock,
+            self.host,
+            find_prompt=self.prepared.data.find,
+            policy_tokenizer=self.prepared.tokenizer,
+            reward_tokenizer=load_section_tokenizer(self.cfg, role),
+        )
+
+    def _worker_class(self, role: str) -> type:
+        if role_settings(self.cfg, role).backend == "megatron":
+            # An extra, and slow to import.
+            from one_step_off.training import megatron_workers
+
+            return megatron_workers.WORKERS[role]
+        return WORKERS[role]
+
+    def _create_roles(self, rollout: RolloutGroup) -> Roles:
+        actor = self.groups["actor"]
+        canary = self.prepared.canary
+        sync = WeightSync(actor, rollout, canary, self.host, self._replicas_on_device_of_rank())
+        models: dict[str, Any] = {}
+        for role, group in self.groups.items():
+            if role != "actor":
+                models[role] = group
+        if self.cfg.reward_model.url:
+            models["reward_model"] = RemoteRewardModel(self.cfg, self.prepared.data.find)
+        return Roles(actor, rollout, sync, **models)
+
+    def _replicas_on_device_of_rank(self) -> list[list[int]]:
+        """Per rank of the actor the replicas on its device: in its process slot, or on CPUs anywhere on its node."""
+        pool_of_role = self.cfg.placement.roles
+        rank_slots = self.pools[pool_of_role["actor"]]
+        if pool_of_role["actor"] != pool_of_role["rollout"]:
+            return [[] for _ in rank_slots]
+        # In a shared pool each slot holds one rank and one replica.
+        replicas_of_ranks = []
+        for rank, rank_slot in enumerate(rank_slots):
+            if self.device == "cpu":
+                same_node = [i for i, slot in enumerate(rank_slots) if slot.node == rank_slot.node]
+                replicas_of_ranks.append(same_node)
+            else:
+                replicas_of_ranks.append([rank])
+        return replicas_of_ranks
 
     async def setup(self) -> None:
-        """Load every model and engine, and connect the weight sync. All at once, but in a shared pool: there vLLM finds
-        out how much memory is its own while it is alone."""
-        rollout, loading = self.roles.rollout, [group.setup() for group in self.groups.values()]
-        if any(group.colocated for group in self.groups.values()):
+        """Load every model and engine, and connect the weight sync.
+
+        All at once, but not in a shared pool: there the engines go first, because vLLM measures how much memory it may
+        use while nothing else is loaded.
+        """
+        rollout = self.roles.rollout
+        loading = [group.setup() for group in self.groups.values()]
+        shares_pool = any(group.colocated for group in self.groups.values())
+        if shares_pool:
             await rollout.setup()
             await rollout.sleep()
         else:
@@ -170,42 +249,47 @@ class RunProcesses:
         await self.roles.sync.connect()
 
     async def is_process_failure(self, error: Exception) -> bool:
-        """Whether the run ended because a process is gone or hangs, so that another attempt may do better."""
+        """Whether the attempt ended because a process died or hangs, so that another attempt may succeed."""
         if isinstance(error, (ProcessDied, PhaseTimeout)):
             return True
         if isinstance(error, NoReplica) or not isinstance(error, (RoleError, SyncError)):
             return False
-        # A process that waited for the one that is gone may have failed first.
-        processes = {
-            f"{role} {i}": rank
-            for role, group in self.groups.items()
-            for i, rank in enumerate(group.ranks)
-        }
-        processes |= {
-            f"rollout {i}": self.roles.rollout.replicas[i] for i in self.roles.rollout.active
-        }
+        # A process that waited for the one that died may have failed first.
+        processes = {}
+        for role, group in self.groups.items():
+            for index, rank in enumerate(group.ranks):
+                processes[f"{role} {index}"] = rank
+        rollout = self.roles.rollout
+        for index in rollout.active:
+            processes[f"rollout {index}"] = rollout.replicas[index]
         return bool(await not_alive(processes))
 
     async def end(self) -> None:
-        """End all processes and give their places back."""
-        # The engines have processes of their own, which end in good order only if asked.
+        """End all processes and release their process slots."""
+        # The engines have child processes, which end in good order only if asked.
         with contextlib.suppress(Exception):
             await self.roles.rollout.stop()
         for actor in self.actors:
             with contextlib.suppress(Exception):
                 ray.kill(actor)
-        for group in {
-            id(seat.group): seat.group for seats in self.pools.values() for seat in seats
-        }.values():
-            remove_placement_group(group)
+        placement_groups = {}
+        for slots in self.pools.values():
+            for slot in slots:
+                placement_groups[id(slot.group)] = slot.group
+        for placement_group in placement_groups.values():
+            remove_placement_group(placement_group)
 
     async def save_state(self, folder: str) -> asyncio.Future:
-        """Let every role that learns copy its part of a checkpoint; when the answer has been awaited it is written."""
-        roles = [self.groups[role].save_state(folder) for role in TRAINED if role in self.groups]
-        return asyncio.gather(*await asyncio.gather(*roles))
+        """Let every role that learns copy its part of a checkpoint. The part is written when the answer is awaited."""
+        copies = [
+            self.groups[role].save_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
+        writes = await asyncio.gather(*copies)
+        return asyncio.gather(*writes)
 
     async def load_state(self, folder: str) -> None:
-        """Bring every role that learns to a checkpoint's state; after `setup`."""
-        await asyncio.gather(
-            *(self.groups[role].load_state(folder) for role in TRAINED if role in self.groups)
-        )
+        """Load a checkpoint's state into every role that learns; after `setup`."""
+        loads = [
+            self.groups[role].load_state(folder) for role in TRAINED_ROLES if role in self.groups
+        ]
+        await asyncio.gather(*loads)

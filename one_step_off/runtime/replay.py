@@ -1,74 +1,122 @@
-"""A skipped update once more, on the trainers alone: main_ppo config=FILE --replay OUTPUT_DIR/skipped/step_000012.
+"""Repeat an update that was skipped, on the trainers alone: main_ppo config=FILE --replay OUTPUT_DIR/skipped/step_000012.
 
-The weights are those of the run's newest checkpoint at or before that step, or the initial ones; so log-probs and ratios
-are those of the run only where it saved then. Nothing of the run is changed.
+The weights are those of the run's newest checkpoint at or before that step, or the initial ones. So log-probs and ratios
+are those of the run only where it saved a checkpoint of that step. Nothing of the run is changed.
 """
 
+import asyncio
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from one_step_off.checkpoint import checkpoints as checkpoint
+from one_step_off import checkpoint
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
 from one_step_off.monitoring.console import RunConsole
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime import launch
+from one_step_off.runtime.attempts import load_checkpoint, log_pools
+from one_step_off.runtime.interrupts import LoopRunner
+from one_step_off.runtime.prepare import Prepared
 
-
-def describe_quantities(samples: list[Sample], found: dict[str, list[np.ndarray]]) -> list[str]:
-    """A line per quantity, of which each sample has float [R]: the trained tokens where it is not finite, three at most,
-    where it is smallest and where it is largest."""
-    lines, places = [], [(s, t) for s in samples for t in np.flatnonzero(s.loss_mask)]
-    for name, arrays in found.items():
-        values = np.concatenate([x[s.loss_mask] for x, s in zip(arrays, samples, strict=True)])
-        order, bad = values.argsort(), np.flatnonzero(~np.isfinite(values))
-        finite = [i for i in order if np.isfinite(values[i])]
-        lines.append(f"{name}: {len(bad)} of {len(values)} trained tokens are not finite")
-        for i in (*bad[:3], *finite[:1], *finite[-1:]):
-            sample, token = places[i]
-            where = f"prompt {sample.prompt_id}, sample {sample.index} (reward {sample.reward:.4g}), token {token}"
-            lines.append(f"  {values[i]:.6g} at {where}")
-    return lines
-
-
-async def replay_update(
-    batch: Batch, prepared: "launch.Prepared", team: Any, tracker: Tracker
-) -> None:
-    await launch.resume(prepared, team, tracker)
-    mu, now = [s.log_probs for s in batch.samples], await team.groups["actor"].log_prob(batch)
-    found = {"engine's log-prob": mu, "trainer's log-prob": now}
-    found["ratio"] = [np.exp(x - y) for x, y in zip(now, mu, strict=True)]
-    found |= {
-        name: getattr(batch, name) for name in TRAINER_FIELDS if getattr(batch, name) is not None
-    }
-    for line in describe_quantities(batch.samples, found):
-        tracker.log(line)
-    for role, group in team.groups.items():
-        told = await group.update(batch)
-        tracker.log(
-            f"{role}: "
-            + ", ".join(f"{name} {x:.6g}" for name, x in told.items() if name.startswith(role))
-        )
+SHOWN_NOT_FINITE = 3
 
 
 def replay(cfg: Config, folder: str) -> int:
-    """Make the update of the batch in `folder` and print what is found; returns the exit code. Raises ConfigError."""
+    """Repeat the update of the batch in `folder` and print what it finds; returns the exit code. Raises ConfigError."""
     batch = checkpoint.read_batch(Path(folder))
-    before = [
-        p for p in checkpoint.finished(checkpoint.folder_of(cfg)) if int(p.name[5:]) <= batch.step
-    ]
-    cfg.trainer.resume, cfg.trainer.output_dir = str(before[-1]) if before else "never", folder
-    with RunConsole() as run_console:
-        run_console.print_line(
-            f"step {batch.step} again, with the weights of {before[-1] if before else 'the initial model'}"
-        )
-        prepared = launch.prepare(
-            cfg, run_console.print_line, run_console.progress, scores=False
-        )  # the batch holds its rewards
-        launch.run_on_ray(
-            prepared, Tracker(folder, 0, console=run_console), partial(replay_update, batch)
-        )
+    resume_path = _newest_checkpoint_until(cfg, batch.step)
+    cfg.trainer.resume = str(resume_path) if resume_path else "never"
+    cfg.trainer.output_dir = folder
+    with RunConsole() as console:
+        weights = resume_path or "the initial model"
+        console.print_line(f"step {batch.step} again, with the weights of {weights}")
+        # The batch holds its rewards: no reward function is called.
+        prepared = launch.prepare(cfg, console.print_line, console.progress, calls_rewards=False)
+        tracker = Tracker(folder, 0, console=console)
+        launch.run_on_ray(prepared, tracker, partial(_run_replay, batch))
     return 0
+
+
+def _newest_checkpoint_until(cfg: Config, step: int) -> Path | None:
+    earlier = [
+        path
+        for path in checkpoint.finished(checkpoint.folder_of(cfg))
+        if int(path.name.removeprefix("step_")) <= step
+    ]
+    return earlier[-1] if earlier else None
+
+
+def _run_replay(batch: Batch, prepared: Prepared, tracker: Tracker) -> None:
+    LoopRunner().run(_replay_on_trainers(batch, prepared, tracker))
+
+
+async def _replay_on_trainers(batch: Batch, prepared: Prepared, tracker: Tracker) -> None:
+    """Start the roles that learn, repeat the update, and end them."""
+    from one_step_off.runtime.processes import RunProcesses
+
+    processes: RunProcesses | None = None
+    try:
+        with tracker.console.working("starting engines and trainers"):
+            processes = RunProcesses(prepared, trainers_only=True)
+            log_pools(prepared.cfg, processes, tracker)
+            await asyncio.gather(*(group.setup() for group in processes.groups.values()))
+        await replay_update(batch, prepared, processes, tracker)
+    finally:
+        if processes:
+            await processes.end()
+
+
+async def replay_update(batch: Batch, prepared: Prepared, processes: Any, tracker: Tracker) -> None:
+    """Load the checkpoint, compare the log-probs of engine and trainer, repeat the update, and log what it finds."""
+    await load_checkpoint(prepared, prepared.resume_point, processes, tracker)
+    engine_log_probs = [sample.log_probs for sample in batch.samples]
+    trainer_log_probs = await processes.groups["actor"].log_prob(batch)
+    log_prob_pairs = zip(trainer_log_probs, engine_log_probs, strict=True)
+    quantities = {
+        "engine's log-prob": engine_log_probs,
+        "trainer's log-prob": trainer_log_probs,
+        "ratio": [np.exp(trainer - engine) for trainer, engine in log_prob_pairs],
+    }
+    for name in TRAINER_FIELDS:
+        values = getattr(batch, name)
+        if values is not None:
+            quantities[name] = values
+    for line in describe_quantities(batch.samples, quantities):
+        tracker.log(line)
+    for role, group in processes.groups.items():
+        metrics = await group.update(batch)
+        own_metrics = [f"{name} {x:.6g}" for name, x in metrics.items() if name.startswith(role)]
+        tracker.log(f"{role}: " + ", ".join(own_metrics))
+
+
+def describe_quantities(
+    samples: list[Sample], quantities: dict[str, list[np.ndarray]]
+) -> list[str]:
+    """Lines about each quantity: the trained tokens where it is not finite (three at most), smallest and largest.
+
+    Args:
+        quantities: name -> per sample the value of each response token, float [R].
+    """
+    trained_tokens = [
+        (sample, position) for sample in samples for position in np.flatnonzero(sample.loss_mask)
+    ]
+    lines = []
+    for name, values_by_sample in quantities.items():
+        pairs = zip(values_by_sample, samples, strict=True)
+        values = np.concatenate([array[sample.loss_mask] for array, sample in pairs])
+        not_finite = np.flatnonzero(~np.isfinite(values))
+        lines.append(f"{name}: {len(not_finite)} of {len(values)} trained tokens are not finite")
+        ascending = [index for index in values.argsort() if np.isfinite(values[index])]
+        smallest = ascending[:1]
+        largest = ascending[-1:]
+        for index in (*not_finite[:SHOWN_NOT_FINITE], *smallest, *largest):
+            sample, position = trained_tokens[index]
+            where = (
+                f"prompt {sample.prompt_id}, sample {sample.index} (reward {sample.reward:.4g}), "
+                f"token {position}"
+            )
+            lines.append(f"  {values[index]:.6g} at {where}")
+    return lines

@@ -2,14 +2,14 @@
 
 import contextlib
 import os
-import warnings
 from pathlib import Path
 
 import psutil
 
-from one_step_off.config.loading import processes_per_node
-from one_step_off.config.schema import Config, ConfigError, role_model_path, role_settings
-from one_step_off.config.validation import resolved_device
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.placement import processes_per_node, resolved_device
+from one_step_off.config.roles import role_model_path, role_settings
+from one_step_off.config.schema import Config
 
 # Bytes per parameter of a trained role: fp32 weights and gradients, and the two states of AdamW.
 TRAINED_PARAMETER_BYTES = 16
@@ -41,12 +41,9 @@ def check_weights(cfg: Config) -> None:
 
 
 def _check_megatron_model(cfg: Config, role: str) -> None:
-    with warnings.catch_warnings():
-        # Megatron warns in six places that Transformer Engine is missing; only GPUs need it.
-        warnings.simplefilter("ignore")
-        from one_step_off.training import megatron_model  # an extra, and slow to import
+    from one_step_off.models import megatron_support  # transformers: slow to import
 
-    megatron_model.read_config(cfg, role)
+    megatron_support.read_config(cfg, role)
 
 
 def _has_readable_weights(cfg: Config, role: str) -> bool:
@@ -58,10 +55,10 @@ def _count_parameters(cfg: Config, role: str) -> int:
     """Parameters of a role's model. Raises ConfigError: its files are broken, or hold other tensors than the model's."""
     import torch
 
-    from one_step_off.training import fsdp_model
+    from one_step_off.models import hf_model
 
     dtype = getattr(torch, cfg.model.dtype)
-    return fsdp_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
+    return hf_model.read_checkpoint(cfg, role, None, dtype, "meta").num_parameters()
 
 
 def _weight_bytes(cfg: Config) -> int:

@@ -1,4 +1,5 @@
-"""The trainer's side: one worker class per role and back end (FSDP2, Megatron-core), LoRA, reward models.
+"""The trainer's side: one worker class per role and back end (FSDP2, Megatron-core), LoRA, reward
+models.
 
-Read `fsdp_workers.py` first; `megatron_workers.py` has the same methods.
+Read `worker_interface.py` first, then `trained_worker.py`, the PPO update that every back end shares.
 """

@@ -1,12 +1,18 @@
-"""What Megatron-core needs to run on CPUs over gloo. It has no switch for that; on GPUs nothing here is used.
+"""Patches of Megatron-core and torch: what Megatron-core needs to run on CPUs over gloo, and one
+fix on all devices.
 
-Megatron asks `torch.cuda` where it is, makes small tensors on "cuda", keeps RNG states of the device, and asserts on
-the names of CUDA tensor types. Inside `cuda_is_cpu()` all of that is answered for the CPU, and nowhere else: a patch
-for the whole process would mislead other libraries.
+Megatron-core has no switch for CPUs. It asks `torch.cuda` where it is, makes small tensors on
+"cuda", keeps RNG states of the device, and asserts on the names of CUDA tensor types. Inside
+`cuda_is_cpu()` all of that is answered for the CPU, and nowhere else: a patch for the whole process
+would mislead other libraries. On GPUs `cuda_is_cpu()` does nothing.
+
+Written against the versions in `MEGATRON_VERSION` and `TORCH_VERSION`;
+tests/unit/training/test_megatron_shims.py fails when a patched function changes.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -16,9 +22,13 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import token_dispatcher
 from torch.overrides import TorchFunctionMode
 
+MEGATRON_VERSION = "0.19.2"
+TORCH_VERSION = "2.13.0"
+
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name that asserts want."""
+    """Tensors asked for on "cuda" are made on the CPU; `Tensor.type()` gives the CUDA name that
+    Megatron asserts."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -30,52 +40,107 @@ class _CudaIsCpu(TorchFunctionMode):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
         answer = func(*args, **kwargs)
-        if func is torch.Tensor.type and len(args) == 1:  # perhaps inside another of these
+        if func is torch.Tensor.type and len(args) == 1:
+            # The last part alone: inside a nested mode the name starts with "torch.cuda" already.
             return "torch.cuda." + answer.rsplit(".", 1)[1]
         return answer
 
 
 class _Stream(torch.cpu.Stream):
-    """torch's own, where everything has already happened; and so has an event on it."""
+    """torch's stream of the CPU, on which everything has already happened; so has an event on
+    it."""
 
     record_event = torch.cpu.Event
 
 
-def _to_arrays(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    # Megatron does so with tensors from a GPU alone.
-    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+def _current_device() -> torch.device:
+    return torch.device("cpu")
+
+
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _ignore_seed(seed: int) -> None:
+    """The CPU's generator is seeded by torch.manual_seed, which Megatron calls too."""
+
+
+def _to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    if as_numpy and isinstance(tensor, torch.Tensor):
+        return tensor.numpy()
+    return tensor
 
 
 _set_states = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
-def _set_without_step(self: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]) -> None:
-    # torch's AdamW counts steps in a tensor, which a checkpoint has elsewhere; the fused optimisers of GPUs do not.
+def _set_states_without_step(
+    self: DistributedOptimizer, parameter: Any, tensors: dict[str, Any]
+) -> None:
     _set_states(self, parameter, {"step": None} | tensors)
 
 
-PATCHES = [
-    (DistributedOptimizer, "_set_main_param_and_optimizer_states", _set_without_step),
-    (torch.cuda, "current_device", lambda: torch.device("cpu")),
-    (torch.cuda, "current_stream", torch.cpu.current_stream),
-    (torch.cuda, "Stream", _Stream),
-    (torch.cuda, "stream", torch.cpu.stream),
-    (torch.cuda, "synchronize", torch.cpu.synchronize),
-    (torch.cuda, "get_rng_state", lambda *_: torch.get_rng_state()),
-    (torch.cuda, "manual_seed", lambda seed: None),
-    (megatron_random, "_get_cuda_rng_state", lambda *_, **__: torch.get_rng_state()),
-    (megatron_random, "_set_cuda_rng_state", lambda state, *_, **__: torch.set_rng_state(state)),
-    (token_dispatcher, "maybe_move_tensor_to_cpu", _to_arrays),
-]
+@dataclass(frozen=True)
+class Patch:
+    """A function of another library that is replaced inside `cuda_is_cpu`, and why."""
+
+    owner: Any
+    name: str
+    replacement: Any
+    reason: str
+
+
+PATCHES = (
+    Patch(
+        DistributedOptimizer,
+        "_set_main_param_and_optimizer_states",
+        _set_states_without_step,
+        "torch's AdamW counts steps in a tensor, for which Megatron looks among the loaded ones; a "
+        "checkpoint has it elsewhere. The fused optimizers of GPUs have no such tensor.",
+    ),
+    Patch(torch.cuda, "current_device", _current_device, "Megatron makes tensors there."),
+    Patch(torch.cuda, "current_stream", torch.cpu.current_stream, "Gradient reduction asks."),
+    Patch(torch.cuda, "Stream", _Stream, "The optimizer and the dispatcher of tokens make some."),
+    Patch(torch.cuda, "stream", torch.cpu.stream, "They enter them."),
+    Patch(torch.cuda, "synchronize", torch.cpu.synchronize, "Checkpoints and pipelines wait."),
+    Patch(torch.cuda, "get_rng_state", _get_rng_state, "Checkpoints and recomputing save it."),
+    Patch(torch.cuda, "manual_seed", _ignore_seed, "The RNG tracker seeds the device."),
+    Patch(megatron_random, "_get_cuda_rng_state", _get_rng_state, "The RNG tracker saves it."),
+    Patch(megatron_random, "_set_cuda_rng_state", _set_rng_state, "The RNG tracker restores it."),
+    Patch(
+        token_dispatcher,
+        "maybe_move_tensor_to_cpu",
+        _to_cpu,
+        "Megatron turns only tensors that come from a GPU into arrays.",
+    ),
+)
 
 
 @contextmanager
 def cuda_is_cpu(device: torch.device) -> Iterator[None]:
-    """Around every call into Megatron; does nothing where `device` is a GPU. May be nested."""
+    """Put around every call into Megatron; does nothing where `device` is a GPU. May be nested."""
     if device.type == "cuda":
         yield
         return
     with ExitStack() as patched, _CudaIsCpu():
         for patch in PATCHES:
-            patched.enter_context(mock.patch.object(*patch))
+            patched.enter_context(mock.patch.object(patch.owner, patch.name, patch.replacement))
         yield
+
+
+def count_padding_in_checkpoints(optimizer: Any) -> None:
+    """Let the distributed optimizer save its buffers with the padding between buckets.
+
+    Megatron's checkpoints leave that padding out, and find parameters as if it were there. A tied
+    head on the last pipeline stage has a bucket of its own, so whatever follows it would be saved
+    from the wrong places. Concerns `DistributedOptimizer` of all devices.
+    """
+    for inner_optimizer in optimizer.chained_optimizers:
+        for buffer in inner_optimizer.buffers:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()

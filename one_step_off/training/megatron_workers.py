@@ -1,10 +1,13 @@
-"""The Megatron-core training back end: the roles of `fsdp_workers.py` with every layer, model and sequence divided.
+"""The Megatron-core training back end: the roles of `fsdp_workers.py` with every layer, model and
+sequence divided.
 
-What a role computes (losses, metrics, columns, schedule of learning rates) is inherited; here is how. A rank is one of
-`tensor * pipeline * context` that hold one model together; each such set takes a share of the batch. Loss and log-probs
-exist on the last pipeline stage, the same on each of its ranks: one of them tells.
+What a role computes (losses, metrics, columns, learning rates) is shared with the FSDP back end;
+`MegatronBackend` is how. A rank is one of `tensor * pipeline * context` that hold one model
+together; each such set takes a share of the batch. Loss and log-probs exist on the last pipeline
+stage, the same on each of its ranks: one of them reports.
 """
 
+import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -20,185 +23,289 @@ from torch import Tensor
 
 from one_step_off.algorithms import batching
 from one_step_off.algorithms.core_algos import TokenOutputs
-from one_step_off.config.schema import TrainedConfig
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.models import megatron_support
 from one_step_off.training import megatron_model, megatron_weights
-from one_step_off.training.fsdp_workers import WORKERS as OF_FSDP
-from one_step_off.training.fsdp_workers import ModelWorker
-from one_step_off.training.megatron_shims import cuda_is_cpu
-from one_step_off.training.update_stats import Clock
+from one_step_off.training.critic_role import CriticRole
+from one_step_off.training.megatron_shims import count_padding_in_checkpoints, cuda_is_cpu
+from one_step_off.training.model_worker import BatchShare, ModelWorker, WorkItem
+from one_step_off.training.policy_role import PolicyRole
+from one_step_off.training.reward_model_role import RewardModelRole
+from one_step_off.training.update_stats import PhaseTimer
+from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+"""How the distributed optimizer is saved: so that other numbers of ranks can load it."""
+
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, dict]]
+"""What Megatron's schedule calls on the last stage's output: (loss, its number of tokens,
+figures)."""
 
 
-class MegatronWorker(ModelWorker):
-    """Put before a role's class: its model, passes, optimiser and checkpoints by Megatron."""
+class MegatronBackend(ModelWorker):
+    """Put before a role's class: its model, passes, optimizer and checkpoints by Megatron.
 
-    _chunk: torch.nn.Module  # at whose forward pass it is
-    _may_step: Callable[[float, bool], bool]  # of the role's class
+    Attributes:
+        models: this rank's chunks of the model, one per virtual stage.
+        chunks: the same, wrapped for gradient reduction in a role that learns.
+    """
 
-    def _build(self) -> None:
-        own, cfg = self.own, self.cfg
-        self.hf_config = megatron_model.read_config(cfg, self.role)
+    _running_chunk: torch.nn.Module
+    """The chunk whose forward pass Megatron's schedule has asked for."""
+
+    # Build.
+
+    def _build_model(self) -> None:
+        cfg = self.cfg
+        role_config = self.role_config
+        self.hf_config = megatron_support.read_config(cfg, self.role)
         with cuda_is_cpu(self.device):
-            how = {
-                "distributed_timeout_minutes": cfg.trainer.step_timeout_s / 60,
-                "create_gloo_process_groups": False,
-            }
-            mpu.initialize_model_parallel(**megatron_model.sizes(own), **how)
-            model_parallel_cuda_manual_seed(cfg.trainer.seed)
-            self.models = self.chunks = megatron_model.build(
-                cfg, self.role, self.hf_config, self.device
+            mpu.initialize_model_parallel(
+                **megatron_model.parallel_sizes(role_config),
+                distributed_timeout_minutes=cfg.trainer.step_timeout_s / 60,
+                create_gloo_process_groups=False,
             )
-        self.share, self.shares = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        self.rounds = own.pipeline_parallel_size if own.virtual_pipeline_parallel_size else 1
+            model_parallel_cuda_manual_seed(cfg.trainer.seed)
+            self.models = megatron_model.build(cfg, self.role, self.hf_config, self.device)
+        self.chunks = self.models
         self.packed = False  # packed sequences need Transformer Engine, and have not been built
-        self.multiple = own.tensor_parallel_size if own.sequence_parallel else 1
-        self.multiple *= 2 * own.context_parallel_size if own.context_parallel_size > 1 else 1
-        first = mpu.get_tensor_model_parallel_rank() == mpu.get_context_parallel_rank() == 0
-        self.tells = first and mpu.is_pipeline_last_stage()  # the others have the same, or nothing
+        self.batch_share = self._own_share()
         megatron_weights.load(cfg, self.role, self.models, self.hf_config)
-        for model in self.models if not isinstance(own, TrainedConfig) else ():
-            model.requires_grad_(False)
+        if not isinstance(role_config, TrainedConfig):
+            for model in self.models:
+                model.requires_grad_(False)
+
+    def _own_share(self) -> BatchShare:
+        role_config = self.role_config
+        width_multiple = 1
+        if role_config.sequence_parallel:
+            width_multiple = role_config.tensor_parallel_size
+        if role_config.context_parallel_size > 1:  # each rank has two blocks of the columns
+            width_multiple *= 2 * role_config.context_parallel_size
+        is_first_of_its_stage = (
+            mpu.get_tensor_model_parallel_rank() == 0 and mpu.get_context_parallel_rank() == 0
+        )
+        has_virtual_stages = bool(role_config.virtual_pipeline_parallel_size)
+        return BatchShare(
+            index=mpu.get_data_parallel_rank(),
+            count=mpu.get_data_parallel_world_size(),
+            # The other ranks have the same results, or none.
+            reports=is_first_of_its_stage and mpu.is_pipeline_last_stage(),
+            width_multiple=width_multiple,
+            micro_batch_multiple=role_config.pipeline_parallel_size if has_virtual_stages else 1,
+        )
 
     def _build_optimizer(self) -> None:
-        own, config = self.own, self.models[0].config
-        spread = {"use_distributed_optimizer": True}
-        ddp = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, average_in_collective=False, **spread
+        role_config = self.role_config
+        model_config = self.models[0].config
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            average_in_collective=False,
+            use_distributed_optimizer=True,
         )
-        adam = {"adam_beta1": own.betas[0], "adam_beta2": own.betas[1], "adam_eps": own.eps}
-        adam |= {"lr": own.lr, "weight_decay": own.weight_decay, "clip_grad": own.grad_clip}
-        settings = OptimizerConfig(
-            bf16=config.bf16, params_dtype=config.params_dtype, **adam, **spread
+        optimizer_config = OptimizerConfig(
+            bf16=model_config.bf16,
+            params_dtype=model_config.params_dtype,
+            lr=role_config.lr,
+            adam_beta1=role_config.betas[0],
+            adam_beta2=role_config.betas[1],
+            adam_eps=role_config.eps,
+            weight_decay=role_config.weight_decay,
+            clip_grad=role_config.grad_clip,
+            use_distributed_optimizer=True,
         )
         with cuda_is_cpu(self.device):
-            self.chunks = [DistributedDataParallel(config, ddp, model) for model in self.models]
+            self.chunks = [
+                DistributedDataParallel(model_config, ddp_config, model) for model in self.models
+            ]
             self.optimizer = get_megatron_optimizer(
-                settings, self.chunks, use_gloo_process_groups=False
+                optimizer_config, self.chunks, use_gloo_process_groups=False
             )
-        for buffer in (
-            buffer for chained in self.optimizer.chained_optimizers for buffer in chained.buffers
-        ):
-            # Megatron's checkpoints leave padding between buckets out and find parameters as if it were there. A tied
-            # head on the last stage has a bucket of its own, so what followed it was saved from the wrong places.
-            buffer.numel_unpadded = buffer.numel
-            for bucket in buffer.buckets:
-                bucket.numel_unpadded = bucket.grad_data.numel()
+        count_padding_in_checkpoints(self.optimizer)
 
-    def _run(self, work: Iterable[tuple], result: Callable[..., Tensor], clock: Clock) -> None:
-        items, train, virtual = list(work), torch.is_grad_enabled(), len(self.chunks) > 1
+    # Passes.
 
-        def forward(
-            items: Iterator[tuple], chunk: torch.nn.Module
-        ) -> tuple[Tensor, Callable | None]:
-            item = next(items)
-            self._chunk = chunk
-            if self.models[self.chunks.index(chunk)].post_process:
-                return result(*item), lambda loss: (
-                    loss,
-                    torch.zeros((), dtype=torch.int, device=loss.device),
-                    {},
-                )
-            return self._forward(item[0], 1.0, "none"), None
+    def _run_micro_batches(
+        self, items: Iterable[WorkItem], compute: Callable[[WorkItem], Tensor], timer: PhaseTimer
+    ) -> None:
+        work = list(items)
+        with_backward = torch.is_grad_enabled()
+        # Without virtual stages the shape does not matter: it travels with the tensors.
+        rows = 1
+        width = 1
+        data_iterator: Any = iter(work)
+        if len(self.chunks) > 1:
+            rows, width = batching.pad_to_same_shape([item.layout for item in work])
+            data_iterator = [iter(work) for _ in self.chunks]
+        with cuda_is_cpu(self.device), timer("forward_backward"):
+            if with_backward:
+                self._zero_grad_buffers()
+            get_forward_backward_func()(
+                forward_step_func=functools.partial(self._forward_step, compute),
+                data_iterator=data_iterator,
+                model=self.chunks,
+                num_microbatches=len(work),
+                seq_length=width,
+                micro_batch_size=rows,
+                forward_only=not with_backward,
+            )
 
-        # Without virtual stages the shape is of no account: it travels with the tensors.
-        rows, width = batching.pad_to_same_shape([item[0] for item in items]) if virtual else (1, 1)
-        with cuda_is_cpu(self.device), clock("forward_backward"):
-            for chunk in self.chunks if train else ():
-                chunk.zero_grad_buffer()
-            data = [iter(items) for _ in self.chunks] if virtual else iter(items)
-            given = {"forward_step_func": forward, "data_iterator": data, "model": self.chunks}
-            shape = {"num_microbatches": len(items), "seq_length": width, "micro_batch_size": rows}
-            get_forward_backward_func()(**given, **shape, forward_only=not train)
+    def _forward_step(
+        self,
+        compute: Callable[[WorkItem], Tensor],
+        items: Iterator[WorkItem],
+        chunk: torch.nn.Module,
+    ) -> tuple[Tensor, LossFunction | None]:
+        """One chunk's forward pass, as Megatron's schedule calls it: its output, and on the last
+        stage its loss."""
+        item = next(items)
+        self._running_chunk = chunk
+        is_last_stage = self.models[self.chunks.index(chunk)].post_process
+        if is_last_stage:
+            return compute(item), _as_loss
+        return self._forward(item.layout, 1.0, "none"), None
 
-    def _forward(self, laid: batching.MicroBatch, temperature: float, entropy: str) -> TokenOutputs:
-        part, mine = batching.context_parallel_slice(
-            laid, mpu.get_context_parallel_rank(), self.own.context_parallel_size
+    def _forward(
+        self, layout: batching.MicroBatch, temperature: float, figure: str
+    ) -> TokenOutputs:
+        part, part_of_wanted = batching.context_parallel_slice(
+            layout, mpu.get_context_parallel_rank(), self.role_config.context_parallel_size
         )
-        at, tokens, mine = (self._tensor(array) for array in (part.logit_index, part.tokens, mine))
-        how = self.hf_config.vocab_size, temperature, entropy, self.cfg.actor.log_prob_chunk
+        logit_index = self._tensor(part.logit_index)
+        tokens = self._tensor(part.tokens)
+        indices = self._tensor(part_of_wanted)
+        wanted = len(layout.logit_index)
 
         def output(**hook: Any) -> list[Tensor | None]:
-            found = megatron_model.at_positions(at, tokens, *how, **hook)
+            answer = megatron_model.at_positions(
+                logit_index,
+                tokens,
+                self.hf_config.vocab_size,
+                temperature,
+                figure,
+                self.cfg.actor.log_prob_chunk,
+                **hook,
+            )
             return [
-                x if x is None else megatron_model.joined(x, mine, len(laid.logit_index))
-                for x in found
+                None if values is None else megatron_model.joined(values, indices, wanted)
+                for values in answer
             ]
 
-        # A stage that is not the last gives its hidden states, and asks for no output.
-        return self._chunk(self._tensor(part.input_ids), None, None, output_processor=output)
+        # A stage that is not the last returns its hidden states, and asks for no output.
+        input_ids = self._tensor(part.input_ids)
+        return self._running_chunk(input_ids, None, None, output_processor=output)
 
-    def _clip_and_step(self, rate: float, broken: bool = False) -> float:
+    # The optimizer.
+
+    def _zero_grad_buffers(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
+    def _grad_norm(self) -> float:
         with cuda_is_cpu(self.device):
             self.optimizer.prepare_grads()
-            norm = float(self.optimizer.get_grad_norm())
-            if self._may_step(norm, broken):
-                for group in self.optimizer.param_groups:
-                    # Megatron's own scheduler would do this; without it vectors would decay like matrices.
-                    group["lr"], group["weight_decay"] = (
-                        rate,
-                        self.own.weight_decay * group["wd_mult"],
-                    )
-                self.optimizer.step()
+            return float(self.optimizer.get_grad_norm())
+
+    def _clip_and_step(self, grad_norm: Tensor | float, learning_rate: float) -> None:
+        weight_decay = self.role_config.weight_decay
+        with cuda_is_cpu(self.device):
+            for group in self.optimizer.param_groups:
+                # Megatron's own scheduler would do this; without it vectors would decay like
+                # matrices.
+                group["lr"] = learning_rate
+                group["weight_decay"] = weight_decay * group["wd_mult"]
+            self.optimizer.step()  # which clips too
+
+    def _zero_grad(self) -> None:
+        with cuda_is_cpu(self.device):
             self.optimizer.zero_grad()
-        return norm
+
+    # Checkpoints.
+
+    def _create_moments(self) -> None:
+        """Give an optimizer that has made no step its moments, which Megatron's checkpoints want to
+        be there: by a step of rate 0 without gradients, whose count is then taken back."""
+        inner_optimizers = [chained.optimizer for chained in self.optimizer.chained_optimizers]
+        if any(optimizer.state for optimizer in inner_optimizers):
+            return
+        self._zero_grad_buffers()
+        grad_norm = self._grad_norm()
+        self._clip_and_step(grad_norm, learning_rate=0.0)
+        self._zero_grad()
+        for optimizer in inner_optimizers:
+            # torch's AdamW counts steps beside the moments, Transformer Engine's in its groups.
+            for holder in (*optimizer.state.values(), *optimizer.param_groups):
+                if "step" in holder:
+                    holder["step"] = holder["step"] * 0
 
     def _sharded_state(self, loading: bool) -> dict[str, Any]:
-        if not any(inner.optimizer.state for inner in self.optimizer.chained_optimizers):
-            # Moments come with the first step, and Megatron wants them to be there: one of rate 0 and no gradient.
-            for chunk in self.chunks:
-                chunk.zero_grad_buffer()
-            skipped_in_a_row = self.skipped_in_a_row
-            self._clip_and_step(0.0)
-            self.skipped_in_a_row = skipped_in_a_row  # that step was no training
-            for inner in (chained.optimizer for chained in self.optimizer.chained_optimizers):
-                # It was none: torch's AdamW counts steps beside the moments, Transformer Engine's in its groups.
-                for counter in (
-                    x for x in (*inner.state.values(), *inner.param_groups) if "step" in x
-                ):
-                    counter["step"] = counter["step"] * 0
-        metadata = SHARDING | {
-            "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)
-        }
+        self._create_moments()
+        data_parallel_group = mpu.get_data_parallel_group(with_context_parallel=True)
+        metadata = SHARDING | {"dp_cp_group": data_parallel_group}
         state = {
             f"model{i}": model.sharded_state_dict(metadata=metadata)
             for i, model in enumerate(self.models)
         }
-        return state | {
-            "optimizer": self.optimizer.sharded_state_dict(
-                state, is_loading=loading, metadata=metadata
-            )
-        }
+        state["optimizer"] = self.optimizer.sharded_state_dict(
+            dict(state), is_loading=loading, metadata=metadata
+        )
+        return state
 
     def _write_state(self, folder: str) -> None:
-        # Whole, before training goes on: Megatron's own way to write beside it is on its way out, and copies on GPUs only.
+        # Whole, before training continues: Megatron's way to write meanwhile is deprecated, and
+        # copies on GPUs only.
         os.makedirs(folder, exist_ok=True)
         with cuda_is_cpu(self.device):
-            dist_checkpointing.save(self._sharded_state(False), folder, content_metadata=SHARDING)
+            state = self._sharded_state(loading=False)
+            dist_checkpointing.save(state, folder, content_metadata=SHARDING)
 
     def _read_state(self, folder: str) -> None:
         with cuda_is_cpu(self.device):
-            state = dist_checkpointing.load(self._sharded_state(True), folder)
+            state = dist_checkpointing.load(self._sharded_state(loading=True), folder)
             for i, model in enumerate(self.models):
                 model.load_state_dict(state[f"model{i}"])
             self.optimizer.load_state_dict(state["optimizer"])
-        for inner in self.optimizer.chained_optimizers:
-            for of in inner.optimizer.state.values():
-                if isinstance(
-                    of.get("step"), Tensor
-                ):  # torch's AdamW: one tensor for all would count every parameter
-                    of["step"] = of["step"].clone()
+        self._separate_step_counts()
 
-    def _own_weights(self) -> list[tuple[WeightPiece, Tensor]]:
-        # Only now: the optimiser has moved the parameters into its buffers.
-        return megatron_weights.share_of(
-            megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype)
-        )
+    def _separate_step_counts(self) -> None:
+        """Give each parameter a step count of its own: torch's AdamW adds to all of them, and would
+        count one tensor that they share once for every parameter."""
+        for chained in self.optimizer.chained_optimizers:
+            for state in chained.optimizer.state.values():
+                if isinstance(state.get("step"), Tensor):
+                    state["step"] = state["step"].clone()
+
+    def _sent_weights(self) -> list[tuple[WeightPiece, Tensor]]:
+        # Only now, after `_build_optimizer`, which moves the parameters into its buffers.
+        parts = megatron_weights.parts(self.models, self.hf_config, self.cfg.model.dtype)
+        return megatron_weights.share_of(parts)
 
 
-# As FSDP's, with what a `MegatronWorker` has of its own before it.
+def _as_loss(loss: Tensor) -> tuple[Tensor, Tensor, dict]:
+    """A loss whose parts simply add up: Megatron divides by no number of tokens."""
+    return loss, torch.zeros((), dtype=torch.int, device=loss.device), {}
+
+
+class MegatronPolicyWorker(MegatronBackend, PolicyRole):
+    """The role "ref", and the policy of an actor that streams no weights."""
+
+
+class MegatronActorWorker(WeightSenderMixin, MegatronPolicyWorker):
+    """The role "actor", whose ranks also send the weights."""
+
+
+class MegatronCriticWorker(MegatronBackend, CriticRole):
+    """The role "critic"."""
+
+
+class MegatronRewardModelWorker(MegatronBackend, RewardModelRole):
+    """The role "reward_model"."""
+
+
 WORKERS = {
-    role: type(f"Megatron{cls.__name__}", (MegatronWorker, cls), {})
-    for role, cls in OF_FSDP.items()
+    "actor": MegatronActorWorker,
+    "ref": MegatronPolicyWorker,
+    "critic": MegatronCriticWorker,
+    "reward_model": MegatronRewardModelWorker,
 }

@@ -1,8 +1,10 @@
-"""Rewards by a model: a classifier in a pool of this run, or a server. Both score the finished samples of a step.
+"""Rewards by a model: a classifier in a pool of this run, or a server. Both score the finished
+samples of a step.
 
     scores = await reward_model.rewards(batch)      # one float per sample
 
-The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight * (score of the model).
+The reward of a sample is then reward.weight * (score of reward.function) + reward_model.weight *
+(score of the model).
 """
 
 import asyncio
@@ -16,116 +18,153 @@ import numpy as np
 from one_step_off.cluster.errors import RoleError
 from one_step_off.cluster.remote_calls import OnSpan
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import Batch, PackedArrays, PromptLookup, Sample
-from one_step_off.rewards.scoring import MAX_REWARD, RewardError
+from one_step_off.data.packing import PackedArrays
+from one_step_off.data.samples import Batch, PromptLookup, Sample
+from one_step_off.rewards.reward import MAX_REWARD, RewardError
 from one_step_off.training.trainer_group import TrainGroup, merged
+
+LONGEST_BACKOFF_S = 10.0
 
 
 def sequences_for(
-    samples: Sequence[Sample], find: PromptLookup, ours: Any, theirs: Any
+    samples: Sequence[Sample],
+    find_prompt: PromptLookup,
+    policy_tokenizer: Any,
+    reward_tokenizer: Any,
 ) -> list[np.ndarray]:
-    """Prompt and response as the reward model reads them: int32 token ids, one array per sample. Where both tokenizers
-    are the same these are the very tokens of the policy. Else the texts are written anew: through the reward model's
-    chat template where it has one and the prompt is a chat, or as plain text."""
-    if ours.get_vocab() == theirs.get_vocab():
+    """Prompt and response as the reward model reads them: int32 token ids [L], one array per
+    sample.
+
+    Where both tokenizers have the same vocabulary these are the very tokens of the policy. Else the
+    texts are tokenized again: through the reward model's chat template where it has one and the
+    prompt is a chat, or as plain text.
+    """
+    if policy_tokenizer.get_vocab() == reward_tokenizer.get_vocab():
         return [np.concatenate([s.prompt_ids, s.response_ids]) for s in samples]
     texts = []
-    for s in samples:
-        prompt = find(s.prompt_id)
-        if theirs.chat_template and prompt.messages:
-            chat = [*prompt.messages, {"role": "assistant", "content": s.response}]
-            texts.append(theirs.apply_chat_template(chat, tokenize=False))
+    for sample in samples:
+        prompt = find_prompt(sample.prompt_id)
+        if reward_tokenizer.chat_template and prompt.messages:
+            chat = [*prompt.messages, {"role": "assistant", "content": sample.response}]
+            texts.append(reward_tokenizer.apply_chat_template(chat, tokenize=False))
         else:
-            texts.append(prompt.text + s.response)
-    return [
-        np.asarray(x, np.int32)
-        for x in theirs(texts, add_special_tokens=not theirs.chat_template)["input_ids"]
-    ]
+            texts.append(prompt.text + sample.response)
+    # A chat template has written the special tokens already.
+    add_special_tokens = not reward_tokenizer.chat_template
+    encoded = reward_tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"]
+    return [np.asarray(ids, np.int32) for ids in encoded]
 
 
 class LocalRewardModel(TrainGroup):
     """The role reward_model: a sequence classifier under the training back end."""
 
-    def __init__(self, *of_group: Any, find: PromptLookup, ours: Any, theirs: Any) -> None:
-        """`of_group`: as of `TrainGroup`. `ours`, `theirs`: the tokenizers of the policy and of the reward model."""
-        super().__init__(*of_group)
-        self.find, self.ours, self.theirs = find, ours, theirs
+    def __init__(
+        self,
+        *group_args: Any,
+        find_prompt: PromptLookup,
+        policy_tokenizer: Any,
+        reward_tokenizer: Any,
+    ) -> None:
+        """`group_args`: as of `TrainGroup`."""
+        super().__init__(*group_args)
+        self.find_prompt = find_prompt
+        self.policy_tokenizer = policy_tokenizer
+        self.reward_tokenizer = reward_tokenizer
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample. Tokenising happens beside the event loop."""
+        """One score per sample. Tokenizing happens beside the event loop."""
         sequences = await asyncio.to_thread(
-            sequences_for, batch.samples, self.find, self.ours, self.theirs
+            sequences_for,
+            batch.samples,
+            self.find_prompt,
+            self.policy_tokenizer,
+            self.reward_tokenizer,
         )
-        return merged(await self._in_turn(batch.step, "score_sequences", PackedArrays(sequences)))
+        shares = await self._on_devices(batch.step, "score_sequences", PackedArrays(sequences))
+        return merged(shares)
 
 
 class RemoteRewardModel:
-    """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores": [numbers]}."""
+    """A server: POST {"prompts", "responses", "ground_truths"} (lists of texts) -> {"scores":
+    [numbers]}."""
 
-    def __init__(self, cfg: Config, find: PromptLookup) -> None:
-        self.own, self.find, self.gate = (
-            cfg.reward_model,
-            find,
-            asyncio.Semaphore(cfg.reward_model.max_concurrency),
-        )
+    def __init__(self, cfg: Config, find_prompt: PromptLookup) -> None:
+        self.config = cfg.reward_model
+        self.find_prompt = find_prompt
         self.on_span: OnSpan = lambda *_: None
+        self._open_requests = asyncio.Semaphore(cfg.reward_model.max_concurrency)
 
     async def rewards(self, batch: Batch) -> list[float]:
-        """One score per sample; at most `max_concurrency` requests of `request_size` samples are open at once. NaN, with
-        `extra["error"]`, where a request failed `retries` + 1 times, be it for an answer that is no scores."""
+        """One score per sample; at most `max_concurrency` requests of `request_size` samples are
+        open at once.
+
+        NaN, with `extra["error"]`, where a request failed `retries` + 1 times; an answer that is no
+        scores is a failure.
+        """
         import aiohttp
 
-        begin, size = time.perf_counter(), self.own.request_size
-        parts = [batch.samples[i : i + size] for i in range(0, len(batch.samples), size)]
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(self.own.timeout_s)
-        ) as session:
-            scores = await asyncio.gather(
-                *(self._request(session, part, batch.step) for part in parts)
+        begin = time.perf_counter()
+        size = self.config.request_size
+        requests = [batch.samples[i : i + size] for i in range(0, len(batch.samples), size)]
+        time_limit = aiohttp.ClientTimeout(self.config.timeout_s)
+        async with aiohttp.ClientSession(timeout=time_limit) as session:
+            answers = await asyncio.gather(
+                *(self._request(session, samples, batch.step) for samples in requests)
             )
         self.on_span("reward_model", "score_sequences", batch.step, begin, time.perf_counter())
-        return [score for part in scores for score in part]
+        return [score for scores in answers for score in scores]
 
     async def _request(self, session: Any, samples: list[Sample], step: int) -> list[float]:
-        prompts = [self.find(s.prompt_id) for s in samples]
+        """The scores of one request's samples, or NaN for each after the last attempt."""
+        prompts = [self.find_prompt(s.prompt_id) for s in samples]
         body = {
-            "prompts": [p.text for p in prompts],
-            "ground_truths": [p.ground_truth for p in prompts],
+            "prompts": [prompt.text for prompt in prompts],
+            "ground_truths": [prompt.ground_truth for prompt in prompts],
+            "responses": [s.response for s in samples],
         }
-        body["responses"] = [s.response for s in samples]
-        for attempt in range(self.own.retries + 1):
-            if attempt:
-                await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), 10.0))
+        attempts = self.config.retries + 1
+        problem = ""
+        for attempt in range(attempts):
+            if attempt > 0:
+                await asyncio.sleep(min(0.5 * 2 ** (attempt - 1), LONGEST_BACKOFF_S))
             try:
-                async with self.gate, session.post(self.own.url, json=body) as answer:
+                async with self._open_requests, session.post(self.config.url, json=body) as answer:
                     answer.raise_for_status()
                     scores = (await answer.json())["scores"]
-                if len(scores) == len(samples) and all(
-                    type(x) in (int, float) and math.isfinite(x) for x in scores
-                ):
-                    return [float(x) for x in scores]
+                if _are_scores(scores, len(samples)):
+                    return [float(score) for score in scores]
                 problem = f"{len(samples)} finite scores were wanted, and {str(scores)[:80]} came"
-            except (
-                Exception
-            ) as e:  # the network's, the server's and the parser's: all are tried again
+            # The network, the server and the parser may raise anything; all of it is tried again.
+            except Exception as e:
                 problem = f"{type(e).__name__}: {str(e) or 'no answer in time'}"
-        why = RewardError(
-            f"step {step}, reward_model.url={self.own.url}: {attempt + 1} requests failed: {problem}"
+        error = RewardError(
+            f"step {step}, reward_model.url={self.config.url}: "
+            f"{attempts} requests failed: {problem}"
         )
         for sample in samples:
-            sample.extra.setdefault("error", str(why))
+            sample.extra.setdefault("error", str(error))
         return [math.nan] * len(samples)
 
 
+def _are_scores(scores: Any, count: int) -> bool:
+    if len(scores) != count:
+        return False
+    return all(type(score) in (int, float) and math.isfinite(score) for score in scores)
+
+
 def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None:
-    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or the function's own.
-    Raises RoleError: a score is not finite, or too large, and `reward.on_error=stop`; otherwise it counts as 0, and is an error."""
+    """Add the model's scores to the rewards, and as "model" to `reward_parts`, beside "function" or
+    the function's own.
+
+    A score that is not finite, or too large, counts as 0 and marks its sample with an error.
+
+    Raises:
+        RoleError: there is such a score, and `reward.on_error=stop`.
+    """
     for sample, score in zip(samples, scores, strict=True):
-        if not abs(score) <= MAX_REWARD:
-            what = f"reward_model: the score of prompt {sample.prompt_id}, sample {sample.index} is {score}, no number up to {MAX_REWARD:g}"
-            if cfg.reward.on_error == "stop":
-                raise RoleError(sample.extra.get("error", what))
-            sample.extra, score = {"error": what, "fault": "reward/errors"} | sample.extra, 0.0
+        if not abs(score) <= MAX_REWARD:  # so written for NaN
+            _note_bad_score(sample, score, stops=cfg.reward.on_error == "stop")
+            score = 0.0
         parts = sample.extra.get("reward_parts", {"function": sample.reward})
         if "model" in parts:
             raise RoleError(
@@ -133,3 +172,12 @@ def mix(samples: Sequence[Sample], scores: Sequence[float], cfg: Config) -> None
             )
         sample.extra["reward_parts"] = parts | {"model": score}
         sample.reward = cfg.reward.weight * sample.reward + cfg.reward_model.weight * score
+
+
+def _note_bad_score(sample: Sample, score: float, stops: bool) -> None:
+    where = f"the score of prompt {sample.prompt_id}, sample {sample.index}"
+    error = f"reward_model: {where} is {score}, no number up to {MAX_REWARD:g}"
+    if stops:
+        raise RoleError(sample.extra.get("error", error))
+    # The first cause stays.
+    sample.extra = {"error": error, "fault": "reward/errors"} | sample.extra

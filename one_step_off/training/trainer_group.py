@@ -5,117 +5,165 @@ import operator
 import os
 from collections.abc import Awaitable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
 from one_step_off.cluster.remote_calls import OnSpan, call_all, now
 from one_step_off.config.schema import Config
-from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch, PackedArrays, PackedSamples
+from one_step_off.data.packing import PackedArrays, PackedSamples
+from one_step_off.data.samples import NOT_STORED, TRAINER_FIELDS, Batch
 
 T = TypeVar("T")
 
 
+class Colocated(Protocol):
+    """The replicas that share the trainer's devices."""
+
+    async def sleep(self) -> None:
+        """Free the devices' memory; does nothing where it is free already."""
+
+
 class TrainGroup:
-    """All ranks of one role. Their methods are collective: every call goes to every rank. Roles in one pool share
-    `turn`, so that they take turns on its devices; in different pools they run at once."""
+    """All ranks of one role. Their methods are collective: every call goes to every rank.
+
+    Roles in one pool share a device lock, so that one uses the devices at a time; roles in
+    different pools run at once.
+
+    Attributes:
+        colocated: the replicas in the same pool; None: they have devices of their own.
+        on_span: receives the begin and end of each call that uses the devices.
+    """
 
     def __init__(
-        self, role: str, ranks: list[Any], cfg: Config, turn: Any = None, host: str = ""
+        self,
+        role: str,
+        ranks: list[Any],
+        cfg: Config,
+        device_lock: asyncio.Lock | None = None,
+        host: str = "",
     ) -> None:
-        """`host`: the address at which the ranks meet; empty: rank 0's address on the network."""
-        self.role, self.ranks, self.cfg, self.host = role, ranks, cfg, host
-        self.turn = turn or asyncio.Lock()
-        self.limit = cfg.trainer.step_timeout_s
-        self.colocated: Any = None  # the replicas in the same pool
+        """
+        Args:
+            ranks: the Ray actors, rank 0 first.
+            device_lock: of the role's pool; None: the role has the pool alone.
+            host: the address at which the ranks meet; empty: rank 0's address on the network.
+        """
+        self.role = role
+        self.ranks = ranks
+        self.cfg = cfg
+        self.host = host
+        self.device_lock = device_lock or asyncio.Lock()
+        self.time_limit_s = cfg.trainer.step_timeout_s
+        self.colocated: Colocated | None = None
         self.on_span: OnSpan = lambda *_: None
 
     async def setup(self) -> None:
         """Form the role's process group and load the model on every rank."""
-        limit = self.cfg.trainer.start_timeout_s
-        (address,) = await call_all(limit, self.role, self.ranks[:1], "free_address", self.host)
-        await call_all(limit, self.role, self.ranks, "setup", *address)
+        time_limit_s = self.cfg.trainer.start_timeout_s
+        rank_0 = self.ranks[:1]
+        (address,) = await call_all(time_limit_s, self.role, rank_0, "free_address", self.host)
+        await call_all(time_limit_s, self.role, self.ranks, "setup", *address)
 
-    async def _in_turn(self, step: int, method: str, *args: Any) -> list[Any]:
-        """Every rank's answer, once it is this role's turn; when it began and ended is told to `on_span`."""
-        async with self.turn:
+    async def _on_devices(self, step: int, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks while this role alone uses the devices; returns every rank's
+        answer."""
+        async with self.device_lock:
             if self.colocated is not None:
                 await self.colocated.sleep()
             begin = now()
-            answers = await call_all(
-                self.limit, f"step {step}, {self.role}", self.ranks, method, *args
-            )
+            what = f"step {step}, {self.role}"
+            answers = await call_all(self.time_limit_s, what, self.ranks, method, *args)
             self.on_span(self.role, method, step, begin, now())
         return answers
 
     async def update(self, batch: Batch, learn: bool = True) -> dict[str, float]:
-        """One training step on all ranks; returns its metrics. Without `learn` it counts and nothing changes."""
-        own = self.cfg.trainer  # the workers may stand in another directory
-        profile = (
-            os.path.abspath(f"{own.output_dir}/profile") if batch.step == own.profile_step else ""
-        )
-        return (await self._in_turn(batch.step, "update", put_batch(batch), learn, profile))[0]
+        """One training step on all ranks; returns its metrics. Without `learn` it counts and
+        nothing changes."""
+        profile = ""
+        if batch.step == self.cfg.trainer.profile_step:
+            # Absolute: the workers may have another working directory.
+            profile = os.path.abspath(f"{self.cfg.trainer.output_dir}/profile")
+        stored = put_batch(batch)
+        answers = await self._on_devices(batch.step, "update", stored, learn, profile)
+        return answers[0]  # the same on every rank
 
     async def log_prob(self, batch: Batch) -> list[np.ndarray]:
-        """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per sample."""
-        return merged(await self._in_turn(batch.step, "log_prob", put_batch(batch)))
+        """Log-probs (nats) of all response tokens at the current weights: one float32 [R] per
+        sample."""
+        return merged(await self._on_devices(batch.step, "log_prob", put_batch(batch)))
 
     async def log_prob_and_squares(self, batch: Batch) -> list[np.ndarray]:
-        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's squared probabilities."""
-        return merged(await self._in_turn(batch.step, "log_prob_and_squares", put_batch(batch)))
+        """As `log_prob`, float32 [R, 2]: beside each log-prob the sum of all the vocabulary's
+        squared probabilities."""
+        stored = put_batch(batch)
+        return merged(await self._on_devices(batch.step, "log_prob_and_squares", stored))
 
     async def values(self, batch: Batch) -> list[np.ndarray]:
-        """The critic's values of the states before all response tokens: one float32 [R] per sample."""
-        return merged(await self._in_turn(batch.step, "values", put_batch(batch)))
+        """The critic's values of the states before all response tokens: one float32 [R] per
+        sample."""
+        return merged(await self._on_devices(batch.step, "values", put_batch(batch)))
 
     def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
-        """The trainer's half of the canary: log-probs of every token but the first, at temperature 1, by the weights as
-        they are now, whatever is called before this is awaited."""
-        answers = call_all(self.limit, f"canary, {self.role}", self.ranks, "score", sequences)
+        """The trainer's half of the canary: log-probs of every token but the first, at temperature
+        1.
 
-        async def whole() -> list[np.ndarray]:
-            return next(filter(None, await answers))
+        The calls are sent now, so the weights are those of now, whatever is called before this is
+        awaited.
+        """
+        what = f"canary, {self.role}"
+        answers = call_all(self.time_limit_s, what, self.ranks, "score", sequences)
 
-        return asyncio.ensure_future(whole())
+        async def first_report() -> list[np.ndarray]:
+            return next(scores for scores in await answers if scores)
+
+        return asyncio.ensure_future(first_report())
 
     async def save_state(self, folder: str) -> Awaitable[Any]:
-        """Let all ranks copy their part of a checkpoint; when the answer has been awaited it is written."""
-        await call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "save_state", folder)
-        return call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "saved")
+        """Let all ranks copy their part of a checkpoint. Returns an awaitable: once awaited, they
+        have written it."""
+        what = f"checkpoint, {self.role}"
+        await call_all(self.time_limit_s, what, self.ranks, "save_state", folder)
+        return call_all(self.time_limit_s, what, self.ranks, "saved")
 
     async def load_state(self, folder: str) -> None:
-        """Go to a checkpoint's state; after `setup`."""
-        await call_all(self.limit, f"checkpoint, {self.role}", self.ranks, "load_state", folder)
+        """Load a checkpoint's state; after `setup`."""
+        what = f"checkpoint, {self.role}"
+        await call_all(self.time_limit_s, what, self.ranks, "load_state", folder)
 
     async def save_hf(self, path: str) -> None:
         """Write a Hugging Face checkpoint."""
-        await call_all(self.limit, self.role, self.ranks, "save_hf", path)
+        await call_all(self.time_limit_s, self.role, self.ranks, "save_hf", path)
 
 
-def merged(parts: list[dict[int, T]]) -> list[T]:
+def merged(shares: list[dict[int, T]]) -> list[T]:
     """The ranks' shares, put back in order."""
-    merged = {i: answer for part in parts for i, answer in part.items()}
-    return [merged[i] for i in range(len(merged))]
+    answers: dict[int, T] = {}
+    for share in shares:
+        answers.update(share)
+    return [answers[i] for i in range(len(answers))]
 
 
 def put_batch(batch: Batch) -> Any:
-    """Into Ray's object store once, however many roles and ranks read it; without what none of them reads."""
+    """Put a batch into Ray's object store, and return the reference.
+
+    Only once for all roles and ranks, until one of its columns changes; without what no rank reads.
+    """
     import ray
 
-    now, (before, stored) = (
-        [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)],
-        batch.stored,
+    contents = [batch.samples, *(getattr(batch, name) for name in TRAINER_FIELDS)]
+    stored_contents, reference = batch.stored
+    if all(map(operator.is_, contents, stored_contents)):
+        return reference
+    samples = PackedSamples(batch.samples)
+    samples.omitted_fields = ("response", "extra")
+    columns = {}
+    for name in TRAINER_FIELDS:
+        values = getattr(batch, name)
+        columns[name] = PackedArrays(values) if values else values
+    sent = replace(
+        batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
     )
-    if not all(map(operator.is_, now, before)):
-        columns = {
-            name: v and PackedArrays(v) for name, v in zip(TRAINER_FIELDS, now[1:], strict=True)
-        }
-        samples = PackedSamples(batch.samples)
-        samples.leave = "response", "extra"
-        stored = ray.put(
-            replace(
-                batch, samples=samples, prob_squares=None, dropped=[], stored=NOT_STORED, **columns
-            )
-        )
-        batch.stored = now, stored
-    return stored
+    reference = ray.put(sent)
+    batch.stored = (contents, reference)
+    return reference

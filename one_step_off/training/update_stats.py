@@ -1,65 +1,106 @@
-"""What a training update counts and times on each rank, without a micro-batch ever waiting for the GPU."""
+"""What a training update counts and times on each rank, without a micro-batch ever waiting for the
+GPU."""
 
-import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+Table = dict[str, torch.Tensor]
+"""Name -> float64 scalar on the worker's device."""
 
-class Stats:
-    """Sums and maxima, kept on the device in float64 so that no micro-batch waits for the GPU."""
+Figures = dict[str, float]
+
+
+class UpdateStats:
+    """Sums and maxima over the micro-batches of an update, kept on the device in float64.
+
+    Attributes:
+        grad_norms: the global gradient norm of each optimizer step, made or skipped.
+        skipped_updates: optimizer steps that were skipped.
+        non_finite_losses: scalar on the device; micro-batches of the current mini-batch whose loss
+            is NaN or infinite.
+    """
 
     def __init__(self, device: torch.device) -> None:
+        self.grad_norms: list[float] = []
+        self.skipped_updates = 0
+        self.non_finite_losses = torch.zeros((), device=device)
         self._device = device
-        self._sums: dict[str, torch.Tensor] = {}
-        self._maxima: dict[str, torch.Tensor] = {}
-        self.norms: list[float] = []  # of each optimiser step, made or not
-        self.skipped = 0
-        self.broken = torch.zeros(
-            (), device=device
-        )  # losses of the mini-batch at hand that are not finite
+        self._sums: Table = {}
+        self._maxima: Table = {}
 
     def add(self, **values: torch.Tensor | float) -> None:
-        """Add to sums."""
+        """Add to the sums. A value named "loss" is also checked for being finite."""
         if "loss" in values:
-            self.broken += ~torch.isfinite(values["loss"])
-        self._fold(self._sums, torch.add, values)
-
-    def peak(self, **values: torch.Tensor | float) -> None:
-        """Take part in maxima."""
-        self._fold(self._maxima, torch.maximum, values)
-
-    def _fold(self, table: dict[str, torch.Tensor], how: Any, values: dict[str, Any]) -> None:
+            self.non_finite_losses += ~torch.isfinite(values["loss"])
         for name, value in values.items():
-            value = torch.as_tensor(value, dtype=torch.float64, device=self._device)
-            table[name] = how(table[name], value) if name in table else value
+            scalar = self._scalar(value)
+            self._sums[name] = self._sums[name] + scalar if name in self._sums else scalar
 
-    def reduce(self, tells: bool = True) -> Iterator[dict[str, float]]:
-        """Sums, then maxima over all ranks. Where several have the same share of the batch one `tells` its sums."""
-        for table, how in ((self._sums if tells else {}, sum), (self._maxima, max)):
-            own = (
-                dict(zip(table, torch.stack(list(table.values())).tolist(), strict=True))
-                if table
-                else {}
-            )
-            of: list[dict[str, float]] = [{} for _ in range(dist.get_world_size())]
-            dist.all_gather_object(of, own)
-            yield {
-                name: how(o[name] for o in of if name in o)
-                for name in dict.fromkeys(itertools.chain(*of))
-            }
+    def maximum(self, **values: torch.Tensor | float) -> None:
+        """Raise the maxima to these values where they are larger."""
+        for name, value in values.items():
+            scalar = self._scalar(value)
+            if name in self._maxima:
+                scalar = torch.maximum(self._maxima[name], scalar)
+            self._maxima[name] = scalar
+
+    def _scalar(self, value: torch.Tensor | float) -> torch.Tensor:
+        return torch.as_tensor(value, dtype=torch.float64, device=self._device)
+
+    def reduce(self, reports: bool = True) -> tuple[Figures, Figures]:
+        """Sums and maxima over all ranks (collective); the same on every rank.
+
+        Args:
+            reports: whether this rank's sums count. Of the ranks that compute the same share of the
+                batch, one reports.
+        """
+        sums = _over_ranks(self._sums if reports else {}, sum)
+        maxima = _over_ranks(self._maxima, max)
+        return sums, maxima
 
 
-class Clock:
-    """Seconds per phase. On GPUs by events: a host clock would time the launches, and waiting would cost speed."""
+def _over_ranks(table: Table, combine: Callable[[list[float]], float]) -> Figures:
+    """Combine the ranks' values of each name (collective). A rank may lack names that others
+    have."""
+    figures: Figures = {}
+    if table:
+        values = torch.stack(list(table.values())).tolist()  # one copy from the device
+        figures = dict(zip(table, values, strict=True))
+    of_ranks: list[Figures] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, figures)
+    values_of: dict[str, list[float]] = {}
+    for rank_figures in of_ranks:
+        for name, value in rank_figures.items():
+            values_of.setdefault(name, []).append(value)
+    return {name: combine(values) for name, values in values_of.items()}
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """A timed phase. `start` and `end` are CUDA events on GPUs, else seconds of the host's
+    clock."""
+
+    phase: str
+    start: Any
+    end: Any
+
+
+class PhaseTimer:
+    """Seconds per phase: `with timer("forward"): ...`.
+
+    GPUs are timed by events: a host clock would time the launches, and waiting for the GPU would
+    cost speed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._marks: list[tuple[str, Any, Any]] = []
+        self._intervals: list[_Interval] = []
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -72,13 +113,17 @@ class Clock:
     def __call__(self, phase: str) -> Iterator[None]:
         start = self._now()
         yield
-        self._marks.append((phase, start, self._now()))
+        self._intervals.append(_Interval(phase, start, self._now()))
 
     def totals(self) -> dict[str, float]:
         """Seconds per phase."""
         if self._cuda:
             torch.cuda.synchronize()
-        result = dict.fromkeys((phase for phase, _, _ in self._marks), 0.0)
-        for phase, start, end in self._marks:
-            result[phase] += start.elapsed_time(end) / 1000 if self._cuda else end - start
-        return result
+        totals: dict[str, float] = {}
+        for interval in self._intervals:
+            if self._cuda:
+                seconds = interval.start.elapsed_time(interval.end) / 1000
+            else:
+                seconds = interval.end - interval.start
+            totals[interval.phase] = totals.get(interval.phase, 0.0) + seconds
+        return totals

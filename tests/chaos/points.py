@@ -42,7 +42,7 @@ def _role(name: str) -> Test:
 
 
 def _later_bucket(args: tuple, kwargs: dict) -> bool:
-    return args[0].bucket >= 1
+    return args[0].bucket_number >= 2
 
 
 def _second(args: tuple) -> int:
@@ -66,13 +66,18 @@ def _other_log_probs(args: tuple) -> None:
 
 
 FSDP = "one_step_off.training.fsdp_workers"
+TRAINED_WORKER = "one_step_off.training.trained_worker"
+WORKER_CHECKPOINT = "one_step_off.training.worker_checkpoint"
+POLICY_ROLE = "one_step_off.training.policy_role"
+WEIGHT_EXPORT = "one_step_off.training.weight_export"
 ROLLOUT = "one_step_off.rollout.vllm_replica"
 SENDER = "one_step_off.weight_sync.sender"
 RECEIVER = "one_step_off.weight_sync.receiver"
 TRAINER_SENDER = "one_step_off.weight_sync.trainer_sender"
 VLLM_RECEIVER = "one_step_off.weight_sync.vllm_receiver"
 PIPELINE = "one_step_off.ray_trainer"
-CHECKPOINT = "one_step_off.checkpoint.checkpoints"
+CHECKPOINT = "one_step_off.checkpoint.checkpointer"
+SAMPLE_FILES = "one_step_off.checkpoint.sample_files"
 REPLICA_GROUP = "one_step_off.rollout.replica_group"
 TRAINER_GROUP = "one_step_off.training.trainer_group"
 COORDINATOR = "one_step_off.weight_sync.coordinator"
@@ -82,7 +87,7 @@ POINTS = [
     Point("generating", "driver", f"{PIPELINE}:Pipeline._collect"),
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
     Point("before the sync", "driver", f"{COORDINATOR}:WeightSync.__call__"),
-    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._metrics"),
+    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._collect_metrics"),
     Point(
         "in the canary",
         "driver",
@@ -91,9 +96,9 @@ POINTS = [
         corrupt=_other_log_probs,
     ),
     Point("checkpoint: begins", "driver", f"{CHECKPOINT}:Checkpointer.save"),
-    Point("checkpoint: samples", "driver", f"{CHECKPOINT}:write_samples"),
+    Point("checkpoint: samples", "driver", f"{SAMPLE_FILES}:write_samples"),
     Point("checkpoint: before its seal", "driver", f"{CHECKPOINT}:Checkpointer._commit"),
-    Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_sync"),
+    Point("checkpoint: onto the disk", "driver", f"{CHECKPOINT}:_flush_to_disk"),
     Point("checkpoint: has its name", "driver", f"{CHECKPOINT}:Checkpointer._commit", "after"),
     Point(
         "between two files", "driver", "one_step_off.monitoring.tracker:Tracker._append", "after"
@@ -115,14 +120,14 @@ POINTS = [
     Point(
         "in the header",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
+        f"{RECEIVER}:WeightReceiver._receive_headers",
         version=_second,
         corrupt=_other_plan,
     ),
     Point(
         "before the first bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
+        f"{RECEIVER}:WeightReceiver._receive_headers",
         "after",
         version=_second,
     ),
@@ -131,7 +136,7 @@ POINTS = [
     Point(
         "after the last bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._check_sums",
+        f"{RECEIVER}:WeightReceiver._verify_checksums",
         corrupt=_other_sum,
     ),
     Point(
@@ -139,9 +144,9 @@ POINTS = [
     ),
     Point("joining the sync", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.connect_sync"),
     # A rank of the actor.
-    Point("forward", "trainer", f"{FSDP}:ModelWorker._forward", only=_role("actor")),
-    Point("optimiser", "trainer", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("actor")),
-    Point("idle", "trainer", f"{FSDP}:TrainedWorker.update", "idle", _role("actor")),
+    Point("forward", "trainer", f"{FSDP}:FsdpBackend._forward", only=_role("actor")),
+    Point("optimiser", "trainer", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("actor")),
+    Point("idle", "trainer", f"{TRAINED_WORKER}:TrainedWorker.update", "idle", _role("actor")),
     Point("joining the sync", "trainer", f"{TRAINER_SENDER}:WeightSenderMixin.connect_sync"),
     Point(
         "before the first bucket",
@@ -156,18 +161,26 @@ POINTS = [
         f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
         "after",
     ),
-    Point("in the canary", "trainer", f"{FSDP}:PolicyWorker.score"),
-    Point("checkpoint", "trainer", f"{FSDP}:TrainedWorker._write_state", only=_role("actor")),
+    Point("in the canary", "trainer", f"{POLICY_ROLE}:PolicyRole.score"),
+    Point("checkpoint", "trainer", f"{FSDP}:FsdpBackend._write_state", only=_role("actor")),
     Point(
-        "checkpoint: being written", "trainer", f"{FSDP}:TrainedWorker.saved", only=_role("actor")
+        "checkpoint: being written",
+        "trainer",
+        f"{WORKER_CHECKPOINT}:CheckpointedWorker.saved",
+        only=_role("actor"),
     ),
-    Point("starting", "trainer", f"{FSDP}:PolicyWorker.setup", only=_role("actor")),
-    Point("resuming", "trainer", f"{FSDP}:TrainedWorker.load_state", only=_role("actor")),
+    Point("starting", "trainer", f"{WEIGHT_EXPORT}:WeightExport.setup", only=_role("actor")),
+    Point(
+        "resuming",
+        "trainer",
+        f"{WORKER_CHECKPOINT}:CheckpointedWorker.load_state",
+        only=_role("actor"),
+    ),
     # A rank of the critic.
-    Point("forward", "critic", f"{FSDP}:ModelWorker._forward", only=_role("critic")),
-    Point("optimiser", "critic", f"{FSDP}:TrainedWorker._clip_and_step", only=_role("critic")),
-    Point("idle", "critic", f"{FSDP}:TrainedWorker.update", "idle", _role("critic")),
-    Point("checkpoint", "critic", f"{FSDP}:TrainedWorker._write_state", only=_role("critic")),
+    Point("forward", "critic", f"{FSDP}:FsdpBackend._forward", only=_role("critic")),
+    Point("optimiser", "critic", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("critic")),
+    Point("idle", "critic", f"{TRAINED_WORKER}:TrainedWorker.update", "idle", _role("critic")),
+    Point("checkpoint", "critic", f"{FSDP}:FsdpBackend._write_state", only=_role("critic")),
     # A reward worker.
     Point("scoring", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch"),
     Point("idle", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch", "idle"),

@@ -172,13 +172,15 @@ class Layout:
             worker.version, worker.released, worker.sync_failure = 0, -1, ""
             worker.cfg.weight_sync.overlap = overlap
             if hasattr(worker, "sender"):
-                worker.sender.kept = -1  # of an earlier case, whose versions had the same numbers
+                worker.sender.kept_version = (
+                    None  # of an earlier case, whose versions had the same numbers
+                )
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
         while any(not task.done() for task in roles.rollout.restart_tasks.values()):
             await asyncio.sleep(0.1)
-        roles.sync.failures.clear()
+        roles.sync.failed_syncs.clear()
         roles.sync.last_sent = None
         if joins:
             roles.sync.connected_replicas = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.cluster.process_cleanup import in_use
+from one_step_off.cluster.process_cleanup import mapped_inodes
 
 MARK = "CHAOS_MARK"
 
@@ -50,7 +50,7 @@ class Belongings:
 
     def left(self) -> list[str]:
         """What of it is still there; the processes should be gone by now."""
-        used, segments = in_use(), []
+        used, segments = mapped_inodes(), []
         for path in Path("/dev/shm").iterdir():
             with contextlib.suppress(OSError):  # somebody else's has just gone
                 new = path.name not in self.before and path.stat().st_uid == os.geteuid()

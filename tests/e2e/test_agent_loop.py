@@ -28,7 +28,7 @@ class Caller(ToolLoop):
 
 def test_tries_and_tool_calls_train_on_what_was_said_and_nothing_else(models, tmp_path):
     """Two loops in each batch. In the first step theta is mu: over all turns the trainer's log-probs must be the engine's."""
-    from one_step_off.checkpoint.checkpoints import finished, read_samples
+    from one_step_off.checkpoint import finished, read_samples
     from one_step_off.runtime import launch
 
     rows = make("train", 64, 0)

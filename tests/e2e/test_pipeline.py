@@ -21,7 +21,7 @@ import pytest
 
 from tests.conftest import tiny_config
 from tests.unit.monitoring.test_profile_and_prometheus import dashboard_names
-from tests.unit.training.test_fsdp_workers import free_port
+from tests.unit.training.fsdp_helpers import free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 

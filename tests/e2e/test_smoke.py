@@ -1,4 +1,4 @@
-"""Every benchmark and every command that the pages show runs, in its smallest form, and leaves what it should leave."""
+"""Every benchmark and every documented command runs in its smallest form and writes its files."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from tests import docs_commands
 from tests.docs_commands import PAGES, ROOT, Command
-from tests.smoke_cases import BENCHMARKS, CASES, PROGRAM, WITHOUT, Smoke, covers
+from tests.smoke_cases import BENCHMARKS, CASES, PROGRAM, WITHOUT, SmokeCase, covers
 
-LIMIT_S = 400
+TIME_LIMIT_S = 400
+
+
+def is_known(command: Command) -> bool:
+    """Whether a command has a case, or a reason why it has none."""
+    has_case = any(covers(case, command) for case in CASES.values())
+    return has_case or any(without.matches(command) for without in WITHOUT)
 
 
 def test_every_documented_command_has_a_smallest_form() -> None:
-    missing = [
-        f"{command.page}: {command}"
-        for command in docs_commands.commands()
-        if not any(covers(case, command) for case in CASES.values())
-        and not any(without.means(command) for without in WITHOUT)
-    ]
+    unknown = [command for command in docs_commands.commands() if not is_known(command)]
+    missing = [f"{command.page}: {command}" for command in unknown]
     assert not missing, "no case in tests/smoke_cases.py, and no reason why there is none"
 
 
@@ -39,9 +42,12 @@ def test_every_benchmark_has_a_smallest_form() -> None:
     assert programs == {name.partition(".")[2] for name in listed if name.startswith("benchmarks.")}
 
 
-def test_no_reason_stands_there_for_nothing() -> None:
+def test_every_reason_is_for_a_documented_command() -> None:
     commands = docs_commands.commands()
-    assert not [w for w in WITHOUT if not any(w.means(command) for command in commands)]
+    unused = [
+        without for without in WITHOUT if not any(without.matches(command) for command in commands)
+    ]
+    assert not unused
 
 
 def test_pages_call_known_programs() -> None:
@@ -69,14 +75,11 @@ def test_a_new_flag_key_or_program_is_not_covered() -> None:
     def covered(line: str) -> bool:
         command = docs_commands.read(line, "page")
         assert isinstance(command, Command)
-        return any(covers(case, command) for case in CASES.values()) or any(
-            w.means(command) for w in WITHOUT
-        )
+        return is_known(command)
 
     tiny = "python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml"
-    assert covered("python -m benchmarks.lora --out DIR --model 0.5b") and covered(
-        f"{tiny} trainer.total_steps=7"
-    )
+    assert covered("python -m benchmarks.lora --out DIR --model 0.5b")
+    assert covered(f"{tiny} trainer.total_steps=7")
     assert not covered("python -m benchmarks.lora --out DIR --rank 8")
     assert not covered("python -m benchmarks.brand_new --out DIR")
     assert not covered(f"{tiny} --brand-new")
@@ -86,9 +89,21 @@ def test_a_new_flag_key_or_program_is_not_covered() -> None:
     assert not covered("FRESH=1 shell/run_split_placement.sh")
 
 
+@dataclass(frozen=True)
+class Workspace:
+    """Where the commands run.
+
+    Attributes:
+        checkout: a copy of this repository that counts as installed.
+        folder: the working directory, with the modules that the pages show.
+    """
+
+    checkout: Path
+    folder: Path
+
+
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder where a user stands, with the modules that the pages show; beside it a checkout that is set up."""
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Workspace:
     root = tmp_path_factory.mktemp("smoke")
     checkout = root / "checkout"
     checkout.mkdir()
@@ -97,21 +112,21 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (checkout / path.name).symlink_to(path)
     shutil.copytree(ROOT / "shell", checkout / "shell")
     (checkout / "venv").symlink_to(sys.prefix)
-    # Its work is done: this Python has what setup.sh would install.
-    (checkout / "shell/setup.sh").write_text(
-        f'[[ "${{1:-}}" != --print-venv ]] || echo "{checkout}/venv"\n'
-    )
-    (checkout / "shell/setup.sh").chmod(0o755)
-    place = root / "desk"
-    place.mkdir()
+    # It has nothing to install: this Python has what the real setup.sh installs.
+    setup = checkout / "shell/setup.sh"
+    setup.write_text(f'[[ "${{1:-}}" != --print-venv ]] || echo "{checkout}/venv"\n')
+    setup.chmod(0o755)
+    folder = root / "working_directory"
+    folder.mkdir()
     for page in PAGES:
         for text in re.findall(r"^```python\n(# \w+\.py\n.*?)^```$", page.read_text(), re.M | re.S):
-            (place / text.split()[1]).write_text(text)
-    return place
+            file_name = text.split()[1]
+            (folder / file_name).write_text(text)
+    return Workspace(checkout, folder)
 
 
-def words_of(case: Smoke, checkout: Path) -> list[str]:
-    """The command line. A benchmark runs by shell/bench.sh, as the pages show both ways."""
+def words_of(case: SmokeCase, checkout: Path) -> list[str]:
+    """The command line. The throughput benchmark runs by shell/bench.sh; the pages show both ways."""
     arguments = [
         re.sub(r"^(config=)?(?=config/)", rf"\1{checkout}/", word) for word in case.arguments
     ]
@@ -122,52 +137,58 @@ def words_of(case: Smoke, checkout: Path) -> list[str]:
     return [sys.executable, "-P", "-m", case.program, *arguments]
 
 
+def environment(workspace: Workspace) -> dict[str, str]:
+    """The environment of all commands. The variables of the scripts must come from the case alone."""
+    variables = dict(os.environ)
+    for name in ("MODEL", "DATA", "BACKEND", "BENCHMARK"):
+        variables.pop(name, None)
+    paths = [str(workspace.folder), str(ROOT)]
+    if variables.get("PYTHONPATH"):
+        paths.append(variables["PYTHONPATH"])
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
+    variables["EXTRA"] = "cpu"
+    return variables
+
+
 @pytest.fixture(scope="module")
-def outcome(desk: Path) -> Callable[[Smoke], str]:
-    """outcome(case): what it printed; each case runs once, after those whose files it reads."""
-    printed: dict[str, str] = {}
-    paths = os.pathsep.join([str(desk), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # The scripts' own variables must come from the case alone.
-    env = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MODEL", "DATA", "BACKEND", "BENCHMARK")
-    }
-    env |= {"PYTHONPATH": paths, "EXTRA": "cpu"}
+def output_of(workspace: Workspace) -> Callable[[SmokeCase], str]:
+    """output_of(case): what it printed. Each case runs once, after those whose files it reads."""
+    outputs: dict[str, str] = {}
 
-    def of(case: Smoke) -> str:
+    def run_once(case: SmokeCase) -> str:
         for name in case.after:
-            of(CASES[name])
-        if case.name not in printed:
-            words = words_of(case, desk.parent / "checkout")
-            done = subprocess.run(
-                words,
-                cwd=desk,
-                env=env | case.variables,
-                capture_output=True,
-                text=True,
-                timeout=LIMIT_S,
-            )
-            assert done.returncode == 0, (
-                f"{shlex.join(words)}\n{(done.stdout + done.stderr)[-4000:]}"
-            )
-            printed[case.name] = done.stdout
-        return printed[case.name]
+            run_once(CASES[name])
+        if case.name in outputs:
+            return outputs[case.name]
+        words = words_of(case, workspace.checkout)
+        finished = subprocess.run(
+            words,
+            cwd=workspace.folder,
+            env=environment(workspace) | case.variables,
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+        end_of_output = (finished.stdout + finished.stderr)[-4000:]
+        assert finished.returncode == 0, f"{shlex.join(words)}\n{end_of_output}"
+        outputs[case.name] = finished.stdout
+        return finished.stdout
 
-    return of
+    return run_once
 
 
 @pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.e2e
-@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.timeout(3 * TIME_LIMIT_S)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, id=case.name) for case in [*BENCHMARKS, *PROGRAM]]
 )
-def test_runs(case: Smoke, desk: Path, outcome: Callable[[Smoke], str]) -> None:
-    if case.needs and importlib.util.find_spec(case.needs.partition(".")[0]) is None:
+def test_runs(case: SmokeCase, workspace: Workspace, output_of: Callable[[SmokeCase], str]) -> None:
+    package = case.needs.partition(".")[0]
+    if package and importlib.util.find_spec(package) is None:
         pytest.skip(f"{case.needs} is not installed")
-    assert case.prints in outcome(case)
+    assert case.prints in output_of(case)
     for name in case.writes:
-        path = desk / case.folder / name
+        path = workspace.folder / case.folder / name
         assert path.is_dir() or path.stat().st_size > 0, path

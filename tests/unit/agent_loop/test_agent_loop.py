@@ -18,13 +18,15 @@ from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
 from benchmarks.agent_loop.stand_in_engine import StandInEngine, serve_through_loop
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import BUILT_IN_LOOPS, BUILT_IN_TOOLS
-from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt, StalenessError, assert_staleness
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import NOT_GENERATED, Batch, Prompt
+from one_step_off.data.staleness import StalenessError, assert_staleness
 from one_step_off.data.word_problems import make_products, make_puzzles
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import Reward
+from one_step_off.rewards.reward import Reward
 
 CHATML = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}<|im_start|>user\n<tool_response>\n{{ m['content'] }}\n"

@@ -23,7 +23,8 @@ from agent_loop import processes, tools
 from agent_loop.base import Limits, Loops, Trajectory
 from agent_loop.processes import Processes
 from agent_loop.tools import Toolbox
-from one_step_off.config.schema import AgentConfig, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import AgentConfig
 from one_step_off.models import tiny_qwen
 from tests.unit.agent_loop.test_agent_loop import Script, config, prompt
 

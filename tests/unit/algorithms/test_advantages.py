@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from one_step_off.algorithms import advantages as adv
 from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS
-from one_step_off.config.schema import ConfigError
 
 NAMES = list(adv.ADVANTAGE_ESTIMATORS)
 CORRECTIONS = [
-    name for name in KEYS["algorithm.rollout_correction"].meta["choices"] if name != "none"
+    name for name in KEYS["algorithm.rollout_correction"].metadata["choices"] if name != "none"
 ]
 GROUPED = [n for n in NAMES if adv.ADVANTAGE_ESTIMATORS[n].grouped]
 quick = settings(max_examples=25, deadline=None)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import policy_losses as pl
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES, LossInputs
-from one_step_off.config.schema import AlgorithmConfig, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import AlgorithmConfig
 
 NAMES = list(POLICY_LOSSES)
 quick = settings(max_examples=25, deadline=None)
@@ -454,7 +455,7 @@ def test_correction_weights_by_hand():
         )
     # the geometric mean is held from below too
     assert pl.correction_weights(mu, mu + 1, sequence, "geo-mask", 2.0).tolist() == [0] * 5
-    with pytest.raises(KeyError):
+    with pytest.raises(ValueError, match="unknown rollout correction 'other'"):
         pl.correction_weights(proximal, mu, sequence, "other", 2.0)
 
 

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 
 from one_step_off.algorithms import core_algos, schedule
 from one_step_off.algorithms.schedule import Decay, DecayPlan, SavedSchedule
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.runtime import launch
+from one_step_off.runtime.prepare import ResumePoint
 from tests.conftest import tiny_config
-from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, single  # noqa: F401
+from tests.unit.training.fsdp_helpers import config, make_batch
 
 
 def rate(step: int, decay: Decay, kind: str, warmup: int = 2, floor: float = 0.1) -> float:
@@ -34,7 +36,7 @@ def test_the_rate_never_jumps_however_often_a_run_is_resumed(
     kind, warmup, total, per_step, resumes, floor
 ):
     """At the step at which it goes on, and in each after it: no further than the decay's own steps; and the run's last
-    step has the lowest rate. `resumes`: trainer steps made, those to come, and optimiser steps in each from then on."""
+    step has the lowest rate. `resumes`: trainer steps made, those to come, and optimizer steps in each from then on."""
     plan, step, trainer_step = DecayPlan(kind, total, 0, per_step), 0, 0
     decay = schedule.new_decay(plan, warmup)
     for made, to_come, now_per_step in resumes:
@@ -117,11 +119,11 @@ def test_what_is_kept_is_read():
     )
 
 
-def test_a_worker_goes_on_with_the_rate_that_it_had(checkpoints, single, tmp_path):  # noqa: F811
+def test_a_worker_goes_on_with_the_rate_that_it_had(model_folders, start_single, tmp_path):
     """Saved in a run of 10 steps (as `start` has it) and loaded in one of 40; the one that is not is told the old rate."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
+    cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="linear")
     cfg.trainer.total_steps = 10
-    worker, batch = single(cfg), make_batch(checkpoints["tied"])
+    worker, batch = start_single(cfg), make_batch(model_folders["tied"])
     for _ in range(3):
         worker.update(batch)
     os.makedirs(tmp_path / "saved")
@@ -129,16 +131,16 @@ def test_a_worker_goes_on_with_the_rate_that_it_had(checkpoints, single, tmp_pat
     worker.saved()
     unbroken = worker.update(batch)["actor/lr"]
     assert unbroken == pytest.approx(1e-3 * (1 - 3 / 9))
-    longer = single(cfg)
-    longer._total_steps = 40
+    longer = start_single(cfg)
+    longer.total_steps = 40
     longer.load_state(str(tmp_path / "saved"))
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken)
     assert longer.update(batch)["actor/lr"] == pytest.approx(unbroken * (1 - 1 / 36))
 
 
-def started(single, cfg):  # noqa: F811
-    worker = single(cfg)
-    worker._total_steps = cfg.trainer.total_steps
+def started(start_single, cfg):
+    worker = start_single(cfg)
+    worker.total_steps = cfg.trainer.total_steps
     return worker
 
 
@@ -151,43 +153,43 @@ def saved_after(worker, batch, steps: int, folder) -> list[float]:
     return rates
 
 
-def resumed_from(folder, single, cfg):  # noqa: F811
-    worker = started(single, cfg)
+def resumed_from(folder, start_single, cfg):
+    worker = started(start_single, cfg)
     worker.load_state(str(folder))
     return worker
 
 
-def test_constant_then_cool_down(checkpoints, single, tmp_path):  # noqa: F811
+def test_constant_then_cool_down(model_folders, start_single, tmp_path):
     """The decay begins where it is asked for, at the peak, however many constant steps there were; and it is not refused."""
-    cfg, said = config(checkpoints["tied"], actor__lr=1e-3), []
+    cfg, said = config(model_folders["tied"], actor__lr=1e-3), []
     cfg.trainer.total_steps = 4
-    batch = make_batch(checkpoints["tied"])
-    worker = started(single, cfg)
+    batch = make_batch(model_folders["tied"])
+    worker = started(start_single, cfg)
     assert saved_after(worker, batch, 4, tmp_path / "constant") == [1e-3] * 4
     cfg.actor.lr_schedule, cfg.trainer.total_steps = "linear", 9
     schedule.report_resumed_schedules(cfg, tmp_path / "constant", 9, said.append)
     assert said == ["actor.lr_schedule=linear: was constant; the decay begins at step 4, with a rate of 0.001, and ends "
                     "at step 8 with 0"]  # fmt: skip
-    cooling = resumed_from(tmp_path / "constant", single, cfg)
+    cooling = resumed_from(tmp_path / "constant", start_single, cfg)
     rates = saved_after(cooling, batch, 2, tmp_path / "cooling")
-    rates += [resumed_from(tmp_path / "cooling", single, cfg).update(batch)["actor/lr"]]
+    rates += [resumed_from(tmp_path / "cooling", start_single, cfg).update(batch)["actor/lr"]]
     assert rates == pytest.approx([1e-3, 0.75e-3, 0.5e-3]), "resumed again it goes on"
     schedule.report_resumed_schedules(cfg, tmp_path / "cooling", 9, said.append)
     assert len(said) == 1
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
-def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, tmp_path):  # noqa: F811
-    """A trainer step has two optimiser steps, then one, or the reverse: the rate is continuous, and ends with the run."""
+def test_other_mini_batches_from_a_resume_on(first, then, model_folders, start_single, tmp_path):
+    """A trainer step has two optimizer steps, then one, or the reverse: the rate is continuous, and ends with the run."""
     cfg = config(
-        checkpoints["tied"],
+        model_folders["tied"],
         actor__lr=1e-3,
         actor__lr_schedule="linear",
         actor__ppo_mini_batch_size=first,
     )
     cfg.trainer.total_steps = 6
-    batch = make_batch(checkpoints["tied"])
-    worker = started(single, cfg)
+    batch = make_batch(model_folders["tied"])
+    worker = started(start_single, cfg)
     saved_after(worker, batch, 3, tmp_path / "saved")
     done, per_step = 3 * 4 // first, 4 // then
     rate_there = 1e-3 * (1 - done / (2 * done - 1))
@@ -195,9 +197,9 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
     schedule.report_resumed_schedules(cfg, tmp_path / "saved", 6, said.append)
     assert (
         len(said) == 1
-        and f"was for {2 * done} optimiser steps, and is for {done + 3 * per_step} now" in said[0]
+        and f"was for {2 * done} optimizer steps, and is for {done + 3 * per_step} now" in said[0]
     )
-    worker = resumed_from(tmp_path / "saved", single, cfg)
+    worker = resumed_from(tmp_path / "saved", start_single, cfg)
     assert worker.decay == Decay(done + 3 * per_step, done, pytest.approx(done / (2 * done - 1)))
     step = worker.decay
     assert core_algos.learning_rate(
@@ -214,32 +216,34 @@ def test_other_mini_batches_from_a_resume_on(first, then, checkpoints, single, t
     assert last == pytest.approx(0.0, abs=1e-12)
 
 
-def test_a_longer_critic_warmup_and_more_epochs(checkpoints, single, tmp_path):  # noqa: F811
-    """The actor's remaining optimiser steps are counted, not those of a run that had these settings from its beginning."""
-    cfg = config(checkpoints["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
+def test_a_longer_critic_warmup_and_more_epochs(model_folders, start_single, tmp_path):
+    """The actor's remaining optimizer steps are counted, not those of a run that had these settings from its beginning."""
+    cfg = config(model_folders["tied"], actor__lr=1e-3, actor__lr_schedule="cosine")
     cfg.trainer.total_steps = 10
-    worker = started(single, cfg)
-    saved_after(worker, make_batch(checkpoints["tied"]), 2, tmp_path / "saved")
+    worker = started(start_single, cfg)
+    saved_after(worker, make_batch(model_folders["tied"]), 2, tmp_path / "saved")
     cfg.trainer.critic_warmup, cfg.actor.ppo_epochs = 4, 3
-    assert resumed_from(tmp_path / "saved", single, cfg).decay == Decay(
+    assert resumed_from(tmp_path / "saved", start_single, cfg).decay == Decay(
         2 + 6 * 3, 2, pytest.approx(2 / 9)
     )
 
 
-def test_steps_that_made_fewer_optimiser_steps_do_not_bend_the_decay(checkpoints, single, tmp_path):  # noqa: F811
+def test_steps_that_made_fewer_optimizer_steps_do_not_bend_the_decay(
+    model_folders, start_single, tmp_path
+):
     """A step whose groups were dropped has fewer mini-batches; a run that is resumed as it was is still exactly the same."""
     cfg = config(
-        checkpoints["tied"],
+        model_folders["tied"],
         actor__lr=1e-3,
         actor__lr_schedule="cosine",
         actor__ppo_mini_batch_size=2,
     )
     cfg.trainer.total_steps = 6
-    whole, fewer = make_batch(checkpoints["tied"]), make_batch(checkpoints["tied"], prompts=1)
-    worker = started(single, cfg)
+    whole, fewer = make_batch(model_folders["tied"]), make_batch(model_folders["tied"], prompts=1)
+    worker = started(start_single, cfg)
     saved_after(worker, fewer, 2, tmp_path / "saved")
     unbroken = [worker.update(whole)["actor/lr"] for _ in range(2)]
-    again = resumed_from(tmp_path / "saved", single, cfg)
+    again = resumed_from(tmp_path / "saved", start_single, cfg)
     assert (
         again.optimizer_steps == 2
         and [again.update(whole)["actor/lr"] for _ in range(2)] == unbroken
@@ -262,21 +266,23 @@ def test_what_is_said(tmp_path):
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 11, said.append)
     assert said == [], "of the same length"
     schedule.report_resumed_schedules(cfg, tmp_path / "at", 21, said.append)
-    assert said == ["actor.lr_schedule=linear: was for 11 optimiser steps, and is for 21 now; it goes on from its rate at "
+    assert said == ["actor.lr_schedule=linear: was for 11 optimizer steps, and is for 21 now; it continues from its rate at "
                     "step 5, 5e-05, to 0, without a jump"]  # fmt: skip
     saved_at(tmp_path / "end", 11, Decay(11, 0), plan(11))
     with pytest.raises(
         ConfigError,
-        match=r"at step 11 it had come to its end, a rate of 0, and would stay there; set actor",
+        match=r"at step 11 it had reached its end, a rate of 0, and would stay there; set actor",
     ):
         schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
     cfg.actor.min_lr_ratio = 0.1
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 21, said.append)
-    assert said[1].endswith("it goes on from its rate at step 11, 1e-05, to 1e-05, without a jump")
+    assert said[1].endswith(
+        "it continues from its rate at step 11, 1e-05, to 1e-05, without a jump"
+    )
     saved_at(tmp_path / "old", 5, None)
     schedule.report_resumed_schedules(cfg, tmp_path / "old", 21, said.append)
     assert (
-        re.search("warning: .* does not tell its length; the rate may jump", said[2])
+        re.search("warning: .* does not record its length; the rate may jump", said[2])
         and len(said) == 3
     )
     cfg.actor.lr_schedule = "constant"
@@ -287,7 +293,7 @@ def test_what_is_said(tmp_path):
     for total in (11, 21):
         schedule.report_resumed_schedules(cfg, tmp_path / "untold", total, said.append)
     assert len(said) == 5 and all(
-        "does not tell its schedule, and counts as linear" in line for line in said[3:]
+        "does not record its schedule, which is taken to be linear" in line for line in said[3:]
     )
     cfg.actor.min_lr_ratio, cfg.actor.ppo_epochs = 0.0, 2
     schedule.report_resumed_schedules(cfg, tmp_path / "end", 11, said.append)
@@ -312,7 +318,7 @@ def test_a_run_says_it_before_any_engine_starts(
             cfg, trainer=replace(cfg.trainer, resume="never")
         )  # the stand-in is no whole checkpoint
         found = prepare(aside, *args[1:])
-        return replace(found, cfg=cfg, resume_from=path, state=state)
+        return replace(found, cfg=cfg, resume_point=ResumePoint(path, state))
 
     monkeypatch.setattr(launch, "prepare", prepared)
     monkeypatch.setattr(
@@ -321,7 +327,7 @@ def test_a_run_says_it_before_any_engine_starts(
     if step == 11 and not val_only:
         with pytest.raises(
             ConfigError,
-            match="actor.lr_schedule=cosine: was for 11 optimiser steps, and is for 21 now",
+            match="actor.lr_schedule=cosine: was for 11 optimizer steps, and is for 21 now",
         ):
             launch.run(cfg)
         assert not ran and not os.path.exists(f"{own_dir}/config.yaml")

@@ -15,8 +15,8 @@ from benchmarks.common import lengths, runs
 from benchmarks.common.command_line import Parser
 from benchmarks.common.processes import memory, run_in_checkout
 from benchmarks.common.report import markdown_table, spread, with_range
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import ConfigError
 from one_step_off.data.samples import Prompt
 
 TINY = "config=config/gsm8k_tiny_cpu.yaml"

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.checkpoint import checkpoints as checkpoint
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off import checkpoint
+from one_step_off.checkpoint import finding, sample_files
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Sample
 
 lengths = st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6)), min_size=1, max_size=8)
@@ -32,10 +34,10 @@ def test_samples_come_back_bit_for_bit(tmp_path_factory, shapes, seed):
     ]  # fmt: skip
     checkpoint.write_samples(samples, folder)
     for a, b in zip(samples, checkpoint.read_samples(folder), strict=True):
-        for name in checkpoint.ARRAYS:
+        for name in sample_files.ARRAY_TYPES:
             x, y = getattr(a, name), getattr(b, name)
             assert x.dtype == y.dtype and np.array_equal(x, y), name
-        assert all(getattr(a, name) == getattr(b, name) for name in checkpoint.REST)
+        assert all(getattr(a, name) == getattr(b, name) for name in sample_files.JSON_FIELDS)
 
 
 def config(tmp_path: Path, **trainer: object) -> Config:
@@ -144,7 +146,7 @@ def test_when_it_is_due(tmp_path, freq, due):
 def test_state_json_is_plain(tmp_path):
     state = json.loads((save(config(tmp_path), 5) / "state.json").read_text())
     assert state["step"] == 5 and state["has_samples"] is False
-    assert set(state["fixed"]) == {*checkpoint.FIXED_KEYS, "actor.backend"}
+    assert set(state["fixed"]) == {*finding.FIXED_KEYS, "actor.backend"}
 
 
 def test_how_long_samples_may_be_carried_binds_a_checkpoint_only_where_they_are():

@@ -21,21 +21,18 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from one_step_off import main_ppo
-from one_step_off.checkpoint import checkpoints as checkpoint
-from one_step_off.config.schema import ConfigError
+from one_step_off import checkpoint, main_ppo
+from one_step_off.checkpoint.manifest import file_facts
+from one_step_off.config.errors import ConfigError
 from one_step_off.ray_trainer import Stopped
 from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate
 from tests.conftest import tiny_config
 from tests.unit.checkpoint.test_checkpoint import save
 from tests.unit.ray_trainer.test_ray_trainer import World, build
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
-    checkpoints,
+from tests.unit.training.fsdp_helpers import (
     config,
     make_batch,
-    one_thread,
-    single,
     whole,
 )
 
@@ -76,12 +73,12 @@ def taken(worker, cfg, step: int, samples=None) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(checkpoints, tmp_path_factory):  # noqa: F811
+def made(model_folders, tmp_path_factory):
     """A run folder with checkpoints of steps 5 and 10, and its config."""
-    from tests.unit.training.test_fsdp_workers import end, start
+    from tests.unit.training.fsdp_helpers import end, start
 
-    cfg = config(checkpoints["tied"], trainer__output_dir=str(tmp_path_factory.mktemp("made")))
-    worker, batch = start(cfg), make_batch(checkpoints["tied"])
+    cfg = config(model_folders["tied"], trainer__output_dir=str(tmp_path_factory.mktemp("made")))
+    worker, batch = start(cfg), make_batch(model_folders["tied"])
     for step in (5, 10):
         worker.update(batch)
         taken(worker, cfg, step, batch.samples)
@@ -90,10 +87,10 @@ def made(checkpoints, tmp_path_factory):  # noqa: F811
 
 
 @pytest.fixture
-def run(made, checkpoints, tmp_path):  # noqa: F811
+def run(made, model_folders, tmp_path):
     """A copy of it: config, and the folder of step 10."""
     shutil.copytree(made.trainer.output_dir, tmp_path / "run")
-    cfg = config(checkpoints["tied"], trainer__output_dir=str(tmp_path / "run"))
+    cfg = config(model_folders["tied"], trainer__output_dir=str(tmp_path / "run"))
     return cfg, tmp_path / "run" / "checkpoints" / "step_000010"
 
 
@@ -112,7 +109,7 @@ def assert_refused(run, words: str) -> None:
     assert len(said) == 1 and re.search(f"warning: checkpoint {path}: {words}", said[0])
     shutil.rmtree(path.parent / "step_000005")
     with pytest.raises(
-        ConfigError, match=f"trainer.resume=auto: checkpoint {path}: .*start anew with"
+        ConfigError, match=f"trainer.resume=auto: checkpoint {path}: .*start from step 0 with"
     ):
         checkpoint.find(cfg)
 
@@ -120,7 +117,7 @@ def assert_refused(run, words: str) -> None:
 def resealed(path: Path) -> None:
     """The manifest of the files as they are: what an attacker would write."""
     manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps(manifest | checkpoint.sealed(path)))
+    (path / "manifest.json").write_text(json.dumps(manifest | file_facts(path)))
 
 
 def test_a_good_one_is_taken(run):
@@ -197,9 +194,9 @@ def test_another_format_is_named(run):
     assert_refused(run, "it has format 3, and this version of one_step_off reads 2")
 
 
-def test_another_model_is_named(run, checkpoints):  # noqa: F811
+def test_another_model_is_named(run, model_folders):
     cfg, path = run
-    cfg.model.path = checkpoints["untied"]
+    cfg.model.path = model_folders["untied"]
     with pytest.raises(
         ConfigError,
         match=r"actor: lm_head.weight: its shape: \[67, 32\], but none when it was written",
@@ -234,7 +231,7 @@ def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
         path = save(cfg, step, stream=prepared.data.stream.state_dict())
     os.truncate(path / "actor" / "__0_0.distcp", 1024)
     said: list[str] = []
-    assert launch.prepare(cfg, said.append).resume_from == path.parent / "step_000001"
+    assert launch.prepare(cfg, said.append).resume_point.path == path.parent / "step_000001"
     assert any(
         "warning: checkpoint" in line and "its bytes: 1024, but 4096 when it was" in line
         for line in said
@@ -255,7 +252,7 @@ def test_a_run_looks_before_any_engine_starts(models, tmp_path, capsys):
 # ---- pickles ----------------------------------------------------------------------------------------------------
 
 
-def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, monkeypatch):  # noqa: F811
+def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, start_single, monkeypatch):
     cfg, path = run
     monkeypatch.chdir(path.parent)
     (path / "actor" / ".metadata").write_bytes(pickle.dumps(Evil()))
@@ -264,7 +261,7 @@ def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, m
         ConfigError,
         match=r"the part of the actor does not fit .*names posix.system, which has no place",
     ):
-        single(cfg).load_state(str(path))
+        start_single(cfg).load_state(str(path))
     assert_refused(
         run, "actor/.metadata: UnpicklingError: names posix.system, which has no place there"
     )
@@ -273,10 +270,10 @@ def test_a_pickle_that_would_run_something_is_refused_and_not_run(run, single, m
     assert Path("pwned").exists(), "it would have"
 
 
-def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):  # noqa: F811
+def test_a_pickle_inside_of_a_data_file_is_not_run(run, start_single, monkeypatch):
     cfg, path = run
     monkeypatch.chdir(path.parent)
-    worker = single(cfg)
+    worker = start_single(cfg)
     real = worker._state()
     real["optimizer"]["param_groups"][0]["lr"] = Evil()
     dcp.save(real, checkpoint_id=path / "actor")
@@ -288,7 +285,7 @@ def test_a_pickle_inside_of_a_data_file_is_not_run(run, single, monkeypatch):  #
 
 
 @pytest.mark.parametrize("name", ["actor_rank_0.npz", "samples.npz"])
-def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):  # noqa: F811
+def test_a_pickle_inside_of_an_array_is_not_run(run, start_single, monkeypatch, name):
     cfg, path = run
     monkeypatch.chdir(path.parent)
     np.savez(
@@ -298,18 +295,18 @@ def test_a_pickle_inside_of_an_array_is_not_run(run, single, monkeypatch, name):
     )
     resealed(path)
     with pytest.raises((ConfigError, ValueError), match="allow_pickle=False"):
-        single(cfg).load_state(str(path)) if name.startswith("actor") else checkpoint.read_samples(
-            path
-        )
+        start_single(cfg).load_state(str(path)) if name.startswith(
+            "actor"
+        ) else checkpoint.read_samples(path)
     assert not Path("pwned").exists()
 
 
 # ---- random numbers ---------------------------------------------------------------------------------------------
 
 
-def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run, single):  # noqa: F811
+def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run, start_single):
     cfg, path = run
-    worker = single(cfg)
+    worker = start_single(cfg)
     torch.manual_seed(11)
     worker.save_state(str(path))
     worker.saved()
@@ -327,9 +324,9 @@ def test_ranks_go_on_with_their_random_numbers_and_new_ones_with_a_new_runs(run,
 # ---- writing ----------------------------------------------------------------------------------------------------
 
 
-def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, monkeypatch):  # noqa: F811
+def test_training_goes_on_while_the_copy_is_written(run, start_single, model_folders, monkeypatch):
     cfg, path = run
-    worker, batch = single(cfg), make_batch(checkpoints["tied"])
+    worker, batch = start_single(cfg), make_batch(model_folders["tied"])
     worker.update(batch)
     want, moments = whole(worker), worker.optimizer_steps
     real, may_write = FileSystemWriter.write_data, threading.Event()
@@ -352,9 +349,9 @@ def test_training_goes_on_while_the_copy_is_written(run, single, checkpoints, mo
     assert (worker.version, worker.optimizer_steps) == (1, moments)
 
 
-def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):  # noqa: F811
+def test_a_full_disk_is_named_and_leaves_the_others(run, start_single, monkeypatch):
     cfg, path = run
-    worker = single(cfg)
+    worker = start_single(cfg)
 
     def full(self, *args):
         raise OSError(28, "No space left on device")
@@ -372,7 +369,7 @@ def test_a_full_disk_is_named_and_leaves_the_others(run, single, monkeypatch):  
     ]
 
 
-def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, single, monkeypatch):  # noqa: F811
+def test_an_end_between_writing_and_renaming_leaves_the_last_one(run, start_single, monkeypatch):
     cfg, path = run
     monkeypatch.setattr(Path, "rename", lambda *_: (_ for _ in ()).throw(RuntimeError("killed")))
     with pytest.raises(RuntimeError, match="killed"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.bad_input import base, has_mend, refused, write
+from tests.bad_input import base, names_a_fix, refused, write
 from tests.unit.config import test_config
 
 BOMB = (
@@ -46,7 +46,7 @@ FILES = [
         ["x.yaml", "found duplicate key a"],
     ),
     ("anchor of itself", "actor: &a {lr: *a}\n", ["x.yaml", "line 1", "recursive aliases"]),
-    ("section of itself", "rollout: {engine_kwargs: &a {x: *a}}\n", ["x.yaml", "mend the file"]),
+    ("section of itself", "rollout: {engine_kwargs: &a {x: *a}}\n", ["x.yaml", "fix the file"]),
     ("list of itself", "placement: {pools: {rollout: &a [*a]}}\n", ["x.yaml", "recursive aliases"]),
     ("aliases without end", BOMB, ["x.yaml", "node expansion exceeds"]),
     ("unknown anchor", "actor: {lr: *a}\n", ["x.yaml", "found undefined alias"]),
@@ -65,7 +65,7 @@ FILES = [
     ),
     ("a set", "reward: {kwargs: {a: !!set {b, c}}}\n", ["x.yaml:1:", "reward.kwargs"]),
     ("bytes", "model: {path: !!binary aGVsbG8=}\n", ["x.yaml:1:", "model.path", "must be text"]),
-    ("key that is a list", "actor: {? [a, b] : 1}\n", ["x.yaml", "mend the file"]),
+    ("key that is a list", "actor: {? [a, b] : 1}\n", ["x.yaml", "fix the file"]),
     ("key that is null", "actor: {null: 1}\n", ["x.yaml:1:", "actor.None", "unknown key"]),
     ("section that is null", "null: {a: 1}\n", ["x.yaml:1:", "unknown key"]),
     ("section that is a number", "1: {a: 1}\n", ["x.yaml:1:", "1: unknown key"]),
@@ -125,7 +125,7 @@ FILES = [
     (
         "half a character",
         'data: {instruction: "\\ud800"}\n',
-        ["x.yaml", "invalid Unicode character", "mend"],
+        ["x.yaml", "invalid Unicode character", "fix"],
     ),
     (
         "half a character within",
@@ -155,7 +155,7 @@ FILES = [
     (
         "nested too deep",
         "reward: {kwargs: {a: " + "[" * 2000 + "]" * 2000 + "}}\n",
-        ["x.yaml", "mend the file"],
+        ["x.yaml", "fix the file"],
     ),
     (
         "interpolation of itself",
@@ -195,18 +195,18 @@ def text_keys(text: str) -> set[str]:
     }
 
 
-def test_a_folder_called_run_is_no_mend():
+def test_a_folder_called_run_is_no_fix():
     """Or every line that names the run's folder would have one."""
-    assert not has_mend("error: /tmp/x/run: Permission denied")
-    assert not has_mend("error: trainer.output_dir=/tmp/x/run/use: it is broken (in ./name/it)")
-    assert has_mend("error: /tmp/x/run: Permission denied; name another folder")
+    assert not names_a_fix("error: /tmp/x/run: Permission denied")
+    assert not names_a_fix("error: trainer.output_dir=/tmp/x/run/use: it is broken (in ./name/it)")
+    assert names_a_fix("error: /tmp/x/run: Permission denied; name another folder")
 
 
 RAW = [
-    ("UTF-16", "model: {path: x}\n".encode("utf-16"), ["utf-8", "mend the file"]),
-    ("Latin-1", "data: {instruction: Lösung}\n".encode("latin-1"), ["utf-8", "mend the file"]),
+    ("UTF-16", "model: {path: x}\n".encode("utf-16"), ["utf-8", "fix the file"]),
+    ("Latin-1", "data: {instruction: Lösung}\n".encode("latin-1"), ["utf-8", "fix the file"]),
     ("zeros", bytes(4096), ["not valid YAML"]),
-    ("gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xcbOOU", ["utf-8", "mend the file"]),
+    ("gzip", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03\xcbOOU", ["utf-8", "fix the file"]),
     ("control characters", b"model: {path: \x1b[31mx}\n", ["not valid YAML"]),
 ]
 
@@ -228,5 +228,5 @@ def test_config_files_that_are_no_text(content, parts, models, tmp_path, capsys)
 def test_faults_of_the_config_as_the_program_tells_them(
     argv, parts, models, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr("one_step_off.config.validation.count_gpus", lambda: 0)
+    monkeypatch.setattr("one_step_off.config.hardware.count_gpus", lambda: 0)
     refused([*test_config.GOOD, *argv], parts, tmp_path, capsys)

@@ -9,9 +9,10 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import KEYS, SECTIONS, load_config, resolved_yaml
-from one_step_off.config.schema import ConfigError
+from one_step_off.config import hardware
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import KEYS, SECTIONS, load_config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
@@ -63,7 +64,7 @@ dotted = (
 
 @pytest.fixture(autouse=True)
 def nothing_outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_checks, "count_gpus", lambda: 0)
+    monkeypatch.setattr(hardware, "count_gpus", lambda: 0)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
 
 

@@ -116,7 +116,7 @@ MODELS = [
     ("tokenizer cut off", cut("tokenizer.json", 0.5), ["its tokenizer cannot be loaded"]),
     ("tokenizer is empty", text("tokenizer.json", "{}"), ["its tokenizer cannot be loaded"]),
     ("tokenizer's config cut off", cut("tokenizer_config.json", 0.5), ["its tokenizer cannot be loaded"]),
-    ("template that is none", text("chat_template.jinja", "{% for m in messages %}"), ["chat template", "mend"]),
+    ("template that is none", text("chat_template.jinja", "{% for m in messages %}"), ["chat template", "fix"]),
     ("template that raises", text("chat_template.jinja", "{{ raise_exception('no users') }}"), ["chat template", "no users"]),
 ]  # fmt: skip
 

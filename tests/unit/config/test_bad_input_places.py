@@ -17,10 +17,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from one_step_off.checkpoint import checkpoints as checkpoint
-from one_step_off.config.schema import ConfigError
+from one_step_off.checkpoint.manifest import file_facts
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
+from one_step_off.runtime.failure_report import report_failure
 from tests.bad_input import base, refused, without_privileges, write
 
 # --- folders and disks -------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ def test_a_disk_that_fills_up_in_the_run_ends_it_in_one_line(models, tmp_path, c
     err = capsys.readouterr().err
     assert err == f"error: {tmp_path}/new: No space left on device; name another folder\n"
     monkeypatch.setattr(Path, "write_text", full)
-    said = launch.report_failure(launch.Config(), RuntimeError("what happened"))
+    said = report_failure(Config(), RuntimeError("what happened"))
     assert said.startswith("error: the run ended by RuntimeError: what happened\n")
     assert "error.log" not in said and "No space left on device" in said, (
         "a file that is not there is not named"
@@ -287,7 +289,7 @@ def test_a_ray_that_does_not_start(error, tmp_path, monkeypatch):
     with pytest.raises(
         ConfigError, match="Ray does not start: .*; check RAY_ADDRESS, and that TMPDIR"
     ):
-        launch.start_ray(launch.Config())
+        launch.start_ray(Config())
 
 
 @pytest.mark.parametrize("package", ["tensorboard", "wandb"])
@@ -340,24 +342,24 @@ def test_the_machine_and_what_it_reaches(argv, parts, models, tmp_path, capsys, 
 # --- functions of the user's own ---------------------------------------------------------------------------------
 
 FUNCTIONS = [
-    ("syntax", "def f(:\n", "reward.function=bad_input_own:f", ["SyntaxError", "mend it"]),
-    ("raises", "1 / 0\n", "reward.function=bad_input_own:f", ["ZeroDivisionError", "mend it"]),
-    ("exits", "import sys; sys.exit(3)\n", "reward.function=bad_input_own:f", ["SystemExit", "mend it"]),
-    ("missing import", "import no_such_module\n", "reward.function=bad_input_own:f", ["no_such_module", "mend it"]),
-    ("missing file", "open('/nowhere/x')\n", "reward.function=bad_input_own:f", ["FileNotFoundError", "mend it"]),
+    ("syntax", "def f(:\n", "reward.function=bad_input_own:f", ["SyntaxError", "fix the module"]),
+    ("raises", "1 / 0\n", "reward.function=bad_input_own:f", ["ZeroDivisionError", "fix the module"]),
+    ("exits", "import sys; sys.exit(3)\n", "reward.function=bad_input_own:f", ["SystemExit", "fix the module"]),
+    ("missing import", "import no_such_module\n", "reward.function=bad_input_own:f", ["no_such_module", "fix the module"]),
+    ("missing file", "open('/nowhere/x')\n", "reward.function=bad_input_own:f", ["FileNotFoundError", "fix the module"]),
     ("no such name", "def g(): pass\n", "reward.function=bad_input_own:f", ["has no attribute 'f'", "check the name"]),
     ("no function", "f = 3\n", "reward.function=bad_input_own:f", ["a int, not callable", "name a function"]),
     ("coroutine", "async def f(**_): pass\n", "reward.function=bad_input_own:f", ["asynchronous", "plain function"]),
     ("too few arguments", "def f(x): pass\n", "reward.function=bad_input_own:f", ["called as f(prompt=", "add **kwargs"]),
-    ("an estimator that raises", "1 / 0\n", "algorithm.adv_estimator=bad_input_own:f", ["ZeroDivisionError", "mend it"]),
+    ("an estimator that raises", "1 / 0\n", "algorithm.adv_estimator=bad_input_own:f", ["ZeroDivisionError", "fix the module"]),
     ("an estimator that is none", "f = 3\n", "algorithm.adv_estimator=bad_input_own:f", ["not callable", "name a function"]),
     ("a loss that is none", "f = 3\n", "algorithm.policy_loss=bad_input_own:f", ["not callable", "name a function"]),
-    ("a loss that exits", "raise SystemExit\n", "algorithm.policy_loss=bad_input_own:f", ["SystemExit", "mend it"]),
+    ("a loss that exits", "raise SystemExit\n", "algorithm.policy_loss=bad_input_own:f", ["SystemExit", "fix the module"]),
     ("a loop that is none", "f = 3\n", "agent.loop=bad_input_own:f", ["agent.loop"]),
     ("a loop that raises", "1 / 0\n", "agent.loop=bad_input_own:f", ["agent.loop", "ZeroDivisionError"]),
     ("a tool without types", "def f(x):\n    '''Doc.'''\n", "agent.tools=bad_input_own:f agent.loop=tool", ["agent.tools", "docstring"]),
-    ("not UTF-8", b"x = '\xff'\n", "reward.function=bad_input_own:f", ["SyntaxError", "mend it"]),
-    ("zero bytes", b"x = 1\0\n", "reward.function=bad_input_own:f", ["mend it"]),
+    ("not UTF-8", b"x = '\xff'\n", "reward.function=bad_input_own:f", ["SyntaxError", "fix the module"]),
+    ("zero bytes", b"x = 1\0\n", "reward.function=bad_input_own:f", ["fix the module"]),
 ]  # fmt: skip
 
 
@@ -399,7 +401,7 @@ def state(**changed: object) -> dict[str, str]:
     }
 
 
-GOOD_ONE = "name a good one, or start anew"
+GOOD_ONE = "name a good one, or start from step 0"
 CHECKPOINTS = [
     ("nothing there", None, ["no checkpoint there", "state.json is missing", "use auto"]),
     ("an empty folder", {}, ["no checkpoint there", "state.json is missing", "use auto"]),
@@ -428,7 +430,7 @@ def test_checkpoints_that_are_none(files, parts, models, tmp_path, capsys):
     if files and files.keys() == {"state.json"}:
         write(
             folder,
-            {"manifest.json": json.dumps({"format": 2, "shape": {}} | checkpoint.sealed(folder))},
+            {"manifest.json": json.dumps({"format": 2, "shape": {}} | file_facts(folder))},
         )
     refused(
         [*base(tmp_path, models()), f"trainer.resume={folder}"],

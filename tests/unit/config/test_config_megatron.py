@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from one_step_off.config import validation as config_checks
-from one_step_off.config.loading import placement_text
-from one_step_off.config.schema import data_parallel_size, role_settings
+from one_step_off.config import packages
+from one_step_off.config.placement import placement_text
+from one_step_off.config.roles import data_parallel_size, role_settings
 from one_step_off.runtime.validation import validate
 from tests.unit.config.test_config import fault, good
 
@@ -34,7 +34,7 @@ MEGATRON = [
 
 @pytest.mark.parametrize(("argv", "words"), MEGATRON)
 def test_layouts_of_megatron(argv, words, monkeypatch):
-    monkeypatch.setattr(config_checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
     line = fault("placement.pools.actor=[4]", "actor.backend=megatron", *argv)
     for word in words:
         assert word in line
@@ -44,16 +44,16 @@ def test_layouts_of_megatron(argv, words, monkeypatch):
     assert "actor x 4 (TP 2); cores" in placement_text(cfg, [0, 1])
     validate(cfg, 0)
     assert data_parallel_size(cfg, "actor") == 2
-    monkeypatch.setattr(config_checks, "is_installed", lambda package: False)
+    monkeypatch.setattr(packages, "is_installed", lambda package: False)
     assert "MEGATRON=1 shell/setup.sh" in fault("actor.backend=megatron")
-    monkeypatch.setattr(config_checks, "is_installed", lambda package: package == "megatron.core")
+    monkeypatch.setattr(packages, "is_installed", lambda package: package == "megatron.core")
     good("actor.backend=megatron", "placement.device=cpu")
     line = fault("actor.backend=megatron", "placement.device=cuda")
     assert "transformer-engine" in line and "EXTRA=gpu MEGATRON=1 shell/setup.sh" in line
 
 
 def test_a_role_of_its_own_inherits_no_layout(monkeypatch):
-    monkeypatch.setattr(config_checks, "is_installed", lambda package: True)
+    monkeypatch.setattr(packages, "is_installed", lambda package: True)
     stages = "actor.pipeline_parallel_size=2", "actor.virtual_pipeline_parallel_size=2"
     argv = (
         "placement.pools.actor=[4]",

@@ -8,21 +8,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off.config.hardware import count_gpus, plan_cores
+from one_step_off.config.hardware import count_gpus, divide_cores
 
 
 def test_plan_cores_by_hand() -> None:
-    assert plan_cores(1, 1, [4, 7]) == ([[4]], [[7]])
-    assert plan_cores(1, 3, list(range(8))) == ([[0, 1]], [[2, 3], [4, 5], [6, 7]])
-    assert plan_cores(2, 1, [5]) == ([[5], [5]], [[5]])
-    assert plan_cores(3, 1, [0, 1]) == ([[0], [0], [0]], [[1]])
+    assert divide_cores(1, 1, [4, 7]) == ([[4]], [[7]])
+    assert divide_cores(1, 3, list(range(8))) == ([[0, 1]], [[2, 3], [4, 5], [6, 7]])
+    assert divide_cores(2, 1, [5]) == ([[5], [5]], [[5]])
+    assert divide_cores(3, 1, [0, 1]) == ([[0], [0], [0]], [[1]])
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sets(st.integers(0, 99), min_size=1, max_size=40))
 def test_plan_cores_shares_nothing_between_groups(
     rollout: int, trainer: int, cores: set[int]
 ) -> None:
-    a, b = plan_cores(rollout, trainer, sorted(cores))
+    a, b = divide_cores(rollout, trainer, sorted(cores))
     assert (len(a), len(b)) == (rollout, trainer) and all(a) and all(b)
     mine, theirs = {c for p in a for c in p}, {c for p in b for c in p}
     assert mine | theirs == cores or rollout < len(mine) or trainer < len(theirs) or len(cores) == 1

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.config import unknown_keys
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, find_key, load_config
-from one_step_off.config.schema import ConfigError
 
 # Every key that examples/grpo_trainer/run_qwen2-7b.sh of verl sets.
 RUN_QWEN2_7B = """algorithm.adv_estimator data.train_files data.val_files data.train_batch_size data.max_prompt_length

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from one_step_off.data.evaluation import evaluation_metrics, pass_at_k, set_epoch
 from one_step_off.data.samples import Sample
-from one_step_off.monitoring.tracker import held_out_line
+from one_step_off.monitoring.summary import evaluation_text
 
 
 @given(st.integers(1, 7), st.data())
@@ -51,7 +51,7 @@ def test_parts_of_rewards_stand_beside_them():
     found = evaluation_metrics(found, ["val", "hard"])
     assert found["val/reward/right"] == 0.5 and found["val/reward/form"] == pytest.approx(1 / 3)
     assert found["val/hard/reward/samples"] == 1.0 and "val/hard/reward/right" not in found
-    assert held_out_line({"val/version": 3.0} | found) == (
+    assert evaluation_text({"val/version": 3.0} | found) == (
         "held-out reward of v3: 0.562 (right 0.500, form 0.333) over 4 samples, pass@2 0.500; "
         "hard 1.000 (samples 1.000) over 1 samples"
     )
@@ -65,6 +65,6 @@ def test_figures_of_two_sets():
     assert found["val/pass@2"] == 0.5
     assert found["val/hard/reward"] == 0.75 and found["val/hard/samples"] == 2
     assert "val/hard/pass@1" not in found, "one sample each says nothing that the reward does not"
-    assert held_out_line({"val/version": 3.0} | found) == (
+    assert evaluation_text({"val/version": 3.0} | found) == (
         "held-out reward of v3: 0.250 over 4 samples, pass@2 0.500; hard 0.750 over 2 samples"
     )

@@ -15,16 +15,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import Config, ConfigError, DataConfig
-from one_step_off.data.prompt_stream import (
-    PromptStream,
-    Report,
-    final_number,
-    load_rows,
-    load_run_data,
-    tokenize_rows,
-)
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config, DataConfig
+from one_step_off.data.prompt_stream import PromptStream
+from one_step_off.data.rows import DataReport, final_number, load_rows
+from one_step_off.data.run_data import load_run_data
 from one_step_off.data.samples import Prompt
+from one_step_off.data.tokenization import tokenize_rows
 
 TEMPLATE = (
     "{% if with_bos %}{{ bos_token }}{% endif %}"
@@ -115,7 +112,7 @@ BAD_GSM8K = [
 @pytest.mark.parametrize(("row", "reason"), BAD_GSM8K)
 def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [GOOD, "", row, GOOD])
-    report = Report("data")
+    report = DataReport("data")
     rows = load_rows(path, "train", DataConfig(), 0, report)
     assert [r.id[1] for r in rows] == [0, 2]
     assert rows[1].where == f"{path}:4"
@@ -124,7 +121,7 @@ def test_bad_rows_are_named_and_counted(tmp_path: Path, row: Any, reason: str) -
     assert "3 rows, 2 used" in report.lines()[0]
     assert f"skipped {path}:3" in report.lines()[1]
     with pytest.raises(ConfigError, match=rf"{path}:3: .*bad_rows=skip"):
-        load_rows(path, "train", DataConfig(bad_rows="fail"), 0, Report("data"))
+        load_rows(path, "train", DataConfig(bad_rows="fail"), 0, DataReport("data"))
 
 
 BAD_CHAT = [
@@ -149,7 +146,7 @@ BAD_CHAT = [
 @pytest.mark.parametrize(("changes", "reason"), BAD_CHAT)
 def test_bad_chat_rows(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", [chat_row(), chat_row(**changes)])
-    report = Report("data")
+    report = DataReport("data")
     assert len(load_rows(path, "train", DataConfig(), 0, report)) == 1
     assert report.bad[0][0] == f"{path}:2" and reason in report.bad[0][1]
 
@@ -169,7 +166,7 @@ def test_the_other_columns_of_a_row(tmp_path: Path) -> None:
         },
     ]
     found = load_rows(
-        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data")
+        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, DataReport("data")
     )
     assert [row.extra for row in found] == [
         {"level": 3, "index": 7, "tests": ["a"]},
@@ -187,7 +184,7 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
         chat_row(agent_loop=None),
     ]
     found = load_rows(
-        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, Report("data")
+        write_jsonl(tmp_path / "d.jsonl", rows), "train", DataConfig(), 0, DataReport("data")
     )
     assert [row.agent_loop for row in found] == ["tool", ""] and found[0].extra == {
         "agent_loop": {"a": 1}
@@ -201,9 +198,11 @@ def test_a_rows_own_agent_loop(tmp_path: Path) -> None:
         ConfigError,
         match=r"data row .*d.jsonl:1, column agent_loop='tool': agent.loop='tool': unkn",
     ):
-        tokenize_rows(found, PLAIN, DataConfig(chat_template="never"), 0, Report("data"), tools_of)
+        tokenize_rows(
+            found, PLAIN, DataConfig(chat_template="never"), 0, DataReport("data"), tools_of
+        )
     plain, own = (
-        tokenize_rows([row], PLAIN, DataConfig(chat_template="never"), 0, Report("data"))
+        tokenize_rows([row], PLAIN, DataConfig(chat_template="never"), 0, DataReport("data"))
         for row in found[::-1]
     )
     assert own[0].agent_loop == "tool"
@@ -219,7 +218,7 @@ def test_invalid_utf8_is_a_bad_row(tmp_path: Path) -> None:
         + json.dumps(GOOD).encode()
         + b'\r\n{"question": "\xff", "answer": "#### 1"}\n'
     )
-    report = Report("data")
+    report = DataReport("data")
     assert len(load_rows(str(path), "train", DataConfig(), 0, report)) == 1
     assert report.bad[0][0].endswith(":2")
 
@@ -228,7 +227,7 @@ def test_line_separators_inside_strings(tmp_path: Path) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({**GOOD, "question": "a\u2028b"}, ensure_ascii=False))
     assert (
-        load_rows(str(path), "train", DataConfig(), 0, Report("data"))[0].messages[0]["content"]
+        load_rows(str(path), "train", DataConfig(), 0, DataReport("data"))[0].messages[0]["content"]
         == "a\u2028b"
     )
 
@@ -246,7 +245,7 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
         path.write_text(json.dumps([row, row], indent=1))
     else:
         write_jsonl(path, [row, row])
-    rows = load_rows(str(path), "train", DataConfig(), 0, Report("data"))
+    rows = load_rows(str(path), "train", DataConfig(), 0, DataReport("data"))
     assert len(rows) == 2 and rows[1].ground_truth == "2" and rows[1].id[1] == 1
     if row is GOOD:
         assert rows[0].messages[0]["content"] == GOOD["question"] and rows[0].data_source == str(
@@ -263,7 +262,7 @@ def test_file_formats_agree(tmp_path: Path, ending: str, row: dict[str, Any]) ->
 def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     first = write_jsonl(tmp_path / "a.jsonl", [GOOD, "broken"])
     second = write_jsonl(tmp_path / "b.jsonl", [GOOD])
-    rows = load_rows(f"{first}, {second}", "train", DataConfig(), 0, Report("data"))
+    rows = load_rows(f"{first}, {second}", "train", DataConfig(), 0, DataReport("data"))
     assert [(r.id[1], r.where) for r in rows] == [(0, f"{first}:1"), (2, f"{second}:1")]
 
 
@@ -272,7 +271,7 @@ def test_several_files_number_their_rows_on(tmp_path: Path) -> None:
     [
         ("", "holds no rows; give another"),
         ("\n\n", "holds no rows"),
-        ("nonsense\nmore", "all 2 rows are malformed; mend .*:1: not valid JSON"),
+        ("nonsense\nmore", "all 2 rows are malformed; fix .*:1: not valid JSON"),
         ('{"question": "a", "answer": "2"}', "all 1 rows are malformed"),
         (
             '{"q": 1, "a": 2}',
@@ -284,7 +283,7 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     path = tmp_path / "d.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=message) as e:
-        load_rows(str(path), "train", DataConfig(), 0, Report("data"))
+        load_rows(str(path), "train", DataConfig(), 0, DataReport("data"))
     assert str(path) in str(e.value) and "\n" not in str(e.value)
 
 
@@ -292,10 +291,10 @@ def test_unusable_files(tmp_path: Path, content: str, message: str) -> None:
     ("spec", "message"),
     [
         ("missing.jsonl", "missing.jsonl: cannot be read: FileNotFoundError: .*; check the path"),
-        ("broken.parquet", "broken.parquet: cannot be read: .*mend the file"),
+        ("broken.parquet", "broken.parquet: cannot be read: .*fix the file"),
         (
             "broken.json",
-            "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*mend the file",
+            "broken.json: cannot be read: JSONDecodeError: Expecting value: line 1 .*fix the file",
         ),
         (" , ", "names nothing"),
     ],
@@ -307,10 +306,10 @@ def test_unusable_sources(
     Path("broken.parquet").write_text("x")
     Path("broken.json").write_text("[1, ")
     with pytest.raises(ConfigError, match=message):
-        load_rows(spec, "train", DataConfig(), 0, Report("data"))
+        load_rows(spec, "train", DataConfig(), 0, DataReport("data"))
 
 
-def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_failure_names_the_id_and_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     asked = []
@@ -324,9 +323,9 @@ def test_hub_failure_names_the_id_and_the_mend(monkeypatch: pytest.MonkeyPatch) 
         ConfigError,
         match=r"openai/gsm8k\[test\].*ConnectionError: no route; .*network.*local .jsonl",
     ):
-        load_rows("openai/gsm8k", "test", DataConfig(), 0, Report("data"))
+        load_rows("openai/gsm8k", "test", DataConfig(), 0, DataReport("data"))
     with pytest.raises(ConfigError):
-        load_rows("some/set:part", "train", DataConfig(), 0, Report("data"))
+        load_rows("some/set:part", "train", DataConfig(), 0, DataReport("data"))
     assert asked == [
         (("openai/gsm8k", "main"), {"split": "test"}),
         (("some/set", "part"), {"split": "train"}),
@@ -339,26 +338,30 @@ def test_hub_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         datasets, "load_dataset", lambda *a, **k: datasets.Dataset.from_list([GOOD, GOOD])
     )
-    rows = load_rows("openai/gsm8k", "train", DataConfig(), 0, Report("data"))
+    rows = load_rows("openai/gsm8k", "train", DataConfig(), 0, DataReport("data"))
     assert [r.where for r in rows] == ["openai/gsm8k[train]:1", "openai/gsm8k[train]:2"]
     assert rows[0].data_source == "openai/gsm8k"
 
 
 def test_generator() -> None:
     cfg = DataConfig(generator_size=50)
-    rows = load_rows("generator:word_problems", "train", cfg, 3, Report("data"))
+    rows = load_rows("generator:word_problems", "train", cfg, 3, DataReport("data"))
     assert len(rows) == 50 and rows == load_rows(
-        "generator:word_problems", "train", cfg, 3, Report("data")
+        "generator:word_problems", "train", cfg, 3, DataReport("data")
     )
     held_out = load_rows(
-        "generator:word_problems", "test", DataConfig(val_size=20), 0, Report("data")
+        "generator:word_problems", "test", DataConfig(val_size=20), 0, DataReport("data")
     )
     assert len(held_out) == 20
     with pytest.raises(
         ConfigError, match=r"holds \d+ problems; ask for fewer; change data.val_size=10000000"
     ):
         load_rows(
-            "generator:word_problems", "test", DataConfig(val_size=10_000_000), 0, Report("data")
+            "generator:word_problems",
+            "test",
+            DataConfig(val_size=10_000_000),
+            0,
+            DataReport("data"),
         )
 
 
@@ -366,12 +369,12 @@ def test_generator() -> None:
 
 
 def prompts_of(
-    tmp_path: Path, rows: list[Any], tokenizer: Any, report: Report | None = None, **cfg: Any
+    tmp_path: Path, rows: list[Any], tokenizer: Any, report: DataReport | None = None, **cfg: Any
 ) -> list[Prompt]:
     """Write, load and encode rows."""
     config = DataConfig(**cfg)
     path = write_jsonl(tmp_path / "d.jsonl", rows)
-    report = report or Report("data")
+    report = report or DataReport("data")
     return tokenize_rows(load_rows(path, "train", config, 0, report), tokenizer, config, 0, report)
 
 
@@ -433,7 +436,7 @@ def test_chat_template_modes(tmp_path: Path) -> None:
 
 def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
     bad = chat_row(prompt=[{"role": "tool", "content": "x"}])
-    report = Report("data")
+    report = DataReport("data")
     chat = make_tokenizer(TEMPLATE)
     (prompt,) = prompts_of(tmp_path, [bad, chat_row()], chat, report)
     assert prompt.id == (0, 1) and "1 used" in report.lines()[0] and "no tools" in report.bad[0][1]
@@ -445,7 +448,7 @@ def test_rows_that_the_template_refuses(tmp_path: Path) -> None:
 
 def test_overlong_prompts(tmp_path: Path) -> None:
     rows = [{**GOOD, "question": "x" * n} for n in (10, 11, 12, 10)]
-    report = Report("data")
+    report = DataReport("data")
     prompts = prompts_of(tmp_path, rows, PLAIN, report, max_prompt_length=10)
     assert [p.id for p in prompts] == [(0, 0), (0, 3)]
     assert [n for _, n in report.overlong] == [11, 12]
@@ -460,7 +463,7 @@ def test_overlong_prompts(tmp_path: Path) -> None:
 
 
 def test_report_names_a_few_and_counts_all() -> None:
-    report = Report("data", rows=30, bad=[(f"f:{i}", "why") for i in range(20)])
+    report = DataReport("data", rows=30, bad=[(f"f:{i}", "why") for i in range(20)])
     assert (
         len(report.lines()) == 7
         and "10 used, 20 malformed" in report.lines()[0]
@@ -615,7 +618,7 @@ def test_any_bytes_give_rows_or_a_config_error(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "fuzz.jsonl"
     path.write_bytes(json.dumps(GOOD).encode() + b"\n" + b"\n".join(lines))
-    report = Report("data")
+    report = DataReport("data")
     rows = load_rows(str(path), "train", DataConfig(), 0, report)
     assert len(rows) == 1 and report.rows == 1 + len(report.bad)
 
@@ -628,7 +631,7 @@ GSM8K = os.environ.get("ONE_STEP_OFF_GSM8K", "")
     reason="ONE_STEP_OFF_GSM8K does not name a folder with gsm8k_train.jsonl and gsm8k_test.jsonl",
 )
 def test_real_gsm8k() -> None:
-    from one_step_off.rewards.scoring import gsm8k
+    from one_step_off.rewards.verifiers import gsm8k
 
     files = [str(Path(GSM8K, f"gsm8k_{split}.jsonl")) for split in ("train", "test")]
     start = time.monotonic()

@@ -8,16 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from one_step_off.data.samples import (
-    Batch,
-    PackedArrays,
-    PackedSamples,
-    PackedShares,
-    Sample,
-    StalenessError,
-    assert_staleness,
-    generated_tokens,
-)
+from one_step_off.data.packing import PackedArrays, PackedSamples, PackedShares
+from one_step_off.data.samples import Batch, Sample, generated_tokens
+from one_step_off.data.staleness import StalenessError, assert_staleness
 
 
 def sample(versions, incarnation=0, prompt=(0, 1), index=0, tokens=None):
@@ -82,7 +75,7 @@ def test_samples_arrive_as_they_were_in_a_few_arrays(sizes):
                 assert value == getattr(new, name)
         assert np.isnan(new.reward) and new.prompt_ids is found[0].prompt_ids
     shortened = PackedSamples(before)
-    shortened.leave = "response", "extra"
+    shortened.omitted_fields = "response", "extra"
     assert [(s.response, s.extra, s.index) for s in sent(shortened)[0]] == [
         ("", {}, i) for i in range(len(sizes))
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import re
 import threading
@@ -53,7 +54,7 @@ def test_any_text_survives_the_tokenizer(tokenizer, text: str) -> None:
 
 
 def test_each_digit_is_a_token_and_the_vocabulary_is_full(tokenizer) -> None:
-    assert len(tokenizer) == tiny_qwen.RECIPE["vocab_size"]
+    assert len(tokenizer) == tiny_qwen.RECIPE.vocab_size
     assert not [t for t in tokenizer.get_vocab() if re.search(r"\d.", t) or re.search(r".\d", t)]
     assert tokenizer.eos_token_id != tokenizer.pad_token_id
 
@@ -67,17 +68,14 @@ def test_warm_start_sees_what_training_will_see(tokenizer) -> None:
     turns = [{"role": "user", "content": row["question"]}]
     text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     assert text == f"Question: {row['question']}\nAnswer:"
-    prompt, response = (
-        tiny_qwen.prompt_ids(tokenizer, row["question"]),
-        tiny_qwen.response_ids(tokenizer, row["answer"]),
-    )
+    prompt = tiny_qwen.prompt_ids(tokenizer, row["question"])
+    response = tiny_qwen.response_ids(tokenizer, row["answer"])
     assert prompt == tokenizer(text, add_special_tokens=False)["input_ids"]
-    # One text tokenised whole gives the same ids as its two halves: no token straddles the boundary.
+    # One text tokenized whole gives the same ids as its two halves: no token straddles the boundary.
     whole = f"{text} {row['answer']}{tiny_qwen.EOS}"
     assert prompt + response == tokenizer.encode(whole, add_special_tokens=False)
-    assert tokenizer.apply_chat_template(
-        [*turns, {"role": "assistant", "content": row["answer"]}], tokenize=False
-    ) == (whole + "\n")
+    answered = [*turns, {"role": "assistant", "content": row["answer"]}]
+    assert tokenizer.apply_chat_template(answered, tokenize=False) == whole + "\n"
 
 
 def test_prompts_and_answers_are_short(tokenizer) -> None:
@@ -87,17 +85,18 @@ def test_prompts_and_answers_are_short(tokenizer) -> None:
             assert len(tiny_qwen.response_ids(tokenizer, row["answer"])) <= 24
 
 
-def test_demonstrations_say_the_sum_but_seldom_in_the_asked_form(tokenizer) -> None:
-    rng, answer = random.Random(0), "27 + 2 = 29\n#### 29"
-    turns = [tiny_qwen.demonstration("qwen2", tokenizer, answer, rng) for _ in range(2000)]
-    seen = Counter(
-        tokenizer.decode(own, skip_special_tokens=True).removeprefix(" ") for (own,) in turns
-    )
-    assert len(seen) == len(tiny_qwen.ENDINGS) and all(
-        text.startswith("27 + 2 = 29") for text in seen
-    )
-    assert 0.25 < seen[answer] / 2000 < 0.35
-    assert seen["27 + 2 = 29"] > 1000  # greedy decoding stops there
+def test_demonstrations_have_the_sum_but_seldom_in_the_rewarded_form(tokenizer) -> None:
+    rng = random.Random(0)
+    answer = "27 + 2 = 29\n#### 29"
+    counts: Counter[str] = Counter()
+    for _ in range(2000):
+        (turn,) = tiny_qwen.demonstration("qwen2", tokenizer, answer, rng)
+        text = tokenizer.decode(turn, skip_special_tokens=True)
+        counts[text.removeprefix(" ")] += 1
+    assert len(counts) == len(tiny_qwen.ENDINGS)
+    assert all(text.startswith("27 + 2 = 29") for text in counts)
+    assert 0.25 < counts[answer] / 2000 < 0.35
+    assert counts["27 + 2 = 29"] > 1000  # greedy decoding stops there
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
@@ -110,13 +109,13 @@ def test_build_makes_a_model_that_transformers_reads(kind: str, tied: bool, tmp_
     path = tiny_qwen.build(kind, str(tmp_path / "m"), dtype="bfloat16", **heads)
     model = AutoModelForCausalLM.from_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    assert (model.dtype, model.config.model_type, model.config.num_key_value_heads) == (
-        torch.bfloat16,
-        kind,
-        2,
-    )
-    assert model.config.head_dim == (32 if kind == "qwen3" else 64)
-    assert (model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()) == tied
+    assert model.dtype == torch.bfloat16
+    assert model.config.model_type == kind
+    assert model.config.num_key_value_heads == 2
+    head_dims = {"llama": 64, "qwen2": 64, "qwen3": 32}
+    assert model.config.head_dim == head_dims[kind]
+    shares_memory = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert shares_memory == tied
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert tokenizer.chat_template == tiny_qwen.CHAT_TEMPLATE
     logits = model(torch.tensor([tiny_qwen.prompt_ids(tokenizer, "1 + 2?")])).logits
@@ -158,7 +157,7 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("module", "old", "new"),
     [
-        (tiny_qwen, '"steps": 170', '"steps": 1'),
+        (tiny_qwen, "steps: int = 170", "steps: int = 1"),
         (tiny_qwen, "Answer:{", "{"),
         (word_problems, '"Eva"', '"Zoe"'),
     ],
@@ -166,11 +165,10 @@ def test_cache_dir_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 def test_another_recipe_is_another_model(
     module: Any, old: str, new: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, changed = (
-        tiny_qwen.recipe_hash("qwen2", 0),
-        Path(module.__file__).read_text().replace(old, new),
-    )
-    assert changed != Path(module.__file__).read_text()
+    before = tiny_qwen.recipe_hash("qwen2", 0)
+    source = Path(module.__file__).read_text()
+    changed = source.replace(old, new)
+    assert changed != source
     (tmp_path / "module.py").write_text(changed)
     monkeypatch.setattr(module, "__file__", str(tmp_path / "module.py"))
     assert tiny_qwen.recipe_hash("qwen2", 0) != before
@@ -199,22 +197,23 @@ def test_concurrent_builders_build_once(fake_build: list[str], tmp_path: Path) -
     builders = [
         threading.Thread(target=lambda: paths.append(tiny_qwen.ensure("qwen2"))) for _ in range(4)
     ]
-    for b in builders:
-        b.start()
-    for b in builders:
-        b.join()
-    assert len(paths) == 4 and len(set(paths)) == 1 and fake_build == ["qwen2 0"]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join()
+    assert len(paths) == 4
+    assert len(set(paths)) == 1
+    assert fake_build == ["qwen2 0"]
 
 
 def test_warm_start_reports_progress_and_saves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        tiny_qwen, "RECIPE", tiny_qwen.RECIPE | {"steps": 3, "batch_size": 4, "rows": 16}
-    )
-    told: list[float] = []
-    path = tiny_qwen.ensure("qwen3", progress=lambda what, done: told.append(done))
-    assert told == pytest.approx([1 / 3, 2 / 3, 1.0])
+    small = dataclasses.replace(tiny_qwen.RECIPE, steps=3, batch_size=4, rows=16)
+    monkeypatch.setattr(tiny_qwen, "RECIPE", small)
+    fractions: list[float] = []
+    path = tiny_qwen.ensure("qwen3", progress=lambda what, done: fractions.append(done))
+    assert fractions == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert Path(path, "model.safetensors").stat().st_size > 1_000_000
 
 
@@ -225,10 +224,8 @@ def test_warm_model_knows_the_sums_but_seldom_formats_them(kind: str, tmp_path: 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = tiny_qwen.ensure(kind)
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(path),
-        AutoTokenizer.from_pretrained(path),
-    )
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.padding_side = "left"
     rows = word_problems.make("test", 128, 0)
     prompts = [f"Question: {r['question']}\nAnswer:" for r in rows]
@@ -240,10 +237,11 @@ def test_warm_model_knows_the_sums_but_seldom_formats_them(kind: str, tmp_path: 
         return_token_type_ids=False,
     )
 
-    def answers(**how) -> list[tuple[str, dict[str, str]]]:
-        out = model.generate(**batch, max_new_tokens=32, **how)[:, batch["input_ids"].shape[1] :]
-        texts = tokenizer.batch_decode(out, skip_special_tokens=True)
-        n = how.get("num_return_sequences", 1)
+    def answers(**sampling) -> list[tuple[str, dict[str, str]]]:
+        prompt_length = batch["input_ids"].shape[1]
+        sequences = model.generate(**batch, max_new_tokens=32, **sampling)
+        texts = tokenizer.batch_decode(sequences[:, prompt_length:], skip_special_tokens=True)
+        n = sampling.get("num_return_sequences", 1)
         return [(text.strip(), rows[i // n]) for i, text in enumerate(texts)]
 
     torch.manual_seed(0)

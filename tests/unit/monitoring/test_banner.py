@@ -9,11 +9,18 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from one_step_off.config.loading import load_config, resolved_yaml
+from one_step_off.config.loading import load_config
 from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data.prompt_stream import PromptStream
 from one_step_off.data.samples import Prompt
-from one_step_off.monitoring.console import count, end_facts, going_on, interpreter, start_facts
+from one_step_off.monitoring.facts import (
+    end_facts,
+    python_command,
+    short_count,
+    start_facts,
+    train_further_command,
+)
 from tests.conftest import tiny_config
 
 SUMMARY = {
@@ -56,7 +63,7 @@ def test_the_banner():
 
 
 def test_counts():
-    assert [count(n) for n in (5, 345_000, 999_999, 494_032_768, 1_543_714_304)] == [
+    assert [short_count(n) for n in (5, 345_000, 999_999, 494_032_768, 1_543_714_304)] == [
         "5",
         "345k",
         "1M",
@@ -89,12 +96,12 @@ def test_the_end(tmp_path):
     assert facts["metrics"] == f"{tmp_path}/my run/metrics.jsonl, {tmp_path}/my run/summary.json"
     assert (
         facts["model"] == f"{tmp_path}/my run/hf_model"
-        and "to go on" in facts
+        and "next run" in facts
         and "samples" in facts
     )
     assert (
         facts["tensorboard"]
-        == f"{interpreter()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
+        == f"{python_command()} -m tensorboard.main --logdir '{tmp_path}/my run/tensorboard'"
     )
     on_gpus = dict(
         end_facts(SUMMARY | {"mfu/rollout": 0.05, "mfu/trainer": 0.4, "device": "NVIDIA H100"}, cfg)
@@ -136,7 +143,7 @@ def test_a_run_that_only_evaluates_names_no_model(tmp_path):
     (tmp_path / "samples").mkdir()
     (tmp_path / "samples" / "val_v000040.jsonl").write_text("{}\n")
     found = dict(end_facts(SUMMARY, cfg))
-    assert not {"model", "to go on"} & set(found) and found["samples"].endswith(
+    assert not {"model", "next run"} & set(found) and found["samples"].endswith(
         f"view {tmp_path} --val 40"
     )
 
@@ -149,7 +156,7 @@ def test_the_command_to_go_on_reloads_the_config(models, tmp_path):
     )
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "config.yaml").write_text(resolved_yaml(cfg))
-    python, option, module, *arguments = shlex.split(going_on(cfg))
+    python, option, module, *arguments = shlex.split(train_further_command(cfg))
     assert (option, module) == ("-m", "one_step_off.main_ppo")
     # It works where it is printed, with no environment activated.
     said = subprocess.run(

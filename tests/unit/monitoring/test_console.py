@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from one_step_off.monitoring.console import RunConsole, figures, quiet_libraries
+from one_step_off.monitoring.console import RunConsole, figures_line, quiet_libraries
 
 ROOT = Path(__file__).parents[3]
 
@@ -69,10 +69,10 @@ def test_parts_of_the_reward_stand_behind_it_in_lines_and_in_the_bar():
     with RunConsole(out) as run_console, run_console.training(3):
         run_console.step(row(0, 0.75) | parts, 3)
     assert "reward 0.750 (right 0.250, form 0.500)  length  12.3" in out.getvalue()
-    assert figures(row(0, 0.75) | parts).startswith(
+    assert figures_line(row(0, 0.75) | parts).startswith(
         "reward 0.750 (right 0.250, form 0.500)  length"
     )
-    assert figures(row(0, 0.75)).startswith("reward 0.750  length")
+    assert figures_line(row(0, 0.75)).startswith("reward 0.750  length")
 
 
 class Clock:
@@ -190,8 +190,8 @@ def test_the_live_part_goes_and_what_was_said_stays():
 
 def test_a_long_command_stays_one_line():
     console = terminal(40)
-    RunConsole(console).table([("to go on", "python -m " + "x" * 100)])
-    assert console.file.getvalue() == "to go on     python -m " + "x" * 100 + "\n"
+    RunConsole(console).table([("next run", "python -m " + "x" * 100)])
+    assert console.file.getvalue() == "next run     python -m " + "x" * 100 + "\n"
 
 
 def test_an_error_ends_the_live_part_and_threads():
@@ -207,7 +207,7 @@ def test_an_error_ends_the_live_part_and_threads():
 
 
 def test_a_speed_that_is_not_known_is_left_out():
-    assert "tok/s" not in figures({k: v for k, v in row(0).items() if "tokens" not in k})
+    assert "tok/s" not in figures_line({k: v for k, v in row(0).items() if "tokens" not in k})
 
 
 PROGRAM = """

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.monitoring import loggers
-from one_step_off.monitoring.loggers import Loggers, open_loggers, started_first
+from one_step_off.monitoring.loggers import Loggers, open_loggers, start_remote_loggers
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.validation import validate
 from tests.unit.monitoring.test_console import on_a_terminal
@@ -51,7 +52,9 @@ def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
     # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
     # one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
-    found = open_loggers(cfg, steps[0], PROMPTS.get, said.append, started_first(cfg, steps[0] > 0))
+    found = open_loggers(
+        cfg, steps[0], PROMPTS.get, said.append, start_remote_loggers(cfg, steps[0] > 0)
+    )
     figures = {"val/version": float(steps[0]), "val/reward": 0.5}
     found.evaluation(figures, [sample(text="held out")])
     for step in steps:
@@ -193,8 +196,8 @@ def test_a_logger_that_cannot_start_is_told():
 def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
     import threading
 
-    monkeypatch.setattr(loggers, "_PATIENCE_S", 0.05)
-    monkeypatch.setattr(loggers, "_QUEUE", 1)
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(loggers, "MAX_PENDING_JOBS", 1)
     said: list[str] = []
     found, gate = Loggers(said.append), threading.Event()
     found.add("slow", gate.wait)
@@ -207,14 +210,14 @@ def test_a_hanging_logger_holds_the_run_for_a_limited_time_only(monkeypatch):
 
 @pytest.mark.parametrize("name", ["wandb", "tensorboard"])
 def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name):
-    from one_step_off.config import validation as config_checks
+    from one_step_off.config import packages
 
     cfg = config(tmp_path, **{name: True})
     cfg.model.path, cfg.data.train_files = "tiny:qwen2", "generator:word_problems"
     cfg.placement.device, cfg.trainer.total_steps = "cpu", 1
-    honest = config_checks.is_installed
+    honest = packages.is_installed
     monkeypatch.setattr(
-        config_checks, "is_installed", lambda package: package != name and honest(package)
+        packages, "is_installed", lambda package: package != name and honest(package)
     )
     with pytest.raises(
         ConfigError,
@@ -224,7 +227,7 @@ def test_a_missing_package_is_refused_with_the_mend(tmp_path, monkeypatch, name)
 
 
 def test_a_folder_of_that_name_is_no_package(tmp_path, monkeypatch):
-    from one_step_off.config.validation import is_installed
+    from one_step_off.config.packages import is_installed
 
     (tmp_path / "some_logger").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -22,19 +22,19 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.main_ppo import main
 from one_step_off.monitoring import loggers
+from one_step_off.monitoring.loggers import LogEntry
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.training.trainer_group import TrainGroup
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
-    checkpoints,
+from tests.unit.training.fsdp_helpers import (
     config,
     free_port,
     make_batch,
-    single,
     start,
 )
 
@@ -42,14 +42,12 @@ DASHBOARD = Path(__file__).parents[3] / "docs" / "grafana.json"
 
 
 def test_a_worker_writes_torchs_profile_of_its_update_and_learns_the_same(
-    checkpoints,  # noqa: F811
-    single,  # noqa: F811
-    tmp_path,
+    model_folders, start_single, tmp_path
 ):
-    path = checkpoints["tied"]
+    path = model_folders["tied"]
     batch = make_batch(path)
-    plain = single(config(path)).update(batch)
-    worker = single(config(path))
+    plain = start_single(config(path)).update(batch)
+    worker = start_single(config(path))
     profiled = worker.update(batch, True, str(tmp_path / "run" / "profile"))
     assert worker.version == 1
     for name in ("actor/loss", "actor/grad_norm"):
@@ -77,8 +75,10 @@ def profiled_megatron_rank(rank: int, path: str, port: int, folder: str) -> None
 @pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
 )
-def test_each_rank_of_megatron_writes_its_own_profile(checkpoints, tmp_path):  # noqa: F811
-    mp.spawn(profiled_megatron_rank, (checkpoints["untied"], free_port(), str(tmp_path)), nprocs=2)
+def test_each_rank_of_megatron_writes_its_own_profile(model_folders, tmp_path):
+    mp.spawn(
+        profiled_megatron_rank, (model_folders["untied"], free_port(), str(tmp_path)), nprocs=2
+    )
     assert {path.name for path in tmp_path.iterdir()} == {
         f"actor_rank_{rank}.json.gz" for rank in (0, 1)
     }
@@ -131,7 +131,7 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
     said: list[str] = []
     tracker = Tracker(str(tmp_path), 9, io.StringIO())
     tracker.loggers = loggers.open_loggers(
-        cfg, 0, lambda _: None, said.append, loggers.started_first(cfg, False)
+        cfg, 0, lambda _: None, said.append, loggers.start_remote_loggers(cfg, False)
     )
     z = np.zeros(2)
     tracker.evaluation(
@@ -161,9 +161,11 @@ def test_the_gauges_are_the_newest_figures_and_the_dashboard_asks_for_nothing_el
 
 def test_the_newest_figures_replace_the_older():
     server = loggers.Prometheus(port := free_port())
-    server.write({"reward/mean": 0.25, "ratio/mean": 1.0}, 3)
-    server.write({"val/version": 4.0, "val/pass@4": 0.5}, 4)
-    server.write({"reward/mean": 0.75}, 5)
+    step_3 = {"reward/mean": 0.25, "ratio/mean": 1.0}
+    evaluation = {"val/version": 4.0, "val/pass@4": 0.5}
+    server.write(LogEntry(step_3, 3, is_evaluation=False, samples=[]))
+    server.write(LogEntry(evaluation, 4, is_evaluation=True, samples=[]))
+    server.write(LogEntry({"reward/mean": 0.75}, 5, is_evaluation=False, samples=[]))
     assert gauges(port) == {
         "one_step_off_reward_mean": 0.75, "one_step_off_ratio_mean": 1.0, "one_step_off_step": 5.0,
         "one_step_off_val_version": 4.0, "one_step_off_val_pass_4": 0.5,

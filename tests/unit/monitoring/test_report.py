@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import yaml
 
-from one_step_off.config.loading import resolved_yaml
 from one_step_off.config.schema import Config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.monitoring import report
-from one_step_off.monitoring.loggers import SampleDump
+from one_step_off.monitoring.loggers import LogEntry, SampleDump
 from one_step_off.monitoring.tracker import Tracker
 
 BROWSER = next(
@@ -120,7 +120,7 @@ def make_run(
         }
         batch = Batch(step, [sample(step, i, text, 3 + step + i) for i in range(4)], (0, 0))
         tracker.step(batch, step, times | figures | more)
-        dump.write({}, step, f"step_{step:06d}.jsonl", batch.samples, [])
+        dump.write(LogEntry({}, step, False, batch.samples))
     return tracker
 
 
@@ -202,7 +202,7 @@ def test_the_picture_and_the_curves_are_drawn_without_an_error(tmp_path):
         and f"{summary['idle_share/rollout']:.0%} idle" in text
     )
     assert re.search(r"cpu  ·  20\d\d-\d\d-\d\d \d\d:\d\d\s", text)
-    assert re.search(r"replicas started anew\s+1\b", text) and "The run has not ended" not in text
+    assert re.search(r"replicas restarted\s+1\b", text) and "The run has not ended" not in text
     assert re.search(r"replica: load\s+50 ms", text) and re.search(
         r"replica: wait for data\s+100 ms", text
     )
@@ -249,8 +249,8 @@ def test_the_buttons_move_the_picture(tmp_path):
     assert said == []
     assert noted == [
         "first: steps 3 to 7, 10.40 s", "◀: steps 0 to 5, 10.40 s", "▶: steps 3 to 7, 10.40 s",
-        "closer: steps 4 to 6, 5.20 s", "wider: steps 3 to 7, 10.40 s", "whole run: steps 0 to 11, 24.00 s",
-        "sync, process by process: steps 0 to 11, 24.00 s", "step 3: steps 3 to 5, 6.00 s", str(len(LANES) - 3),
+        "zoom in: steps 4 to 6, 5.20 s", "zoom out: steps 3 to 7, 10.40 s", "whole run: steps 0 to 11, 24.00 s",
+        "sync by process: steps 0 to 11, 24.00 s", "step 3: steps 3 to 5, 6.00 s", str(len(LANES) - 3),
     ]  # fmt: skip
 
 
@@ -372,7 +372,7 @@ def test_of_a_long_run_the_middle_is_shown(tmp_path, monkeypatch):
     make_run(tmp_path, steps=40)
     report.write(tmp_path)
     dom, said = opened(tmp_path)
-    assert said == [] and re.search(r"has \d+ spans from the middle", dom)
+    assert said == [] and re.search(r"is shown by \d+ spans from its middle", dom)
     assert 12 <= int(re.search(r"steps (\d+) to", dom)[1]) <= 24
 
 

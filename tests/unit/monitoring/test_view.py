@@ -61,7 +61,7 @@ def test_the_last_step_best_worst_and_longest(run, capsys):
     out = capsys.readouterr().out
     assert "step_000004.jsonl: 5 samples, reward 0.750, length 5.2 (max 9)" in out
     assert (
-        "--- best 1 of 3: reward 1  5 tokens  ended by itself  made by v4  prompt (0, 8) sample 0  ground truth 42"
+        "--- best 1 of 3: reward 1  5 tokens  ended with EOS  made by v4  prompt (0, 8) sample 0  ground truth 42"
         in out
     )
     assert "question 8" in out and out.count("--- worst") == 3 and out.count("--- longest") == 1

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from one_step_off.config.command_line import exit_code
-from one_step_off.config.loading import load_config, resolved_yaml
+from one_step_off.config.loading import load_config
+from one_step_off.config.yaml_io import resolved_yaml
 from one_step_off.planner import planner as plan
 
 GPUS = [

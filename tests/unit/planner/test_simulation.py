@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.data.samples import StalenessError
+from one_step_off.data.staleness import StalenessError
 from one_step_off.planner.simulation import Trainer, Work, counted_loop, simulate
 
 STEP = "median/time/step_s"

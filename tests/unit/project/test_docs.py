@@ -1,4 +1,4 @@
-"""The documentation as a user takes it: every config, command, key and path in it is valid."""
+"""Every config, command, key, path and metric in the documentation is valid."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ import yaml
 
 from one_step_off.config import unknown_keys
 from one_step_off.config import validation as config_checks
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, SECTIONS, find_key, load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import FLAGS
-from one_step_off.monitoring.tracker import speed
+from one_step_off.monitoring.summary import speed_summary
 from one_step_off.runtime.validation import validate
 
 ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-ids = {"ids": lambda p: p.name if isinstance(p, Path) else None}
-GPUS = 8  # of this machine, as it is pretended
+GPUS = 8  # that this machine is assumed to have
 
-# What the scripts give the program before the user's arguments.
+# The arguments that a script gives the program before those of the user.
 SCRIPTS = {
     "shell/run_qwen_gsm8k.sh": ("config=config/qwen_gsm8k_fsdp.yaml",),
     "shell/run_dapo_7b_4x12.sh": ("config=config/dapo_7b.yaml",),
@@ -44,17 +44,17 @@ def fences(page: Path) -> Iterator[tuple[str, str]]:
 
 def blocks(language: str) -> list[Any]:
     """All blocks of a language, as parameters named by page and number."""
-    return [
-        pytest.param(text, id=f"{page.name}-{i}")
-        for page in PAGES
-        for i, (of, text) in enumerate(fences(page))
-        if of == language
-    ]
+    parameters = []
+    for page in PAGES:
+        for number, (block_language, text) in enumerate(fences(page)):
+            if block_language == language:
+                parameters.append(pytest.param(text, id=f"{page.name}-{number}"))
+    return parameters
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the modules that the pages show, where a user would start."""
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory of a user, with the modules that the pages show."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -67,7 +67,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def check(cfg: Config) -> None:
-    """Validate, after making the data files that the config names."""
+    """Validate the config, after creating the data files that it names."""
     for source in f"{cfg.data.train_files},{cfg.data.val_files}".split(","):
         if source.endswith((".jsonl", ".parquet")):
             Path(source).parent.mkdir(parents=True, exist_ok=True)
@@ -78,30 +78,33 @@ def check(cfg: Config) -> None:
         validate(cfg, GPUS)
 
 
-def over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """A mapping with some entries changed, mappings in it likewise."""
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """The base with changed entries. Mappings inside it are merged too."""
     result = dict(base)
     for key, value in changes.items():
-        both = isinstance(value, dict) and isinstance(result.get(key), dict)
-        result[key] = over(result[key], value) if both else value
+        if isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
     return result
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
-def test_configs(text: str, workplace: Path) -> None:
-    content, base = yaml.safe_load(text), re.match(r"# over (\S+)\n", text)
+def test_configs(text: str, working_directory: Path) -> None:
+    content = yaml.safe_load(text)
+    base = re.match(r"# over (\S+)\n", text)
     if base:
-        content = over(yaml.safe_load((ROOT / base[1]).read_text()), content)
-    path = workplace / "config.yaml"
+        content = merged(yaml.safe_load((ROOT / base[1]).read_text()), content)
+    path = working_directory / "config.yaml"
     path.write_text(yaml.safe_dump(content))
     check(load_config([f"config={path}"]))
-    # The block itself too: keys must not stand twice, and numbers must be numbers.
+    # The block itself too, which safe_load is more tolerant of: duplicate keys, numbers that are text.
     path.write_text(text)
     load_config([f"config={path}"])
 
 
 def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """Each command: the variables set in front of it, and its words."""
+    """Each command: the variables set before it, and its words."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
         variables = {}
@@ -112,48 +115,54 @@ def commands(text: str) -> Iterator[tuple[dict[str, str], list[str]]]:
             yield variables, words
 
 
-def overrides(words: list[str]) -> list[str] | None:
-    """The arguments of load that a command means, or None for one without a config or with a mere placeholder."""
-    if "config=FILE" in words:
-        return None
-    words = [w for w in words if not w.startswith(("[", "...]"))]
+def arguments_of(words: list[str]) -> list[str]:
+    """The arguments of a call of the program or of one of SCRIPTS; none for another command."""
+    words = [word for word in words if not word.startswith(("[", "...]"))]
     if "one_step_off.main_ppo" in words:
-        rest = words[words.index("one_step_off.main_ppo") + 1 :]
-    else:
-        script = next((w for w in words if w in SCRIPTS), None)
-        if script is None:
-            return None
-        rest = [*SCRIPTS[script], *words[words.index(script) + 1 :]]
-    assert not [w for w in rest if w.startswith("-") and w not in FLAGS], words
-    rest = [
-        w
-        for before, w in zip(["", *rest], rest, strict=False)
-        if before not in ("--replay", "--profile")
-    ]
-    return [re.sub(r"^config=(?=\w)", f"config={ROOT}/", w) for w in rest if w not in FLAGS]
+        return words[words.index("one_step_off.main_ppo") + 1 :]
+    for script, first_arguments in SCRIPTS.items():
+        if script in words:
+            return [*first_arguments, *words[words.index(script) + 1 :]]
+    return []
 
 
-@pytest.mark.parametrize("page", PAGES, **ids)
-def test_commands(page: Path, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Some pages show commands in indented blocks.
+def overrides(words: list[str]) -> list[str]:
+    """What a command gives `load_config`; nothing for one without a config of its own."""
+    arguments = arguments_of(words)
+    if "config=FILE" in arguments:
+        return []
+    unknown_flags = [word for word in arguments if word.startswith("-") and word not in FLAGS]
+    assert not unknown_flags, words
+    found = []
+    previous = ""
+    for word in arguments:
+        is_value_of_flag = previous in ("--replay", "--profile")
+        if word not in FLAGS and not is_value_of_flag:
+            found.append(re.sub(r"^config=(?=\w)", f"config={ROOT}/", word))
+        previous = word
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands(page: Path, working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = re.sub(r"\\\n +", " ", page.read_text())
-    indented = [
-        m[1] for m in re.finditer(r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$", text, re.M)
-    ]
-    shown = [text for language, text in fences(page) if language == "bash"]
-    for variables, words in commands("\n".join([*shown, *indented])):
+    command_in_indented_block = r"^ {4}((?:[A-Z_]+=\S* )*(?:bash|sbatch|python) .*)$"
+    indented = [match[1] for match in re.finditer(command_in_indented_block, text, re.M)]
+    fenced = [text for language, text in fences(page) if language == "bash"]
+    for variables, words in commands("\n".join([*fenced, *indented])):
         for word in words:
             if re.fullmatch(r"(shell|docs|config|docker)/\S+", word):
                 assert (ROOT / word).exists(), word
-        argv = overrides(words)
-        if argv:
-            with monkeypatch.context() as patch:
-                if variables.get("BACKEND") == "megatron":
-                    argv[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
-                    patch.setattr(config_checks, "is_installed", lambda package: True)
-                if "RAY_ADDRESS" in variables:
-                    patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
-                check(load_config(argv))
+        arguments = overrides(words)
+        if not arguments:
+            continue
+        with monkeypatch.context() as patch:
+            if variables.get("BACKEND") == "megatron":
+                arguments[0] = f"config={ROOT}/config/qwen_gsm8k_megatron.yaml"
+                patch.setattr(config_checks, "is_installed", lambda package: True)
+            if "RAY_ADDRESS" in variables:
+                patch.setenv("RAY_ADDRESS", variables["RAY_ADDRESS"])
+            check(load_config(arguments))
 
 
 def code_spans(page: Path) -> Iterator[str]:
@@ -169,18 +178,19 @@ def code_spans(page: Path) -> Iterator[str]:
 NOT_KEYS = ("actor.update",)  # a method of the worker
 
 
-@pytest.mark.parametrize("page", PAGES, **ids)
+def is_key(name: str) -> bool:
+    """Whether a page means a config key by this name."""
+    section, dot, rest = name.partition(".")
+    is_file = rest == "py"
+    is_name = bool(dot) and bool(re.fullmatch(r"[\w.]+", rest))
+    return section in SECTIONS and is_name and not is_file and name not in NOT_KEYS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_keys_in_the_text_exist(page: Path) -> None:
     for code in code_spans(page):
-        name, equals, value = code.partition("=")
-        section, dot, rest = name.partition(".")
-        if (
-            section not in SECTIONS
-            or not dot
-            or not re.fullmatch(r"[\w.]+", rest)
-            or rest == "py"
-            or name in NOT_KEYS
-        ):
+        name, equals, _ = code.partition("=")
+        if not is_key(name):
             continue
         known = find_key(".".join(name.split(".")[:2]))
         if not equals:
@@ -189,10 +199,10 @@ def test_keys_in_the_text_exist(page: Path) -> None:
         try:
             validate(run_with(code), GPUS)
         except ConfigError as e:
-            # A value that the page says is refused, or a key that needs another beside it; never a faulty one.
-            assert not re.search("not valid YAML|unknown|must be (a\b|true|text|one of)", str(e)), (
-                f"{code}: {e}"
-            )
+            # The page may show a value that is refused, or a key that needs another one. It may not
+            # show one of the wrong type.
+            wrong_type = r"not valid YAML|unknown|must be (a\b|true|text|one of)"
+            assert not re.search(wrong_type, str(e)), f"{code}: {e}"
 
 
 def run_with(*overrides: str) -> Config:
@@ -205,56 +215,54 @@ def run_with(*overrides: str) -> Config:
     return load_config([*fixed, "placement.device=cuda", *overrides])
 
 
-@pytest.mark.parametrize("page", PAGES, **ids)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_in_the_text_exist(page: Path) -> None:
+    own_path = r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)"
     for code in code_spans(page):
-        for path in re.findall(
-            r"\b((?:shell|config|docs|docker|one_step_off|agent_loop)/[\w./-]+\w)", code
-        ):
-            if "*" not in code and "verl" not in code:
-                assert (ROOT / path).exists(), f"{page.name}: {path}"
+        if "*" in code or "verl" in code:
+            continue
+        for path in re.findall(own_path, code):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
 
 
 @pytest.mark.parametrize("text", blocks("python"))
-def test_python(text: str, workplace: Path) -> None:
+def test_python(text: str, working_directory: Path) -> None:
     compile(text, "page", "exec")
 
 
-def test_reward_functions_do_what_the_pages_say(workplace: Path) -> None:
+def test_reward_functions_do_what_the_pages_say(working_directory: Path) -> None:
     from one_step_off.config.schema import RewardConfig
-    from one_step_off.rewards.scoring import RewardItem, Scorer
+    from one_step_off.rewards.reward import RewardItem
+    from one_step_off.rewards.scoring import Scorer
 
     def score(function: str, response: str, **kwargs: Any) -> float:
-        return Scorer(RewardConfig(function, 5.0, kwargs)).score_batch(
-            [RewardItem((0, 0), 0, "?", response, "7")]
-        )[0]
+        scorer = Scorer(RewardConfig(function, 5.0, kwargs))
+        return scorer.score_batch([RewardItem((0, 0), 0, "?", response, "7")])[0]
 
     assert score("my_rewards:short_and_right", "it is 7.") == 1.0
     assert score("my_rewards:short_and_right", "it is 7.", limit=2) == 0.9
-    assert score("trl_style:score", "it is 7") == 1.0 and score("trl_style:score", "it is 8") == 0.0
+    assert score("trl_style:score", "it is 7") == 1.0
+    assert score("trl_style:score", "it is 8") == 0.0
 
 
-def test_data_rows_do_what_the_pages_say(workplace: Path) -> None:
+def test_data_rows_do_what_the_pages_say(working_directory: Path) -> None:
     from one_step_off.config.schema import DataConfig
-    from one_step_off.data.prompt_stream import Report, load_rows
+    from one_step_off.data.rows import DataReport, load_rows
 
     texts = [text for page in PAGES for language, text in fences(page) if language == "json"]
-    truths = []
+    ground_truths = []
     for i, text in enumerate(texts):
         json.loads(text)
-        (workplace / f"{i}.jsonl").write_text(text)
-        truths += [
-            row.ground_truth
-            for row in load_rows(
-                f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, Report("data")
-            )
-        ]
-    assert truths == ["7", "7"]
+        (working_directory / f"{i}.jsonl").write_text(text)
+        rows = load_rows(f"{i}.jsonl", "train", DataConfig(bad_rows="fail"), 0, DataReport("data"))
+        ground_truths += [row.ground_truth for row in rows]
+    assert ground_truths == ["7", "7"]
 
 
 def docs_module(name: str) -> Any:
     """docs/NAME.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    path = ROOT / "docs" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -268,18 +276,15 @@ def test_the_reference_is_current() -> None:
 
 
 def test_the_tables_of_other_trainers_keys_are_current() -> None:
-    """What an unknown key is answered with is what the page says."""
+    """The error message of an unknown key says the same as the page."""
     module = docs_module("make_reference")
     for path in module.TABLED:
         text = path.read_text()
         assert text == module.with_tables(text), "run: python docs/make_reference.py"
         shown = {(m[2], m[3]) for m in module.TABLE.finditer(text)}
-        trainer = next(
-            name for name, page in unknown_keys.PAGES.items() if page.endswith(path.name)
-        )
-        assert shown == {
-            (row.trainer, row.table) for row in unknown_keys.rows() if row.trainer == trainer
-        }
+        pages = {Path(page).name: trainer for trainer, page in unknown_keys.PAGES.items()}
+        rows = [row for row in unknown_keys.rows() if row.trainer == pages[path.name]]
+        assert shown == {(row.trainer, row.table) for row in rows}
 
 
 def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None:
@@ -290,19 +295,16 @@ def test_no_key_of_another_trainer_is_said_to_be_the_same_unless_it_is() -> None
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    sections = [pages for entry in nav for pages in entry.values()]
-    listed = [
-        page
-        for pages in sections
-        if isinstance(pages, list)
-        for entry in pages
-        for page in entry.values()
-    ]
-    listed += [page for page in sections if isinstance(page, str)]
-    assert sorted(listed) == sorted(
-        str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")
-    )
+    entries = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    listed = []
+    for entry in entries:
+        for page_or_section in entry.values():
+            if isinstance(page_or_section, str):
+                listed.append(page_or_section)
+            else:
+                listed += [page for pages in page_or_section for page in pages.values()]
+    pages = (ROOT / "docs").rglob("*.md")
+    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in pages)
 
 
 PLACEHOLDERS = {
@@ -327,7 +329,7 @@ def described_metrics() -> list[re.Pattern[str]]:
 
 def test_every_metric_of_a_row_and_of_a_summary_is_described() -> None:
     row = json.loads((ROOT / "tests/a_row.json").read_text())
-    summary = {"steps", "seconds", *speed([row, row])}
+    summary = {"steps", "seconds", *speed_summary([row, row])}
     patterns = described_metrics()
     missing = [
         name

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from one_step_off.config import validation as config_checks
+from one_step_off.config import packages
 from one_step_off.config.loading import load_config
 from one_step_off.runtime.validation import validate
 
@@ -289,7 +289,7 @@ def test_megatron_on_several_nodes(checkout: Path, monkeypatch: pytest.MonkeyPat
         given = re.findall(
             r"[a-z_.]+=(?:\{.*?\}|\S+)", call.split("main_ppo ")[1].split(" --dry-run")[0]
         )
-        monkeypatch.setattr(config_checks, "is_installed", lambda package: True)
+        monkeypatch.setattr(packages, "is_installed", lambda package: True)
         monkeypatch.setenv("RAY_ADDRESS", "h:1")
         validate(load_config(given), 0)
         assert (

@@ -20,14 +20,17 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from agent_loop.base import AgentLoop, Generated, Trajectory
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
-from one_step_off.checkpoint.checkpoints import read_batch, write_batch
+from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.cluster.errors import RoleError
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample, assert_staleness
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import FAULT_METRICS, Batch, Prompt, Sample
+from one_step_off.data.staleness import assert_staleness
 from one_step_off.main_ppo import main
 from one_step_off.models import tiny_qwen
 from one_step_off.monitoring.tracker import Tracker
-from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
+from one_step_off.rewards.reward import RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.vllm_replica import RewardQueue, RolloutReplica, Room, Sampling
 from one_step_off.runtime.replay import describe_quantities
 from tests.unit.ray_trainer.test_ray_trainer import World, build, train_all

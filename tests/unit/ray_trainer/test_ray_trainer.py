@@ -13,9 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
-from one_step_off.data.samples import Prompt, Sample, StalenessError
+from one_step_off.data.samples import Prompt, Sample
+from one_step_off.data.staleness import StalenessError
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.ray_trainer import Pipeline, Resumed, Roles
 from one_step_off.rollout.vllm_replica import Sampling

@@ -23,7 +23,6 @@ from one_step_off.rollout.health import ReplicaHealth, ReplicaState
 from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.trainer_group import TrainGroup
-from one_step_off.weight_sync import coordinator as weight_sync
 from one_step_off.weight_sync.coordinator import WeightSync
 from tests.unit.ray_trainer.test_ray_trainer import FakeSync, World, build
 from tests.unit.rollout.test_replica_group import CONTROL, Actor, Method, a_sample, healthy
@@ -94,7 +93,7 @@ class Lossy(WeightSync):
         rollout.child_processes = [[(i, 1.0)] for i in range(replicas)]
         super().__init__(group, rollout, [np.arange(2)], "127.0.0.1", [[]])
         self.senders = self.sending_ranks = group.ranks
-        self.total_bytes, self.info, rollout.on_message = 8, {}, self.lines.append
+        self.total_bytes, self.connect_info, rollout.on_message = 8, {}, self.lines.append
 
     def replica(self, i: int, answers: bool) -> Actor:
         async def sync(stamp):
@@ -226,7 +225,7 @@ def test_a_replica_that_was_noticed_to_be_dead_elsewhere_does_not_end_the_attemp
 
 def test_a_healthy_replica_that_is_busy_when_another_dies_is_not_lost(monkeypatch):
     """It is packing layers, say, which nothing interrupts."""
-    monkeypatch.setattr(weight_sync, "QUICK_S", 0.05)
+    monkeypatch.setattr("one_step_off.weight_sync.sync_calls.ABORT_NOTICE_S", 0.05)
 
     async def main():
         sync = Lossy(2, {1: 1})

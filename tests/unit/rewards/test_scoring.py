@@ -17,16 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from one_step_off.config.schema import ConfigError, RewardConfig
-from one_step_off.rewards.scoring import (
-    Reward,
-    RewardError,
-    RewardFunctions,
-    RewardItem,
-    Scorer,
-    gsm8k,
-    math,
-)
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import RewardConfig
+from one_step_off.rewards.functions import RewardFunctions
+from one_step_off.rewards.reward import Reward, RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
+from one_step_off.rewards.verifiers import gsm8k, math
 
 
 def item(response: str = "#### 1", truth: str = "1", prompt: str = "p", n: int = 0) -> RewardItem:

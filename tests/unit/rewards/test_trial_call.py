@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.checkpoint import write_batch
 from one_step_off.data.samples import Batch, Sample
 from one_step_off.runtime import launch
 from one_step_off.runtime.replay import replay
@@ -112,9 +112,9 @@ FAULTS = [
             "raise reward.timeout_s",
         ],
     ),
-    ("crashes", ["killed its process (signal 11)", "mend the function"]),
-    ("ends", ["ended its process (code 3)", "mend the function"]),
-    ("nothing", ["returned None, not a finite number", "mend the function"]),
+    ("crashes", ["killed its process (signal 11)", "fix the function"]),
+    ("ends", ["ended its process (code 3)", "fix the function"]),
+    ("nothing", ["returned None, not a finite number", "fix the function"]),
     ("leaves_a_child", ["took longer than reward.timeout_s=0.5 s", "raise reward.timeout_s"]),
 ]
 

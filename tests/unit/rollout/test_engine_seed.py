@@ -72,15 +72,15 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
         ]
         return [sample.response_ids.tolist() for (sample,) in samples]
 
-    async def started(prepared) -> RunProcesses:
-        team = RunProcesses(prepared)
+    async def started(prepared, incarnation: int) -> RunProcesses:
+        team = RunProcesses(prepared, incarnation)
         await team.setup()
-        await team.roles.sync((prepared.incarnation, 0))
+        await team.roles.sync((incarnation, 0))
         return team
 
     async def check() -> None:
         prepared = launch.prepare(cfg, lambda line: None)
-        team = await started(prepared)
+        team = await started(prepared, incarnation=0)
         rollout = team.roles.rollout
         found = [await answers(replica) for replica in rollout.replicas]
         assert await answers(rollout.replicas[0], 7) == await answers(rollout.replicas[1], 7)
@@ -91,8 +91,7 @@ def test_no_two_engines_sample_alike_unseeded(models, tmp_path):
             await rollout.restart_tasks[0]
             found.append(await answers(rollout.replicas[0]))
         await team.end()
-        prepared.incarnation = 1
-        team = await started(prepared)
+        team = await started(prepared, incarnation=1)
         found += [await answers(replica) for replica in team.roles.rollout.replicas]
         await team.end()
         for k in range(len(prompts)):

@@ -13,13 +13,14 @@ import pytest
 
 from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.remote_calls import call_all, name_failures, with_time_limit
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample, StalenessError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import NOT_STORED, Batch, Prompt, Sample
+from one_step_off.data.staleness import StalenessError
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.training import trainer_group as room
 from one_step_off.training.trainer_group import TrainGroup
-from one_step_off.weight_sync import coordinator as weight_sync
 from one_step_off.weight_sync.coordinator import WeightSync
 
 
@@ -300,7 +301,7 @@ def test_a_replica_that_comes_back_while_the_next_version_waits_gets_that_one_to
     """It was given the version before when the sync of all began to wait for its turn, and took no part then."""
     right = [np.array([-1.0])]
     sync, had = sync_of(right, [right, right]), {0: [], 1: []}
-    rollout, sync.info = sync.rollout, {}
+    rollout, sync.connect_info = sync.rollout, {}
     report = {"bytes": 8.0, "bucket_wire": [[0, 0.1]], "spans": [], "bare_wire": 0.05}
     for ranks in (sync.actor.ranks, rollout.replicas):
         for one in ranks:
@@ -363,7 +364,7 @@ def test_who_fails_since_the_sync_was_given_up_is_not_named_as_the_cause():
 
 def test_a_trainer_that_hangs_in_the_sync_is_named_and_not_the_one_that_waited_for_it(monkeypatch):
     """So that another attempt may do better: the other one says only that an answer did not come."""
-    monkeypatch.setattr(weight_sync, "SETTLE_S", 0.1)
+    monkeypatch.setattr("one_step_off.weight_sync.sync_calls.BUSY_GRACE_S", 0.1)
     sync = sync_of([np.array([-1.0])], [[np.array([-1.0])]])
     hung, waited = (
         Method(None, delay=30),

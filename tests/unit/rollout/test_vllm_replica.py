@@ -17,10 +17,11 @@ from ray.exceptions import ActorDiedError
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, RewardItem
+from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rollout.replica_group import RolloutGroup
 from one_step_off.rollout.vllm_replica import (
     Place,

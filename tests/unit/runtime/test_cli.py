@@ -8,14 +8,15 @@ import shutil
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import pytest
 
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import KEYS, load_config
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.main_ppo import FLAGS, main
+from one_step_off.runtime import failure_report, launch
 
 ROOT = Path(__file__).parents[3]
 TINY = f"config={ROOT}/config/gsm8k_tiny_cpu.yaml"
@@ -155,8 +156,9 @@ def test_later_faults_and_interrupts(
     capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def install(run) -> None:
-        fake = types.SimpleNamespace(run=run, report_failure=lambda cfg, error: f"error: {error}")
-        monkeypatch.setitem(sys.modules, "one_step_off.runtime.launch", fake)
+        monkeypatch.setattr(launch, "run", run)
+
+    monkeypatch.setattr(failure_report, "report_failure", lambda cfg, error: f"error: {error}")
 
     def refuse(cfg: Config) -> int:
         raise ConfigError("data row a.jsonl:3: bad\nmend it")
@@ -277,7 +279,10 @@ def test_setup_never_mixes_two_vllms(checkout: Path) -> None:
     (checkout / ".venv" / ".setup-done").write_text("gpu\n123 4\n")
     (checkout / ".venv" / "left-over").touch()
     again = shell(checkout, "setup.sh", EXTRA="cpu", PYTHON=python)
-    assert "was made for another EXTRA; creating it again" in again.stdout and "setup: ready" in again.stdout
+    assert (
+        "was made for another EXTRA; creating it again" in again.stdout
+        and "setup: ready" in again.stdout
+    )
     assert not (checkout / ".venv" / "left-over").exists()
 
 

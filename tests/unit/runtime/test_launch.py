@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import os
 import signal
@@ -11,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +20,14 @@ import ray
 import transformers
 from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-from one_step_off.config.schema import Config, ConfigError
+from one_step_off.cluster import ray_cluster
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
 from one_step_off.monitoring import loggers
-from one_step_off.monitoring.tracker import Tracker
-from one_step_off.runtime import launch
+from one_step_off.runtime import launch, run_folder
+from one_step_off.runtime.failure_report import report_failure
+from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
+from one_step_off.runtime.prepare import CANARY_TOKENS, ResumePoint
 from tests.conftest import tiny_config
 
 ROOT = Path(__file__).parents[3]
@@ -58,13 +62,13 @@ def changed(model: str, folder: Path, **keys: object) -> str:
         ),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantised \(gptq\), .*; give the model",
+            r"quantized \(gptq\), .*; give the model",
         ),
         (
             {"num_hidden_layers": "two"},
             r"its config cannot be loaded \(Validation error for field .num_hidden_layers.: \w",
         ),
-        ({"quantization_config": {"bits": 4}}, r"quantised \(quantization_config in config.json\)"),
+        ({"quantization_config": {"bits": 4}}, r"quantized \(quantization_config in config.json\)"),
         ({"max_position_embeddings": 100}, "max_response_length = 144: .* takes 100 tokens"),
     ],
 )
@@ -78,7 +82,7 @@ def test_a_quantized_reference_is_refused(models, tmp_path):
     roles = {"rollout": "rollout", "actor": "actor", "ref": "actor"}
     changes = {"placement.roles": roles, "algorithm.kl_coef": 0.1, "ref.path": other}
     refused(
-        tiny_config(models(), str(tmp_path / "out"), **changes), r"ref.path=.* quantised \(fp8\)"
+        tiny_config(models(), str(tmp_path / "out"), **changes), r"ref.path=.* quantized \(fp8\)"
     )
 
 
@@ -164,7 +168,7 @@ def test_a_missing_tokenizer_is_named(models, tmp_path):
 def test_prepared_runs_know_their_canary_and_steps(models, tmp_path):
     prepared = launch.prepare(tiny_config(models(), str(tmp_path)), lambda line: None)
     assert len(prepared.canary) == 4 and all(
-        2 <= len(ids) <= launch.CANARY_TOKENS for ids in prepared.canary
+        2 <= len(ids) <= CANARY_TOKENS for ids in prepared.canary
     )
     assert prepared.data.stream.total_steps == 3 and len(prepared.data.val) == 8
     assert prepared.device == "cpu"
@@ -177,9 +181,7 @@ def test_the_grace_limit_ends_the_run_but_nothing_after_it(tmp_path, inside_s, c
 
     async def main() -> bool:
         try:
-            with launch.stop_on_signals(
-                pipeline, 0.1, Tracker(str(tmp_path), 1, out=io.StringIO())
-            ):
+            with stop_on_interrupt(LoopRunner(), pipeline, 0.1, print):
                 os.kill(os.getpid(), signal.SIGINT)
                 while not pipeline.stopping:
                     await asyncio.sleep(0.001)
@@ -197,7 +199,7 @@ def test_a_failure_is_told_in_one_line_and_kept_whole(tmp_path, models):
     try:
         raise ValueError("first line\nsecond line")
     except ValueError as e:
-        said = launch.report_failure(cfg, e)
+        said = report_failure(cfg, e)
     assert (
         said.startswith("error: the run ended by ValueError: first line\n")
         and "second line" not in said
@@ -237,8 +239,7 @@ def test_a_run_that_was_killed_before_its_model_was_there_goes_on_to_write_it(
 
     def prepared(*args):
         found = prepare(*args)
-        found.resume_from, found.state = tmp_path / "checkpoints/step_000003", state
-        return found
+        return replace(found, resume_point=ResumePoint(tmp_path / "checkpoints/step_000003", state))
 
     def run(prepared, tracker):
         ran.append(tracker.first_step)
@@ -262,7 +263,7 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
         with pytest.raises(
             ConfigError, match=f"RAY_ADDRESS={address}: no Ray cluster answers there"
         ):
-            launch.require_cluster(address)
+            ray_cluster.require_cluster(address)
     with socket.create_server(("127.0.0.1", 0)) as s:
 
         def answer() -> None:
@@ -271,8 +272,8 @@ def test_an_address_where_no_cluster_answers_is_refused_at_once() -> None:
             connection.close()
 
         threading.Thread(target=answer, daemon=True).start()
-        launch.require_cluster(f"127.0.0.1:{s.getsockname()[1]}")
-    launch.require_cluster("auto")  # Ray finds it
+        ray_cluster.require_cluster(f"127.0.0.1:{s.getsockname()[1]}")
+    ray_cluster.require_cluster("auto")  # Ray finds it
 
 
 def test_a_cluster_that_lets_nobody_in_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +326,8 @@ def test_the_run_folder_names_models_as_the_user_did(models, tmp_path):
     }
     cfg = tiny_config(models(), str(tmp_path), **roles, **{"ref.path": models()})
     prepared = launch.prepare(cfg, lambda line: None)
-    prepared.asked_for |= {"model": "tiny:qwen2", "ref": "tiny:qwen3"}
-    launch.write_run_folder(prepared)
+    named_models = prepared.named_models | {"model": "tiny:qwen2", "ref": "tiny:qwen3"}
+    run_folder.write_config_and_versions(cfg, named_models, prepared.device)
     written = (tmp_path / "config.yaml").read_text()
     assert (
         "path: tiny:qwen2" in written and "path: tiny:qwen3" in written and models() not in written
@@ -350,4 +351,4 @@ def test_settings_of_loops_that_no_row_uses_are_told(models, tmp_path):
     prepared = launch.prepare(
         tiny_config(models(), str(tmp_path), **{"agent.loop": "tool"} | unused), said.append
     )
-    assert not any("warning" in line for line in said) and prepared.loops == ["tool"]
+    assert not any("warning" in line for line in said) and prepared.loop_names == ["tool"]

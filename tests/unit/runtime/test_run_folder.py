@@ -12,7 +12,7 @@ import pytest
 
 from one_step_off.config.loading import load_config
 from one_step_off.main_ppo import main
-from one_step_off.runtime import launch, run_folder
+from one_step_off.runtime import failure_report, launch, run_folder
 from tests.bad_input import base, refused
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +32,7 @@ def begins(tmp_path, monkeypatch):
         raise Reached
 
     monkeypatch.setattr(launch, "prepare", prepare)
-    monkeypatch.setattr(launch, "report_failure", lambda cfg, error: type(error).__name__)
+    monkeypatch.setattr(failure_report, "report_failure", lambda cfg, error: type(error).__name__)
 
     def call(capsys, *argv: str) -> tuple[bool, str]:
         before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ast
 import json
+import socket
 from pathlib import Path
 
 import psutil
 import pytest
 import torch.distributed as dist
 
-from one_step_off.config.loading import load_config, resolved_yaml
-from one_step_off.config.schema import Config, ConfigError
-from one_step_off.config.validation import mask_secrets
-from one_step_off.distributed_util import open_store
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.loading import load_config
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
+from one_step_off.config.yaml_io import resolved_yaml
+from one_step_off.distributed_util import bind_rendezvous_to_its_host, open_store
 from one_step_off.main_ppo import main
 from one_step_off.runtime import launch
 from one_step_off.runtime.validation import validate
@@ -131,11 +134,12 @@ def listening() -> set[str]:
 def test_stores_listen_at_their_own_address_alone():
     """A store of ours, and the one that init_process_group makes, as vLLM's workers do."""
     before = listening()
-    store = open_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    bind_rendezvous_to_its_host()
+    store = open_store("127.0.0.1", timeout_s=60.0)
     client = dist.TCPStore("127.0.0.1", store.port, is_master=False)
     client.set("a", "b")
     assert store.get("a") == b"b"
-    with launch.socket.create_server(("127.0.0.1", 0)) as s:
+    with socket.create_server(("127.0.0.1", 0)) as s:
         port = s.getsockname()[1]
     dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", world_size=1, rank=0)
     try:
@@ -150,7 +154,7 @@ def test_code_of_models_runs_only_where_it_is_asked_for():
     and pickles have no such switch at all."""
     assert Config().model.trust_remote_code is False
     loads = {"from_pretrained": 0, "from_config": 0, "load_dataset": 0}
-    for path in [*(ROOT / "one_step_off").glob("*.py"), *(ROOT / "agent_loop").glob("*.py")]:
+    for path in [*(ROOT / "one_step_off").rglob("*.py"), *(ROOT / "agent_loop").rglob("*.py")]:
         text = path.read_text()
         for node in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
             name = getattr(node.func, "attr", "")

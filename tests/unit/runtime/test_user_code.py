@@ -13,13 +13,15 @@ import pytest
 
 from agent_loop import tools
 from agent_loop.base import AgentLoop, Generated, Loops, Trajectory
+from one_step_off.config.errors import ConfigError
 from one_step_off.config.registry import import_object
-from one_step_off.config.schema import Config, ConfigError, RewardConfig
+from one_step_off.config.schema import Config, RewardConfig
 from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
-from one_step_off.rewards.scoring import RewardError, RewardItem, Scorer
+from one_step_off.rewards.reward import RewardError, RewardItem
+from one_step_off.rewards.scoring import Scorer
 from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
-from one_step_off.runtime import launch
+from one_step_off.runtime.failure_report import report_failure
 
 MODULE = """
 import json
@@ -208,7 +210,7 @@ def test_a_failure_in_the_driver_names_the_users_line(own):
     try:
         import_object("reward.function", "own_code:inner")("oops")
     except ValueError as e:
-        said = launch.report_failure(cfg, e)
+        said = report_failure(cfg, e)
     assert said.splitlines()[1] == f"  raised at own_code.py:{line_of('return json.loads')}"
 
 

@@ -10,19 +10,16 @@ import torch
 import transformers
 
 from one_step_off.training.fsdp_workers import PolicyWorker
-from tests.unit.training.test_fsdp_workers import (
+from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     Recorder,
     assert_gradients_equal,
-    checkpoints,  # noqa: F401
     config,
     end,
     free_port,
     hf_log_probs,
     hf_model,
     make_batch,
-    one_thread,  # noqa: F401
-    reference,  # noqa: F401
     whole,
 )
 
@@ -64,8 +61,8 @@ def assert_same_update(worker, path, wanted_update, rtol):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; this machine has none")
 @pytest.mark.parametrize("offload", [False, True])
-def test_cuda_equals_cpu(checkpoints, reference, offload):  # noqa: F811
-    path = checkpoints["tied"]
+def test_cuda_equals_cpu(model_folders, one_rank_update, offload):
+    path = model_folders["tied"]
     cfg = config(
         path,
         **OBJECTIVES["everything"],
@@ -75,7 +72,7 @@ def test_cuda_equals_cpu(checkpoints, reference, offload):  # noqa: F811
     worker = Recorder(cfg, "actor", 0, 1, "cuda", total_steps=10)
     try:
         worker.setup("127.0.0.1", free_port())
-        assert_same_update(worker, path, reference["tied"], rtol=1e-4)
+        assert_same_update(worker, path, one_rank_update["tied"], rtol=1e-4)
         # The rows that are sent are the live ones, which an offload keeps in host memory.
         assert {t.device.type for t in worker.weight_tensors()} == {"cpu" if offload else "cuda"}
     finally:
@@ -83,13 +80,13 @@ def test_cuda_equals_cpu(checkpoints, reference, offload):  # noqa: F811
 
 
 @pytest.mark.parametrize("broken", [None, "loss", "gradient", "step", "log_probs"])
-def test_the_comparison_with_cuda_sees_what_differs(checkpoints, reference, broken):  # noqa: F811
+def test_the_comparison_with_cuda_sees_what_differs(model_folders, one_rank_update, broken):
     """The comparison itself, on CPUs."""
-    path = checkpoints["tied"]
+    path = model_folders["tied"]
 
     class Other(Recorder):
-        def _micro_loss(self, *args, **kwargs):
-            return super()._micro_loss(*args, **kwargs) * (1.01 if broken == "loss" else 1.0)
+        def _micro_batch_loss(self, *args, **kwargs):
+            return super()._micro_batch_loss(*args, **kwargs) * (1.01 if broken == "loss" else 1.0)
 
         def _optimizer_step(self, stats):
             metrics = super()._optimizer_step(stats)
@@ -108,7 +105,7 @@ def test_the_comparison_with_cuda_sees_what_differs(checkpoints, reference, brok
     try:
         worker.setup("127.0.0.1", free_port())
         with pytest.raises(AssertionError) if broken else contextlib.nullcontext():
-            assert_same_update(worker, path, reference["tied"], rtol=1e-4)
+            assert_same_update(worker, path, one_rank_update["tied"], rtol=1e-4)
     finally:
         end()
 
@@ -118,8 +115,8 @@ def test_the_comparison_with_cuda_sees_what_differs(checkpoints, reference, brok
     not (torch.cuda.is_available() and transformers.utils.is_flash_attn_2_available()),
     reason="needs a GPU with flash_attn; this machine has none",
 )
-def test_packed_flash_equals_padded(checkpoints):  # noqa: F811
-    path, found = checkpoints["tied"], {}
+def test_packed_flash_equals_padded(model_folders):
+    path, found = model_folders["tied"], {}
     for attention in ("sdpa", "flash_attention_2"):
         cfg = config(path, model__dtype="bfloat16", model__attn_implementation=attention)
         worker = PolicyWorker(cfg, "ref", 0, 1, "cuda")

@@ -6,37 +6,34 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.config.schema import ConfigError
-from one_step_off.training.fsdp_model import check_head, check_layout, logits_of
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401
+from one_step_off.config.errors import ConfigError
+from one_step_off.models.hf_model import check_head, check_layout, logits_of
+from tests.unit.training.fsdp_helpers import (
     MODELS,
     SIZES,
     assert_gradients_equal,
-    checkpoints,
     config,
     hf_model,
     make_batch,
-    one_thread,
-    single,
 )
 
 
-def test_errors_name_the_key(single, tmp_path):  # noqa: F811
+def test_errors_name_the_key(start_single, tmp_path):
     with pytest.raises(ConfigError, match="model.path: .*nowhere"):
-        single(config(str(tmp_path / "nowhere")))
+        start_single(config(str(tmp_path / "nowhere")))
     transformers.ViTConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="model.path"):
-        single(config(str(tmp_path)))
+        start_single(config(str(tmp_path)))
 
 
-def test_a_checkpoint_with_missing_weights_is_refused(checkpoints, single, tmp_path):  # noqa: F811
-    model = hf_model(checkpoints["untied"])
+def test_a_checkpoint_with_missing_weights_is_refused(model_folders, start_single, tmp_path):
+    model = hf_model(model_folders["untied"])
     state = {k: v for k, v in model.state_dict().items() if "layers.1.mlp.up_proj" not in k}
     model.save_pretrained(tmp_path, state_dict=state)
     with pytest.raises(
         ConfigError, match="lacks 1 weights .*, as model.layers.1.mlp.up_proj.weight"
     ):
-        single(config(str(tmp_path)))
+        start_single(config(str(tmp_path)))
 
 
 def test_logits_are_the_model_s_own_with_what_its_family_does_after_the_head():
@@ -82,15 +79,15 @@ def test_fused_experts_are_refused():
         check_layout(model, "some/moe")
 
 
-def test_the_padding_token_learns_where_it_is_no_padding(checkpoints, single, tmp_path):  # noqa: F811
-    model = hf_model(checkpoints["untied"])
+def test_the_padding_token_learns_where_it_is_no_padding(model_folders, start_single, tmp_path):
+    model = hf_model(model_folders["untied"])
     model.config.pad_token_id = 5
     model.save_pretrained(tmp_path)
-    transformers.AutoTokenizer.from_pretrained(checkpoints["untied"]).save_pretrained(tmp_path)
+    transformers.AutoTokenizer.from_pretrained(model_folders["untied"]).save_pretrained(tmp_path)
     found = []
-    for path in (checkpoints["untied"], str(tmp_path)):
-        worker = single(config(path))
-        worker.update(make_batch(checkpoints["untied"]))
+    for path in (model_folders["untied"], str(tmp_path)):
+        worker = start_single(config(path))
+        worker.update(make_batch(model_folders["untied"]))
         found.append(worker.gradients)
     assert_gradients_equal(*found)
     assert (found[0]["model.embed_tokens.weight"][5] != 0).any()

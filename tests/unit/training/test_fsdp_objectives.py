@@ -7,22 +7,21 @@ import copy
 import numpy as np
 import pytest
 
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+from tests.unit.training.fsdp_helpers import (
     assert_gradients_equal,
-    checkpoints,
     config,
     hf_log_probs,
     hf_model,
     make_batch,
-    one_thread,
-    single,
 )
 
 LOW, CAP = 0.9, 1.2
 
 
-def gradients(single, path, batch, **keys):  # noqa: F811
-    worker = single(config(path, **{f"algorithm__{name}": value for name, value in keys.items()}))
+def gradients(start_single, path, batch, **keys):
+    worker = start_single(
+        config(path, **{f"algorithm__{name}": value for name, value in keys.items()})
+    )
     worker.update(batch)
     return worker.gradients
 
@@ -31,24 +30,26 @@ def scaled(found, factor):
     return {name: x * factor for name, x in found.items()}
 
 
-def test_sums_are_the_means_times_what_they_divide_by(checkpoints, single):  # noqa: F811
-    path = checkpoints["tied"]
+def test_sums_are_the_means_times_what_they_divide_by(model_folders, start_single):
+    path = model_folders["tied"]
     batch = make_batch(path)
     tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
-    per_token = gradients(single, path, batch, loss_agg="token-mean")
+    per_token = gradients(start_single, path, batch, loss_agg="token-mean")
     assert_gradients_equal(
-        gradients(single, path, batch, loss_agg="token-sum"), scaled(per_token, tokens), rtol=1e-5
+        gradients(start_single, path, batch, loss_agg="token-sum"),
+        scaled(per_token, tokens),
+        rtol=1e-5,
     )
     longest = config(path).data.max_response_length
-    normed = gradients(single, path, batch, loss_agg="seq-sum-norm")
-    summed = gradients(single, path, batch, loss_agg="seq-mean-token-sum")
+    normed = gradients(start_single, path, batch, loss_agg="seq-sum-norm")
+    summed = gradients(start_single, path, batch, loss_agg="seq-mean-token-sum")
     assert_gradients_equal(summed, scaled(normed, longest), rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["mis", "seq-mis", "geo-mask"])
-def test_what_the_bounds_mask_has_no_gradient(checkpoints, single, mode):  # noqa: F811
+def test_what_the_bounds_mask_has_no_gradient(model_folders, start_single, mode):
     """As if its advantage were 0: it still counts in the denominator."""
-    path = checkpoints["tied"]
+    path = model_folders["tied"]
     batch = make_batch(path)
     masked, low_ones = copy.deepcopy(batch), 0
     for i, s in enumerate(batch.samples):
@@ -63,13 +64,13 @@ def test_what_the_bounds_mask_has_no_gradient(checkpoints, single, mode):  # noq
         low_ones += int(below.sum())
     assert 0 < low_ones < sum(int(s.loss_mask.sum()) for s in batch.samples)
     how = {"old_log_probs": "recompute", "rollout_correction": mode, "rollout_correction_cap": CAP}
-    got = gradients(single, path, batch, **how, rollout_correction_low=LOW)
-    want = gradients(single, path, masked, **how, rollout_correction_low=1e-9)
+    got = gradients(start_single, path, batch, **how, rollout_correction_low=LOW)
+    want = gradients(start_single, path, masked, **how, rollout_correction_low=1e-9)
     assert_gradients_equal(got, want, rtol=1e-6)
 
 
-def test_dro_equals_the_formula(checkpoints, single):  # noqa: F811
-    path, beta = checkpoints["untied"], 0.3
+def test_dro_equals_the_formula(model_folders, start_single):
+    path, beta = model_folders["untied"], 0.3
     batch, model = make_batch(path), hf_model(path)
     tokens, loss = sum(int(s.loss_mask.sum()) for s in batch.samples), 0.0
     for i, s in enumerate(batch.samples):
@@ -78,7 +79,9 @@ def test_dro_equals_the_formula(checkpoints, single):  # noqa: F811
             advantage, mu = float(batch.advantages[i][t]), float(s.log_probs[t])
             loss = loss - (log_probs[t] * advantage - beta / 2 * (log_probs[t] - mu) ** 2) / tokens
     loss.backward()
-    found = gradients(single, path, batch, policy_loss="dro", policy_loss_kwargs={"beta": beta})
+    found = gradients(
+        start_single, path, batch, policy_loss="dro", policy_loss_kwargs={"beta": beta}
+    )
     assert_gradients_equal(
         found, {name: p.grad.numpy() for name, p in model.named_parameters()}, rtol=1e-5
     )

@@ -9,16 +9,12 @@ import pytest
 import torch
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.training.fsdp_workers import CriticWorker, PolicyWorker, RewardModelWorker
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401  (fixtures)
+from tests.unit.training.fsdp_helpers import (
     assert_gradients_equal,
-    checkpoints,
     config,
     make_batch,
-    one_thread,
-    single,
-    start,
     whole,
 )
 
@@ -33,17 +29,17 @@ class RecordingCritic(CriticWorker):
 
 
 @pytest.fixture(scope="module")
-def judge(checkpoints, tmp_path_factory):  # noqa: F811
+def judge(model_folders, tmp_path_factory):
     """A sequence classifier as it would come from the hub, its head large enough to tell sequences apart."""
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(2)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        checkpoints["tied"], num_labels=1, pad_token_id=0
+        model_folders["tied"], num_labels=1, pad_token_id=0
     )
     with torch.no_grad():
         model.score.weight.normal_(0, 1)
     model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(checkpoints["tied"]).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(model_folders["tied"]).save_pretrained(folder)
     return str(folder)
 
 
@@ -74,10 +70,10 @@ def classifier(path):
 
 
 @pytest.mark.parametrize("budget", [16384, 40])
-def test_values_are_the_heads_before_each_token(checkpoints, judge, single, budget):  # noqa: F811
-    batch, model = make_batch(checkpoints["tied"]), classifier(judge)
-    worker = single(
-        config(checkpoints["tied"], critic__path=judge, critic__micro_batch_tokens=budget),
+def test_values_are_the_heads_before_each_token(model_folders, judge, start_single, budget):
+    batch, model = make_batch(model_folders["tied"]), classifier(judge)
+    worker = start_single(
+        config(model_folders["tied"], critic__path=judge, critic__micro_batch_tokens=budget),
         role="critic",
         cls=CriticWorker,
     )
@@ -89,10 +85,10 @@ def test_values_are_the_heads_before_each_token(checkpoints, judge, single, budg
 
 
 @pytest.mark.parametrize("agg", [None, "sequence-mean"])
-def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, agg):  # noqa: F811
+def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_single, agg):
     """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained tokens, whatever the
     actor's aggregation is; or the mean over sequences of their means."""
-    batch, model, c = with_returns(checkpoints["tied"]), classifier(judge), 0.4
+    batch, model, c = with_returns(model_folders["tied"]), classifier(judge), 0.4
     tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
     alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
     for i, s in enumerate(batch.samples):
@@ -103,12 +99,12 @@ def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, 
             loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
     loss.backward()
     cfg = config(
-        checkpoints["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
+        model_folders["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
     )
     cfg.algorithm.loss_agg = "seq-sum-norm"
     if agg:
         cfg.critic.loss_agg = agg
-    worker = single(cfg, role="critic", cls=RecordingCritic)
+    worker = start_single(cfg, role="critic", cls=RecordingCritic)
     metrics = worker.update(batch)
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens) and 0 < bound < tokens
@@ -124,11 +120,11 @@ def test_value_loss_and_gradients_equal_the_formula(checkpoints, judge, single, 
     )
 
 
-def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F811
+def test_a_critic_learns_what_returns_depend_on(model_folders, start_single):
     """From a language model's checkpoint, whose head is new: the loss falls to a fraction."""
-    cfg = config(checkpoints["untied"], critic__lr=3e-3, critic__clip_range_value=1e9)
-    worker = single(cfg, role="critic", cls=CriticWorker)
-    batch = with_returns(checkpoints["untied"])
+    cfg = config(model_folders["untied"], critic__lr=3e-3, critic__clip_range_value=1e9)
+    worker = start_single(cfg, role="critic", cls=CriticWorker)
+    batch = with_returns(model_folders["untied"])
     batch.returns = [
         np.full(len(s.response_ids), s.prompt_id[1], np.float32) for s in batch.samples
     ]
@@ -139,10 +135,12 @@ def test_a_critic_learns_what_returns_depend_on(checkpoints, single):  # noqa: F
     assert losses[-1] < 0.1 * losses[0]
 
 
-def test_a_new_head_depends_on_the_seed_alone(checkpoints, single):  # noqa: F811
+def test_a_new_head_depends_on_the_seed_alone(model_folders, start_single):
     heads = [
         whole(
-            single(config(checkpoints["tied"], trainer__seed=seed), role="critic", cls=CriticWorker)
+            start_single(
+                config(model_folders["tied"], trainer__seed=seed), role="critic", cls=CriticWorker
+            )
         )["score.weight"]
         for seed in (0, 0, 1)
     ]
@@ -153,29 +151,29 @@ def test_a_new_head_depends_on_the_seed_alone(checkpoints, single):  # noqa: F81
     )
 
 
-def test_a_critic_goes_on_from_its_checkpoint(checkpoints, judge, single, tmp_path):  # noqa: F811
-    cfg = config(checkpoints["tied"], critic__path=judge, critic__lr=1e-2)
-    batch = with_returns(checkpoints["tied"])
-    worker = single(cfg, role="critic", cls=CriticWorker)
+def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
+    cfg = config(model_folders["tied"], critic__path=judge, critic__lr=1e-2)
+    batch = with_returns(model_folders["tied"])
+    worker = start_single(cfg, role="critic", cls=CriticWorker)
     worker.update(batch)
     worker.save_state(str(tmp_path))
     worker.saved()
     worker.update(batch)
     want = whole(worker)
-    again = single(cfg, role="critic", cls=CriticWorker)
+    again = start_single(cfg, role="critic", cls=CriticWorker)
     again.load_state(str(tmp_path))
     again.update(batch)
     assert again.version == 2 and all(np.array_equal(v, want[n]) for n, v in whole(again).items())
 
 
 @pytest.mark.parametrize("budget", [16384, 30])
-def test_scores_are_the_classifiers_own(checkpoints, judge, single, budget):  # noqa: F811
-    batch, model = make_batch(checkpoints["tied"]), classifier(judge)
+def test_scores_are_the_classifiers_own(model_folders, judge, start_single, budget):
+    batch, model = make_batch(model_folders["tied"]), classifier(judge)
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in batch.samples]
     cfg = config(
-        checkpoints["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget
+        model_folders["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget
     )
-    worker = single(cfg, role="reward_model", cls=RewardModelWorker)
+    worker = start_single(cfg, role="reward_model", cls=RewardModelWorker)
     got = worker.score_sequences(sequences)
     for i, ids in enumerate(sequences):
         with torch.no_grad():
@@ -185,17 +183,17 @@ def test_scores_are_the_classifiers_own(checkpoints, judge, single, budget):  # 
     assert not any(p.requires_grad for p in worker.model.parameters())
 
 
-def test_a_reward_model_without_its_head_is_refused(checkpoints, single):  # noqa: F811
-    path = checkpoints["tied"]
-    cfg = config(checkpoints["untied"], reward_model__path=path)
+def test_a_reward_model_without_its_head_is_refused(model_folders, start_single):
+    path = model_folders["tied"]
+    cfg = config(model_folders["untied"], reward_model__path=path)
     with pytest.raises(
         ConfigError, match=r"reward_model.path: .* lacks 1 weights .*, as score.weight"
     ):
-        single(cfg, role="reward_model", cls=RewardModelWorker)
+        start_single(cfg, role="reward_model", cls=RewardModelWorker)
 
 
-def test_an_actor_that_waits_counts_its_steps(checkpoints, single):  # noqa: F811
-    worker = single(config(checkpoints["tied"], actor__lr=1e-2), cls=PolicyWorker)
+def test_an_actor_that_waits_counts_its_steps(model_folders, start_single):
+    worker = start_single(config(model_folders["tied"], actor__lr=1e-2), cls=PolicyWorker)
     before = whole(worker)
-    assert worker.update(make_batch(checkpoints["tied"]), False) == {} and worker.version == 1
+    assert worker.update(make_batch(model_folders["tied"]), False) == {} and worker.version == 1
     assert all(np.array_equal(v, before[n]) for n, v in whole(worker).items())

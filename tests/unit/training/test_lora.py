@@ -13,22 +13,19 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 import transformers
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
 from one_step_off.runtime.validation import validate
 from one_step_off.training import lora
 from one_step_off.training.fsdp_workers import PolicyWorker
-from tests.unit.training.test_fsdp_workers import (  # noqa: F401
+from tests.unit.training.fsdp_helpers import (
     Recorder,
     assert_gradients_equal,
-    checkpoints,
     config,
     end,
     free_port,
     hf_log_probs,
     hf_model,
     make_batch,
-    one_thread,
-    single,
     start,
 )
 
@@ -115,15 +112,15 @@ WORLDS = {"one rank": (1, "tied", -1), "two ranks": (2, "untied", -1), "HSDP": (
         pytest.param(n, id=n, marks=[pytest.mark.slow] * (w[0] > 2)) for n, w in WORLDS.items()
     ],
 )
-def ran(request, checkpoints, tmp_path_factory):  # noqa: F811
+def ran(request, model_folders, tmp_path_factory):
     """The path of the model, the folder, and what each rank found."""
     world, name, fsdp_size = WORLDS[request.param]
     out = tmp_path_factory.mktemp("lora")
     mp.spawn(
-        run_rank, args=(world, free_port(), checkpoints[name], fsdp_size, str(out)), nprocs=world
+        run_rank, args=(world, free_port(), model_folders[name], fsdp_size, str(out)), nprocs=world
     )
     return (
-        checkpoints[name],
+        model_folders[name],
         out,
         [torch.load(out / f"{world}_{r}.pt", weights_only=False) for r in range(world)],
     )
@@ -171,10 +168,10 @@ def test_the_trainer_computes_with_the_merged_weights(ran):
                 )
 
 
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, single):  # noqa: F811
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, start_single):
     """With W' = W + s B A: dL/dB = s dL/dW' A^T, dL/dA = s B^T dL/dW'. The right sides by full training of W'."""
     path, out, results = ran
-    worker = single(config(str(out / "hf")), cls=Recorder)
+    worker = start_single(config(str(out / "hf")), cls=Recorder)
     worker.update(make_batch(path))
     want = {}
     for name, tensor in results[0]["state"].items():
@@ -193,7 +190,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, single
         )
 
 
-def test_a_checkpoint_holds_the_adapters_and_resumes_bit_for_bit(ran, single):  # noqa: F811
+def test_a_checkpoint_holds_the_adapters_and_resumes_bit_for_bit(ran, start_single):
     path, out, results = ran
     for r in results:
         assert r["version"] == 2
@@ -210,14 +207,14 @@ def test_a_checkpoint_holds_the_adapters_and_resumes_bit_for_bit(ran, single):  
     assert weights and all(
         ".lora_" in k for k in stored if not k.startswith("optimizer.param_groups")
     ), stored.keys()
-    worker = single(adapted(path))  # on one rank, whatever wrote it
+    worker = start_single(adapted(path))  # on one rank, whatever wrote it
     worker.load_state(str(out / "state"))
     for name, tensor in joined(results, "second").items():
         torch.testing.assert_close(
             {n: t for n, *_, t in streamed(worker)}[name], tensor, atol=1e-7, rtol=0
         )
     with pytest.raises(ConfigError, match="part of the actor does not fit its model .Missing key"):
-        single(config(path)).load_state(str(out / "state"))
+        start_single(config(path)).load_state(str(out / "state"))
 
 
 def test_hf_model_is_merged_and_has_the_adapter_beside_it(ran):
@@ -233,9 +230,9 @@ def test_hf_model_is_merged_and_has_the_adapter_beside_it(ran):
     ]
 
 
-def test_bfloat16_rounds_once_and_keeps_adapters_in_fp32(checkpoints, single):  # noqa: F811
-    path = checkpoints["tied"]
-    worker = single(adapted(path, model__dtype="bfloat16"), cls=Adapting)
+def test_bfloat16_rounds_once_and_keeps_adapters_in_fp32(model_folders, start_single):
+    path = model_folders["tied"]
+    worker = start_single(adapted(path, model__dtype="bfloat16"), cls=Adapting)
     worker.update(make_batch(path))
     held = {".lora_" in n: p.dtype for n, p in worker.model.named_parameters()}
     assert held == {True: torch.float32, False: torch.bfloat16}
@@ -251,9 +248,11 @@ def test_bfloat16_rounds_once_and_keeps_adapters_in_fp32(checkpoints, single):  
         assert (tensor == want.bfloat16()).float().mean() > 0.99
 
 
-def test_the_reference_is_the_base_and_chosen_layers_alone_have_adapters(checkpoints, single):  # noqa: F811
-    path = checkpoints["untied"]
-    ref = single(adapted(path), role="ref", cls=PolicyWorker)
+def test_the_reference_is_the_base_and_chosen_layers_alone_have_adapters(
+    model_folders, start_single
+):
+    path = model_folders["untied"]
+    ref = start_single(adapted(path), role="ref", cls=PolicyWorker)
     assert not any("lora" in n for n, _ in ref.model.named_parameters()) and not ref.adapters.layers
     batch, model = make_batch(path), hf_model(path)
     for i, answer in ref.log_prob(batch).items():
@@ -261,7 +260,7 @@ def test_the_reference_is_the_base_and_chosen_layers_alone_have_adapters(checkpo
             np.testing.assert_allclose(
                 answer, hf_log_probs(model, batch.samples[i], 0.7).numpy(), atol=1e-5, rtol=0
             )
-    few = single(
+    few = start_single(
         adapted(
             path,
             model__lora_target_modules="q_proj, down_proj",
@@ -276,15 +275,15 @@ def test_the_reference_is_the_base_and_chosen_layers_alone_have_adapters(checkpo
     assert sorted(few.adapters.layers) == sorted(layers)
 
 
-def test_what_cannot_have_an_adapter_is_refused(checkpoints, single):  # noqa: F811
+def test_what_cannot_have_an_adapter_is_refused(model_folders, start_single):
     for path, targets in (
-        (checkpoints["untied"], "no_such"),
-        (checkpoints["untied"], "embed_tokens"),
+        (model_folders["untied"], "no_such"),
+        (model_folders["untied"], "embed_tokens"),
     ):
         with pytest.raises(ConfigError, match=f"model.lora_target_modules={targets}: "):
-            single(adapted(path, model__lora_target_modules=targets))
+            start_single(adapted(path, model__lora_target_modules=targets))
     with pytest.raises(ConfigError, match="lm_head is no linear layer with weights of its own"):
-        single(adapted(checkpoints["tied"], model__lora_target_modules="q_proj,lm_head"))
+        start_single(adapted(model_folders["tied"], model__lora_target_modules="q_proj,lm_head"))
     for changes, message in (
         (
             {"actor__backend": "megatron"},
@@ -295,7 +294,7 @@ def test_what_cannot_have_an_adapter_is_refused(checkpoints, single):  # noqa: F
             "model.lora_target_modules=q_proj,,v: must be all-linear, or",
         ),
     ):
-        cfg = adapted(checkpoints["tied"], **changes)
+        cfg = adapted(model_folders["tied"], **changes)
         cfg.data.train_files, cfg.trainer.total_steps, cfg.placement.device = (
             "generator:word_problems",
             1,
@@ -307,5 +306,5 @@ def test_what_cannot_have_an_adapter_is_refused(checkpoints, single):  # noqa: F
 
 def test_settings_are_pefts():
     own = config("x", model__lora_rank=4, model__lora_target_modules="q_proj, v_proj").model
-    found = lora.settings(own)
+    found = lora.peft_config(own)
     assert (found.r, found.lora_alpha, found.target_modules) == (4, 32, {"q_proj", "v_proj"})

@@ -22,14 +22,14 @@ if importlib.util.find_spec("megatron") is None:
 from megatron.core import parallel_state as mpu
 from megatron.core.distributed import finalize_model_grads
 
-from one_step_off.config.schema import ConfigError
+from one_step_off.config.errors import ConfigError
+from one_step_off.models.megatron_support import read_config
 from one_step_off.training import megatron_model, megatron_weights
 from one_step_off.training.fsdp_workers import WORKERS as FSDP_WORKERS
-from one_step_off.training.megatron_model import read_config
 from one_step_off.training.megatron_workers import WORKERS
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.weight_piece import WeightPiece
-from tests.unit.training.test_fsdp_workers import (
+from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     by_hand,
     config,
@@ -134,41 +134,41 @@ SLOW = {name for name, _, world, _ in CASES if world == 4}
 
 
 class Recorder(WORKERS["actor"]):
-    """Keeps the whole gradient's parts as they are before each optimiser step. Memory comes full of NaN."""
+    """Keeps the whole gradient's parts as they are before each optimizer step. Its memory is full of NaN at first."""
 
-    def _build(self):
+    def _build_model(self):
         build = megatron_model.build
 
-        def soiled(*given):
-            chunks = build(*given)
-            for p in (p for chunk in chunks for p in chunk.parameters()):
-                p.data.fill_(torch.nan)
+        def build_on_nan(*args):
+            chunks = build(*args)
+            for chunk in chunks:
+                for parameter in chunk.parameters():
+                    parameter.data.fill_(torch.nan)
             return chunks
 
-        with mock.patch.object(megatron_model, "build", soiled):
-            super()._build()
+        with mock.patch.object(megatron_model, "build", build_on_nan):
+            super()._build_model()
 
     def _build_optimizer(self):
         super()._build_optimizer()
         for chunk in self.models:
-            # All ranks are to hold whole sums; the distributed optimiser needs only its part of them.
-            chunk.config.finalize_model_grads_func = lambda c, *_, **__: finalize_model_grads(
-                c, force_all_reduce=True
+            # All ranks are to hold whole sums; the distributed optimizer needs only its part of them.
+            chunk.config.finalize_model_grads_func = lambda chunks, *_, **__: finalize_model_grads(
+                chunks, force_all_reduce=True
             )
 
-    def _clip_and_step(self, rate, broken=False):
-        kept = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
-        for p, _ in kept:
-            p.data = p.main_grad
-        sent = megatron_weights.share_of(
-            megatron_weights.parts(self.models, self.hf_config, "float32")
-        )
+    def _grad_norm(self):
+        weights = [(p, p.data) for chunk in self.models for p in chunk.parameters()]
+        for parameter, _ in weights:
+            parameter.data = parameter.main_grad
+        parts = megatron_weights.parts(self.models, self.hf_config, "float32")
         self.gradients = [
-            (dataclasses.astuple(p), t.clone().reshape(p.block_shape).numpy()) for p, t in sent
+            (dataclasses.astuple(piece), view.clone().reshape(piece.block_shape).numpy())
+            for piece, view in megatron_weights.share_of(parts)
         ]
-        for p, data in kept:
-            p.data = data
-        return super()._clip_and_step(rate, broken)
+        for parameter, data in weights:
+            parameter.data = data
+        return super()._grad_norm()
 
 
 def sent_by(worker):
@@ -496,7 +496,7 @@ def test_models_that_megatron_would_make_otherwise_are_refused(tmp_path, model, 
     transformers.AutoConfig.for_model(model, **SIZES | odd).save_pretrained(tmp_path)
     changes = {"actor__backend": "megatron"} | {f"actor__{k}": v for k, v in layout.items()}
     with pytest.raises(
-        ConfigError, match="no model.safetensors, which alone" if model != "gemma" else words
+        ConfigError, match="no model.safetensors, the only format" if model != "gemma" else words
     ):
         read_config(config(str(tmp_path), **changes), "actor")
     (tmp_path / "model.safetensors").touch()
@@ -523,7 +523,7 @@ def test_the_token_budget_counts_what_a_rank_has_of_a_sequence():
         cfg = config("", actor__backend="megatron", actor__micro_batch_tokens=20, **changes)
         worker = WORKERS["actor"](cfg, "actor", 0, 2, "cpu", total_steps=1)
         worker.packed = False
-        assert len(worker._plan([10] * 8, 1)[0]) == micros
+        assert len(worker._micro_batch_plan([10] * 8, 1)[0]) == micros
 
 
 # ---- the other roles --------------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from one_step_off.checkpoint.checkpoints import write_batch
+from one_step_off.checkpoint import write_batch
 from one_step_off.cluster.errors import RoleError
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Batch, Prompt, Sample
 from one_step_off.models.tiny_qwen import build_tokenizer
 from one_step_off.monitoring.console import RunConsole
-from one_step_off.monitoring.loggers import SampleDump
+from one_step_off.monitoring.loggers import LogEntry, SampleDump
 from one_step_off.training.reward_models import RemoteRewardModel, mix, sequences_for
 
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
@@ -175,7 +175,7 @@ def test_the_error_of_a_sample_shows_no_secret(tmp_path, monkeypatch, on_error):
     mix(samples, asyncio.run(RemoteRewardModel(cfg, PROMPTS.get).rewards(batch)), cfg)
     assert "reward_model.url=http://***@127.0.0.1:9/v1?token=***" in samples[0].extra["error"]
     write_batch(batch, tmp_path / "skipped")
-    SampleDump(tmp_path, PROMPTS.get).write({}, 3, "step_000003.jsonl", samples, [])
+    SampleDump(tmp_path, PROMPTS.get).write(LogEntry({}, 3, False, samples))
     RunConsole(out).print_line(f"warning: the first: {samples[0].extra['error']}")
     written = [p.read_text() for p in tmp_path.rglob("*.jsonl")]
     assert len(written) == 2 and all("token=***" in text for text in (*written, out.getvalue()))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from one_step_off.training.fsdp_workers import PolicyWorker
-from tests.unit.training.test_fsdp_workers import checkpoints, config, make_batch, single, whole  # noqa: F401
+from tests.unit.training.fsdp_helpers import config, make_batch, whole
 from tests.unit.training.test_skipped_updates import join, of_fsdp, of_megatron, weights_of
 
 RUNS = ("without", "saves", "resumed")
@@ -54,16 +54,16 @@ def assert_alike(found: dict[str, list[list[np.ndarray]]]) -> None:
 @pytest.mark.parametrize(
     "keys", [{}, {"model__dtype": "bfloat16"}, LORA], ids=["float32", "bfloat16", "lora"]
 )
-def test_fsdp_on_one_rank(checkpoints, single, tmp_path, keys):  # noqa: F811
-    path = checkpoints["tied"]
+def test_fsdp_on_one_rank(model_folders, start_single, tmp_path, keys):
+    path = model_folders["tied"]
 
     def start():
-        return single(config(path, **PLAIN, **keys), cls=PolicyWorker)
+        return start_single(config(path, **PLAIN, **keys), cls=PolicyWorker)
 
     assert_alike({name: run_of(name, start, path, tmp_path) for name in RUNS})
 
 
-def test_the_moments_are_those_that_the_first_step_would_make(checkpoints, single):  # noqa: F811
+def test_the_moments_are_those_that_the_first_step_would_make(model_folders, start_single):
     """Names, types, shapes and devices of AdamW's state: what is made for a checkpoint, and what a step makes."""
 
     def kinds(worker):
@@ -77,14 +77,14 @@ def test_the_moments_are_those_that_the_first_step_would_make(checkpoints, singl
             for state in states
         ]
 
-    path = checkpoints["tied"]
-    saving = single(config(path, **PLAIN), cls=PolicyWorker)
+    path = model_folders["tied"]
+    saving = start_single(config(path, **PLAIN), cls=PolicyWorker)
     before = whole(saving)
     saving._state()
     made = kinds(saving)
     assert all(not x.any() for state in saving.optimizer.state.values() for x in state.values())
     assert all(np.array_equal(before[name], x) for name, x in whole(saving).items())
-    stepping = single(config(path, **PLAIN), cls=PolicyWorker)
+    stepping = start_single(config(path, **PLAIN), cls=PolicyWorker)
     stepping.update(make_batch(path))
     assert made == kinds(stepping) and made
 
@@ -92,23 +92,23 @@ def test_the_moments_are_those_that_the_first_step_would_make(checkpoints, singl
 def after_skipped_steps(start, path: str, folder: Path | None) -> list[np.ndarray]:
     """The weights after a step that is skipped, a checkpoint in `folder` if one is given, and a step that is made."""
     worker, batch = start(), make_batch(path)
-    worker.own.max_grad_norm_skip = 1e-9
+    worker.role_config.max_grad_norm_skip = 1e-9
     worker.update(batch)
     if folder:
         folder.mkdir(exist_ok=True)
         worker.save_state(str(folder))
         worker.saved()
     assert worker.skipped_in_a_row == 1, "saving must not end the row"
-    worker.own.max_grad_norm_skip = None
+    worker.role_config.max_grad_norm_skip = None
     worker.update(batch)
     return weights_of(worker)
 
 
-def test_fsdp_after_skipped_steps(checkpoints, single, tmp_path):  # noqa: F811
-    path = checkpoints["tied"]
+def test_fsdp_after_skipped_steps(model_folders, start_single, tmp_path):
+    path = model_folders["tied"]
 
     def start():
-        return single(config(path, **PLAIN), cls=PolicyWorker)
+        return start_single(config(path, **PLAIN), cls=PolicyWorker)
 
     without, saves = (after_skipped_steps(start, path, folder) for folder in (None, tmp_path))
     assert all(np.array_equal(a, b) for a, b in zip(without, saves, strict=True))
@@ -158,8 +158,8 @@ def check_ranks(workers, cfg, world, folder):
         assert_alike(found)
 
 
-def test_fsdp_on_two_ranks(checkpoints, tmp_path):  # noqa: F811
-    check_ranks(of_fsdp, config(checkpoints["untied"], **PLAIN), 2, tmp_path)
+def test_fsdp_on_two_ranks(model_folders, tmp_path):
+    check_ranks(of_fsdp, config(model_folders["untied"], **PLAIN), 2, tmp_path)
 
 
 @pytest.mark.parametrize(

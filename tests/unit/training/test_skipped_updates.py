@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from one_step_off.algorithms.policy_losses import vanilla
-from one_step_off.checkpoint.checkpoints import read_batch, write_batch
+from one_step_off.checkpoint import read_batch, write_batch
 from one_step_off.data.samples import Batch
 from one_step_off.monitoring.tracker import Tracker
 from one_step_off.runtime.replay import replay_update
 from one_step_off.training.fsdp_workers import WORKERS, CriticWorker
 from one_step_off.training.trainer_group import merged
-from tests.unit.training.test_fsdp_workers import checkpoints, config, free_port, make_batch  # noqa: F401
+from tests.unit.training.fsdp_helpers import config, free_port, make_batch
 
 MARK = 77.0  # the advantage of the sample whose loss is to be no number
 
@@ -70,9 +70,9 @@ def in_turn(worker, path) -> dict:
     huge = copy.deepcopy(good)
     huge.advantages[0][:] = np.inf
     step("norm", huge)
-    worker.own.max_grad_norm_skip = 1e-9
+    worker.role_config.max_grad_norm_skip = 1e-9
     step("large", good)
-    worker.own.max_grad_norm_skip = None
+    worker.role_config.max_grad_norm_skip = None
     empty = copy.deepcopy(good)
     empty.drop({s.prompt_id for s in good.samples})
     step("empty", empty, learn=False)
@@ -139,8 +139,8 @@ def check(out, ranks):
 KEYS = {"algorithm__policy_loss": f"{__name__}:nan_loss", "actor__lr": 1e-2}
 
 
-def test_fsdp_skips_on_all_ranks_or_none(checkpoints, tmp_path):  # noqa: F811
-    cfg = config(checkpoints["tied"], **KEYS)
+def test_fsdp_skips_on_all_ranks_or_none(model_folders, tmp_path):
+    cfg = config(model_folders["tied"], **KEYS)
     mp.spawn(run_rank, args=(2, of_fsdp, cfg, str(tmp_path)), nprocs=2)
     check(tmp_path, 2)
 
@@ -165,13 +165,13 @@ def test_megatron_skips_on_all_ranks_or_none(tmp_path, layout):
     check(tmp_path, 2)
 
 
-def test_a_critic_skips_too(checkpoints):  # noqa: F811
-    cfg = config(checkpoints["tied"])
+def test_a_critic_skips_too(model_folders):
+    cfg = config(model_folders["tied"])
     cfg.critic.ppo_mini_batch_size, cfg.critic.lr = 2, 1e-2
     worker = CriticWorker(cfg, "critic", 0, 1, "cpu", total_steps=10)
     worker.setup("127.0.0.1", free_port())
     try:
-        batch: Batch = make_batch(checkpoints["tied"])
+        batch: Batch = make_batch(model_folders["tied"])
         batch.values = [np.zeros(len(s.response_ids), np.float32) for s in batch.samples]
         batch.returns = [np.full(len(v), np.nan, np.float32) for v in batch.values]
         for count in itertools.islice(itertools.count(2, 2), 2):
@@ -187,9 +187,9 @@ def test_a_critic_skips_too(checkpoints):  # noqa: F811
         dist.destroy_process_group()
 
 
-def test_a_replay_tells_what_it_finds(checkpoints, tmp_path):  # noqa: F811
+def test_a_replay_tells_what_it_finds(model_folders, tmp_path):
     """With one real rank; the whole command is in test_e2e_misbehaviour.py."""
-    cfg, path = config(checkpoints["tied"]), checkpoints["tied"]
+    cfg, path = config(model_folders["tied"]), model_folders["tied"]
     worker = WORKERS["actor"](cfg, "actor", 0, 1, "cpu", total_steps=10)
     worker.setup("127.0.0.1", free_port())
 
@@ -206,7 +206,7 @@ def test_a_replay_tells_what_it_finds(checkpoints, tmp_path):  # noqa: F811
     batch.old_log_probs = batch.ref_log_probs = None
     write_batch(batch, tmp_path / "step_000004")
     team = SimpleNamespace(groups={"actor": Group()})
-    prepared = SimpleNamespace(resume_from=None, state=None)
+    prepared = SimpleNamespace(resume_point=None)
     try:
         again = read_batch(tmp_path / "step_000004")
         asyncio.run(replay_update(again, prepared, team, Tracker(str(tmp_path / "t"), 0, out=out)))

@@ -1,0 +1,145 @@
+"""Writing checkpoints. A checkpoint of step N holds everything from which a run resumes without a
+difference.
+
+That is the trainer at v(N), the finished samples of step N (one step off they were made with
+v(N-1), which no longer exists anywhere), and the data position after them. All are there once these
+samples have come and before v(N) is sent.
+
+    checkpoints/step_000006/
+        state.json        step, incarnation, data position, evaluations without a row in the
+                          metrics, and the fixed keys
+        samples.npz       per-token arrays of all samples, one after the other, and their lengths
+        samples.jsonl     the other fields of each sample
+        actor/ ...        of each role that learns: weights and optimizer, by torch's distributed
+                          checkpoint or Megatron's
+        actor_rank_0.npz  counters and RNG state of each of its ranks
+        manifest.json     format, size and checksum (XXH3-128) of every other file, name and shape
+                          of every parameter
+
+A checkpoint is written under another name and renamed when it is complete, so it exists whole or
+not at all. The trainers copy their state to host memory and go on training while it is written.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from one_step_off.checkpoint.finding import finished, fixed_keys, folder_of
+from one_step_off.checkpoint.manifest import parameter_shapes, write_manifest
+from one_step_off.checkpoint.sample_files import write_samples
+from one_step_off.config.schema import Config
+from one_step_off.data.samples import Sample
+
+
+def _flush_to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+class Checkpointer:
+    """Writes the checkpoints of one run. The last `trainer.keep_checkpoints` stay, and the best by
+    `trainer.keep_best`."""
+
+    def __init__(self, cfg: Config, save_trainer: Callable[[str], Awaitable[Awaitable]]) -> None:
+        """`save_trainer`: async (path) -> awaitable. When it returns, the trainers have copied
+        their state; when its result has been awaited, that state is written."""
+        self.cfg = cfg
+        self.save_trainer = save_trainer
+        self.folder = folder_of(cfg)
+        self.shapes = parameter_shapes(cfg)
+
+    def is_due(self, step: int) -> bool:
+        """Every `trainer.save_freq` steps; the start of a run needs no checkpoint."""
+        save_freq = self.cfg.trainer.save_freq
+        return save_freq > 0 and step > 0 and step % save_freq == 0
+
+    def has(self, step: int) -> bool:
+        """Whether there is a checkpoint of this step. It is this run's own: see `put_aside`."""
+        return (self.folder / f"step_{step:06d}").exists()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether this run writes checkpoints, or has some. Then its end is a checkpoint too:
+        without it the finished run would be resumed from an earlier step."""
+        return self.cfg.trainer.save_freq > 0 or bool(finished(self.folder))
+
+    async def save(
+        self, step: int, samples: list[Sample] | None, state: dict[str, Any]
+    ) -> Awaitable[tuple[Path, int]]:
+        """Take the checkpoint of `step`. Training may go on when this returns.
+
+        Args:
+            samples: the finished samples of this step; None where none are in flight.
+            state: what `state.json` holds beside the step and the fixed keys.
+
+        Returns:
+            An awaitable of the checkpoint's folder and its bytes. Once awaited, the checkpoint is
+            complete and on the disk.
+        """
+        unfinished = self._new_folder(step)
+        step_facts = {
+            "step": step,
+            "has_samples": samples is not None,
+            "fixed": fixed_keys(self.cfg),
+        }
+        (unfinished / "state.json").write_text(json.dumps(step_facts | state, indent=2) + "\n")
+        copying_trainer = self.save_trainer(str(unfinished.resolve()))
+        if samples:
+            # Awaited here: the step that is about to begin changes the samples.
+            writing_samples = asyncio.to_thread(write_samples, samples, unfinished)
+            writing_trainer, _ = await asyncio.gather(copying_trainer, writing_samples)
+        else:
+            writing_trainer = await copying_trainer
+        scores = self._scores(state)
+
+        async def finish() -> tuple[Path, int]:
+            await writing_trainer
+            return await asyncio.to_thread(self._commit, unfinished, scores)
+
+        return finish()
+
+    def _new_folder(self, step: int) -> Path:
+        """An empty folder for an unfinished checkpoint; those that earlier runs left are
+        removed."""
+        for abandoned in self.folder.glob(".step_*"):
+            shutil.rmtree(abandoned, ignore_errors=True)
+        folder = self.folder / f".step_{step:06d}.unfinished"
+        folder.mkdir(parents=True)
+        return folder
+
+    def _scores(self, state: dict[str, Any]) -> dict[str, float]:
+        """Checkpoint name -> the metric `trainer.keep_best` of the evaluation of its weights."""
+        metric = self.cfg.trainer.keep_best
+        scores = {}
+        for evaluation in state.get("evaluations", ()):
+            if metric in evaluation:
+                scores[f"step_{evaluation['val/version']:06.0f}"] = evaluation[metric]
+        return scores
+
+    def _commit(self, unfinished: Path, scores: dict[str, float]) -> tuple[Path, int]:
+        """Write the manifest, flush everything to the disk, rename, and remove old checkpoints."""
+        manifest = write_manifest(unfinished, self.shapes)
+        for path in unfinished.rglob("*"):
+            _flush_to_disk(path)
+        _flush_to_disk(unfinished)
+        target = self.folder / unfinished.stem.removeprefix(".")
+        unfinished.rename(target)
+        _flush_to_disk(self.folder)
+        self._remove_old(scores)
+        return target, sum(manifest["bytes"].values())
+
+    def _remove_old(self, scores: dict[str, float]) -> None:
+        checkpoints = finished(self.folder)
+        kept = set(checkpoints[-self.cfg.trainer.keep_checkpoints :])
+        scored = [path for path in checkpoints if path.name in scores]
+        if scored:
+            by_score = sorted(scored, key=lambda path: scores[path.name])
+            kept.add(by_score[-1])
+        for path in checkpoints:
+            if path not in kept:
+                shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Which checkpoints a run has, which one it resumes from, and which must make way for a new run."""
+
+import json
+import shutil
+from collections.abc import Callable
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+from one_step_off.checkpoint.manifest import find_fault, parameter_shapes
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
+from one_step_off.training.worker_interface import TRAINED_ROLES
+
+FIXED_KEYS = (
+    "pipeline.staleness",
+    "pipeline.partial_rollout",
+    "rollout.n",
+    "trainer.seed",
+    "data.train_batch_size",
+    "agent.loop",
+    "model.dtype",
+    "model.lora_rank",
+    "model.lora_alpha",
+    "model.lora_target_modules",
+)
+"""A resumed run must make the same batches of the same age. Keys that may change (lr, total_steps,
+save_freq) are not here."""
+
+RESTART = (
+    "start from step 0 with trainer.resume=never trainer.overwrite=true "
+    "or another trainer.output_dir"
+)
+
+
+def fixed_keys(cfg: Config) -> dict[str, Any]:
+    """The values that a resumed run must share with its checkpoint.
+
+    They include the back ends, which cannot read each other's checkpoints, and with partial
+    rollouts how many steps a sample may be late.
+    """
+    values = {key: attrgetter(key)(cfg) for key in FIXED_KEYS}
+    if cfg.pipeline.partial_rollout:
+        values["pipeline.max_carry"] = cfg.pipeline.max_carry
+    for role in TRAINED_ROLES:
+        if role in cfg.placement.roles:
+            values[f"{role}.backend"] = role_settings(cfg, role).backend
+    return values
+
+
+def folder_of(cfg: Config) -> Path:
+    """The folder of a run's checkpoints."""
+    return Path(cfg.trainer.output_dir) / "checkpoints"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name, `step_000006`."""
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def finished(folder: Path) -> list[Path]:
+    """All checkpoints, oldest first. One that is still being written, or was cut off, has another
+    name."""
+    checkpoints = [
+        path
+        for path in folder.glob("step_*")
+        if path.name.removeprefix("step_").isdecimal() and path.is_dir()
+    ]
+    return sorted(checkpoints, key=step_of)
+
+
+def put_aside(cfg: Config, resumed_from: Path | None) -> None:
+    """Move checkpoints that are not of this run's past to checkpoints/earlier, so that nothing
+    takes them for this run's. Whatever was in checkpoints/earlier is removed.
+
+    Args:
+        resumed_from: the checkpoint from which the run resumes; None: it starts from step 0.
+    """
+    folder = folder_of(cfg)
+    earlier = folder / "earlier"
+    foreign = finished(folder)
+    if resumed_from is not None and resumed_from.resolve().parent == folder.resolve():
+        foreign = [path for path in foreign if path.name > resumed_from.name]
+    if foreign:
+        shutil.rmtree(earlier, ignore_errors=True)
+        earlier.mkdir()
+    # Newest first: if this process is killed meanwhile, the remaining checkpoints are of one past.
+    for path in reversed(foreign):
+        path.rename(earlier / path.name)
+
+
+def find(cfg: Config, announce: Callable[[str], None] = lambda line: None) -> Path | None:
+    """The checkpoint that `trainer.resume` names, or None to start from step 0; every file of it
+    has been verified.
+
+    Args:
+        announce: receives one line for each newer checkpoint that resume=auto passes over because
+            it is broken.
+
+    Raises:
+        ConfigError: the checkpoint is broken, or with "auto" all are, or it was made with other
+            settings.
+    """
+    candidates = _candidates(cfg)
+    if not candidates:
+        return None
+    shapes = parameter_shapes(cfg)
+    for path in candidates:
+        fault = find_fault(path, shapes)
+        if fault is None:
+            _check_fixed_keys(cfg, path)
+            return path
+        if path == candidates[-1]:
+            raise ConfigError(
+                f"trainer.resume={cfg.trainer.resume}: checkpoint {path}: {fault}; "
+                f"name a good one, or {RESTART}"
+            )
+        announce(f"warning: checkpoint {path}: {fault}; the one before it is taken")
+    return None
+
+
+def _candidates(cfg: Config) -> list[Path]:
+    """The checkpoints that `trainer.resume` allows, the preferred one first."""
+    if cfg.trainer.resume == "never":
+        return []
+    if cfg.trainer.resume == "auto":
+        return finished(folder_of(cfg))[::-1]
+    return [Path(cfg.trainer.resume)]
+
+
+def _check_fixed_keys(cfg: Config, path: Path) -> None:
+    """Raises ConfigError: the checkpoint was made with another value of one of `fixed_keys`."""
+    made_with = read_state(path)["fixed"]
+    for key, value in fixed_keys(cfg).items():
+        made_with_value = made_with.get(key, "none")
+        if made_with_value != value:
+            raise ConfigError(
+                f"{key}={value}: checkpoint {path} was made with {made_with_value}; "
+                f"resume with it, or {RESTART}"
+            )
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint that has been verified."""
+    return json.loads((path / "state.json").read_text())

@@ -1,0 +1,86 @@
+"""PackedSamples and batches as files: numpy arrays for what every token has, JSON lines for the rest. No
+pickles."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from one_step_off.config.errors import as_config_error
+from one_step_off.data.samples import TRAINER_FIELDS, Batch, Sample
+
+ARRAY_TYPES = {
+    "prompt_ids": "i4",
+    "response_ids": "i4",
+    "log_probs": "f4",
+    "loss_mask": "?",
+    "versions": "i4",
+}
+"""The fields of a `Sample` that are arrays, with their numpy type in the file."""
+
+JSON_FIELDS = tuple(field.name for field in fields(Sample) if field.name not in ARRAY_TYPES)
+
+
+def write_samples(samples: list[Sample], folder: Path) -> None:
+    """Write `samples.npz` (all samples' arrays, one after the other, and their lengths) and
+    `samples.jsonl`."""
+    arrays = {}
+    for name, dtype in ARRAY_TYPES.items():
+        arrays[name] = np.concatenate([getattr(s, name) for s in samples]).astype(dtype)
+    arrays["prompt_lengths"] = np.array([len(s.prompt_ids) for s in samples])
+    arrays["response_lengths"] = np.array([len(s.response_ids) for s in samples])
+    np.savez(folder / "samples.npz", **arrays)
+    lines = []
+    for sample in samples:
+        row = {name: getattr(sample, name) for name in JSON_FIELDS}
+        lines.append(json.dumps(row) + "\n")
+    (folder / "samples.jsonl").write_text("".join(lines))
+
+
+def read_samples(folder: Path) -> list[Sample]:
+    """The samples that `write_samples` wrote, equal bit for bit."""
+    lines = (folder / "samples.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    with np.load(folder / "samples.npz", allow_pickle=False) as arrays:
+        prompt_ends = np.cumsum(arrays["prompt_lengths"])
+        response_ends = np.cumsum(arrays["response_lengths"])
+        for name in ARRAY_TYPES:
+            ends = prompt_ends if name == "prompt_ids" else response_ends
+            parts = np.split(arrays[name], ends[:-1])
+            for row, part in zip(rows, parts, strict=True):
+                row[name] = part
+    for row in rows:
+        row["prompt_id"] = tuple(row["prompt_id"])
+    return [Sample(**row) for row in rows]
+
+
+def write_batch(batch: Batch, folder: Path) -> None:
+    """Write what an update takes: the samples, and in `batch.npz` the columns (one number per
+    response token) and the stamp (step, incarnation, version, age limit)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_samples(batch.samples, folder)
+    columns = {}
+    for name in TRAINER_FIELDS:
+        values = getattr(batch, name)
+        if values is not None:
+            columns[name] = np.concatenate(values)
+    stamp = (batch.step, *batch.expected_stamp, batch.max_version_lag)
+    np.savez(folder / "batch.npz", stamp=stamp, **columns)
+
+
+def read_batch(folder: Path) -> Batch:
+    """What `write_batch` wrote, equal bit for bit.
+
+    Raises:
+        ConfigError: there is no batch, or its files are broken.
+    """
+    fix = "name a folder as OUTPUT_DIR/skipped/step_000012"
+    # Broken bytes raise errors of any kind.
+    with as_config_error(f"--replay {folder}: no batch", fix):
+        samples = read_samples(folder)
+        arrays = dict(np.load(folder / "batch.npz", allow_pickle=False))
+        step, *expected, older = arrays.pop("stamp").tolist()
+        ends = np.cumsum([len(s.response_ids) for s in samples])
+        columns = {name: np.split(array, ends[:-1]) for name, array in arrays.items()}
+        return Batch(step, samples, tuple(expected), older, **columns)

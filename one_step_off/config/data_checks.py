@@ -1,0 +1,160 @@
+"""Checks of data, rewards and agent loops by name, and of where the run writes."""
+
+import os
+import re
+from pathlib import Path
+
+from one_step_off.config import packages
+from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.schema import Config, RewardConfig
+from one_step_off.config.text import did_you_mean, format_value
+from one_step_off.config.user_code import is_user_spec
+
+FILE_ENDINGS = (".jsonl", ".json", ".parquet")
+# The names that other packages register. They are repeated here because importing their owners takes
+# long; a test keeps them equal.
+GENERATORS = ("word_problems", "addition", "products", "puzzles")
+BUILT_IN_REWARDS = ("gsm8k", "math")
+BUILT_IN_LOOPS = ("single_turn", "tool", "retry_with_feedback", "environment")
+BUILT_IN_TOOLS = ("calculator", "python")
+USER_FUNCTION_FORM = "module:function, of a module in this folder or in PYTHONPATH"
+USER_CLASS_FORM = "module:Class, of a module in this folder or in PYTHONPATH"
+
+
+def check_data(cfg: Config) -> None:
+    """Check the data sources, and the reward functions that score them. Raises ConfigError."""
+    for name, files in cfg.data.val_sets.items():
+        is_name = name != "val" and re.fullmatch(r"[A-Za-z0-9_.-]+", name)
+        if not is_name or not files.strip(" ,"):
+            raise ConfigError(
+                f"data.val_sets.{format_value(name)}={format_value(files)}: "
+                "must have a name of letters, digits, _.- (not val), and files"
+            )
+    files_by_key = {"train_files": cfg.data.train_files, "val_files": cfg.data.val_files}
+    for name, files in cfg.data.val_sets.items():
+        files_by_key[f"val_sets.{name}"] = files
+    for key, files in files_by_key.items():
+        for source in files.split(","):
+            _check_source(f"data.{key}", source.strip())
+    _check_rewards(cfg)
+
+
+def _check_source(key: str, source: str) -> None:
+    """Check one file, generator or hub id; empty: nothing."""
+    if not source:
+        return
+    location = f"{key}={format_value(source)}"
+    if source.startswith("generator:"):
+        if source.removeprefix("generator:") not in GENERATORS:
+            raise ConfigError(
+                f"{location}: no such generator; use generator:{' or generator:'.join(GENERATORS)}"
+            )
+    elif source.endswith(FILE_ENDINGS):
+        if not os.path.isfile(source):
+            raise ConfigError(
+                f"{location}: no such file (working directory {os.getcwd()}); check the path"
+            )
+    else:
+        exists = os.path.exists(source)
+        may_be_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source)
+        if exists or not may_be_hub_id:
+            missing = "" if exists else "no such file or folder; "
+            raise ConfigError(
+                f"{location}: {missing}must be a {', '.join(FILE_ENDINGS)} file, generator:NAME or a hub id"
+            )
+
+
+def _check_rewards(cfg: Config) -> None:
+    wanted = f"must be gsm8k, math, or your own as {USER_FUNCTION_FORM}"
+    if not _is_reward(cfg.reward.function):
+        raise key_error(cfg, "reward.function", wanted)
+    for source, name in cfg.reward.functions.items():
+        if not _is_reward(name):
+            raise ConfigError(
+                f"reward.functions.{format_value(source)}={format_value(name)}: {wanted}"
+            )
+    if cfg.reward.functions and cfg.reward.function != RewardConfig.function:
+        raise key_error(
+            cfg,
+            "reward.function",
+            "reward.functions names the function of every data_source; put it there, or remove one of the two",
+        )
+
+
+def _is_reward(name: str) -> bool:
+    return name in BUILT_IN_REWARDS or is_user_spec(name)
+
+
+def check_agent(cfg: Config) -> None:
+    """Check the names of agent loops and tools. Raises ConfigError."""
+    _check_loop("agent.loop", cfg.agent.loop)
+    for name in cfg.agent.loop_kwargs:
+        _check_loop("agent.loop_kwargs", name)
+    for tool in cfg.agent.tools.split(","):
+        _check_tool(tool.strip())
+    for name, settings in cfg.agent.loop_kwargs.items():
+        if not isinstance(settings, dict):
+            raise ConfigError(
+                f"agent.loop_kwargs.{name}={format_value(settings)}: "
+                "must be a mapping of this loop's settings, as {format: llama}"
+            )
+
+
+def _check_loop(key: str, spec: str) -> None:
+    if spec in BUILT_IN_LOOPS or is_user_spec(spec):
+        return
+    otherwise = f"use {', '.join(BUILT_IN_LOOPS)}, or your own as {USER_CLASS_FORM}"
+    fix = did_you_mean(spec, BUILT_IN_LOOPS, otherwise)
+    raise ConfigError(f"{key}={format_value(spec)}: no such name; {fix}")
+
+
+def _check_tool(spec: str) -> None:
+    if not spec or spec in BUILT_IN_TOOLS or spec.startswith("mcp:http") or is_user_spec(spec):
+        return
+    otherwise = f"use {', '.join(BUILT_IN_TOOLS)}, or your own as {USER_FUNCTION_FORM}"
+    fix = did_you_mean(spec, BUILT_IN_TOOLS, otherwise)
+    raise ConfigError(f"agent.tools={format_value(spec)}: no such name; {fix}")
+
+
+def check_output(cfg: Config) -> None:
+    """Check where the run writes, what it resumes from, and the packages of its loggers."""
+    output_dir = cfg.trainer.output_dir
+    if not output_dir.strip():
+        raise key_error(cfg, "trainer.output_dir", "not set; name a folder, as outputs/run")
+    parent = _nearest_existing_folder(output_dir)
+    is_writable = os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)
+    if not is_writable or "\0" in output_dir:
+        raise key_error(
+            cfg,
+            "trainer.output_dir",
+            f"{parent} is not a folder that can be written to; name another",
+        )
+    _check_resume(cfg)
+    for name in ("tensorboard", "wandb"):
+        if getattr(cfg.logging, name) and not packages.is_installed(name):
+            raise key_error(
+                cfg,
+                f"logging.{name}",
+                f"the package {name} is missing; pip install {name}, or set it to false",
+            )
+    if cfg.logging.wandb and not cfg.logging.wandb_project.strip():
+        raise key_error(cfg, "logging.wandb_project", "empty; name a project")
+
+
+def _nearest_existing_folder(path: str) -> Path:
+    """The path itself if it exists, or its nearest parent that does."""
+    absolute = Path(os.path.abspath(path))
+    for folder in (absolute, *absolute.parents):
+        if os.path.lexists(folder):
+            return folder
+    return Path("/")
+
+
+def _check_resume(cfg: Config) -> None:
+    resume = cfg.trainer.resume
+    if resume in ("auto", "never") or os.path.isfile(os.path.join(resume, "state.json")):
+        return
+    fix = did_you_mean(
+        resume, ("auto", "never"), "use auto, never, or OUTPUT_DIR/checkpoints/step_000050"
+    )
+    raise key_error(cfg, "trainer.resume", f"no checkpoint there (state.json is missing); {fix}")

@@ -1,0 +1,61 @@
+"""Errors in the user's input: `ConfigError`, and how other exceptions become one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+from one_step_off.config.text import format_value
+
+
+class ConfigError(Exception):
+    """Bad input from the user. Its message is one line: the key or file, the value, and how to fix it.
+
+    The program ends with exit code 2.
+    """
+
+
+@contextmanager
+def as_config_error(subject: str, fix: str, error_types: Any = Exception) -> Iterator[None]:
+    """Turn exceptions of the block into a ConfigError: "SUBJECT: TYPE: FIRST LINE; FIX".
+
+    Args:
+        subject: the key or file, with its value.
+        fix: what the user can do.
+        error_types: the exception class, or a tuple of classes, to convert.
+    """
+    try:
+        yield
+    except error_types as error:
+        cause = error
+        while isinstance(cause, BaseExceptionGroup):  # of tasks: the first one is enough
+            cause = cause.exceptions[0]
+        message = f"{subject}: {type(cause).__name__}: {first_line(cause)}; {fix}"
+        raise ConfigError(message) from cause
+
+
+@contextmanager
+def located_config_error(location: str) -> Iterator[None]:
+    """Put a location, such as "file.yaml:3: ", in front of the message of a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{location}{error}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, and the second where the first only announces it."""
+    lines = str(error).strip().splitlines()
+    if not lines:
+        return type(error).__name__
+    count = 2 if lines[0].endswith(":") else 1
+    return " ".join(line.strip() for line in lines[:count])
+
+
+def key_error(cfg: Any, keys: str, problem: str) -> ConfigError:
+    """The error for config keys, with their values: "actor.lr=3: PROBLEM".
+
+    `keys`: one dotted key, or several separated by blanks. `problem`: what is wrong, and how to fix it.
+    """
+    shown = [f"{key}={format_value(attrgetter(key)(cfg))}" for key in keys.split()]
+    return ConfigError(f"{' and '.join(shown)}: {problem}")

@@ -1,0 +1,42 @@
+"""The text of --help: how to call the program, and every config key."""
+
+import itertools
+
+from one_step_off.config.loading import KEYS
+from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
+
+_USAGE_LINE = "usage: python -m one_step_off.main_ppo config=FILE [section.key=value ...] [--dry-run] [--help] [--profile STEP] [--replay FOLDER]"
+
+USAGE = f"""{_USAGE_LINE}
+  check a config:    python -m one_step_off.main_ppo config=config/gsm8k_tiny_cpu.yaml --dry-run
+  list all keys:     python -m one_step_off.main_ppo --help"""
+
+_DESCRIPTION = """
+Trains a language model with one-step-off-policy PPO.
+
+  config=FILE          a YAML file, as config/gsm8k_tiny_cpu.yaml (trains on a CPU in minutes); "config=" may be
+                       omitted if the name ends in .yaml or .yml
+  section.key=value    sets one key, overriding the file; the value is YAML, as placement.pools.rollout=[2]
+  --dry-run            check everything, print the resolved config and the placement, and start nothing; missing
+                       hardware, such as GPUs, is only a warning
+  --profile STEP       write a torch profile of the updates of that step (counted from 0) to OUTPUT_DIR/profile
+  --replay FOLDER      repeat the update of the batch in FOLDER, as OUTPUT_DIR/skipped/step_000012, on the trainers
+                       alone, to show why it was skipped; the run folder is not changed
+  --help               print this text
+
+Exit codes: 0 success, 2 bad input (one line names it), 130 interrupted, 1 any other failure.
+
+Keys:"""
+
+
+def help_text() -> str:
+    """How to call the program, and every key with its type, default and help line."""
+    lines = [_USAGE_LINE, _DESCRIPTION]
+    for section, keys in itertools.groupby(KEYS.values(), lambda key: key.section):
+        lines.append(f"\n{section}: {getattr(Config(), section).__doc__}")
+        for key in keys:
+            default = format_value(key.default) or repr("")
+            lines.append(f"  {key.dotted}  ({key.type_text}, default {default})")
+            lines.append(f"      {key.metadata['help']}")
+    return "\n".join(lines) + "\n"

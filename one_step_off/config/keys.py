@@ -1,0 +1,48 @@
+"""How the schema declares one config key: its default, help text, choices and bounds."""
+
+from copy import deepcopy
+from dataclasses import Field, field, fields, make_dataclass
+from functools import partial
+from typing import Any, Optional
+
+
+def config_key(default: Any, help: str, *, choices: str = "", **metadata: Any) -> Any:
+    """A dataclass field for one config key.
+
+    Args:
+        default: its value where the config sets none.
+        help: one line for --help and the reference.
+        choices: the allowed values, separated by blanks; empty: any value of the type.
+        metadata: further facts, each optional.
+            low, high: inclusive bounds.
+            above: an exclusive lower bound.
+            also: one more allowed value outside the bounds.
+            path: True where the value names files, so that ~ means the home directory.
+            shared: True where other roles take the actor's value unless they set their own.
+    """
+    metadata = metadata | {"help": help, "choices": tuple(choices.split())}
+    if isinstance(default, (dict, list)):
+        return field(default_factory=lambda: deepcopy(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+path_key = partial(config_key, path=True)
+shared_key = partial(config_key, shared=True)
+
+
+def with_actor_defaults(base: type) -> Any:
+    """A subclass of `base` whose shared keys default to null, which means "the actor's value".
+
+    `role_settings` in roles.py fills them in.
+    """
+    optional_keys = []
+    for base_field in fields(base):
+        if "shared" in base_field.metadata:
+            optional_type = Optional[base_field.type]  # ty: ignore[invalid-type-form]  (made at run time)
+            optional_keys.append((base_field.name, optional_type, _null_field(base_field)))
+    return make_dataclass(f"{base.__name__}WithActorDefaults", optional_keys, bases=(base,))
+
+
+def _null_field(base_field: Field) -> Any:
+    help_text = f"{base_field.metadata['help']}; null: the actor's value"
+    return field(default=None, metadata=base_field.metadata | {"help": help_text})

@@ -1,0 +1,113 @@
+"""Where the processes of a config run: device, processes per node, cores of each process."""
+
+import os
+
+from one_step_off.config import hardware
+from one_step_off.config.hardware import CoresPerProcess
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
+
+MODEL_PARALLEL = ("tensor", "pipeline", "context", "expert")
+"""The dimensions of model parallelism, as in the keys `tensor_parallel_size` and so on."""
+
+
+def resolved_device(cfg: Config, num_gpus: int | None = None) -> str:
+    """The device of a run: "cuda" or "cpu".
+
+    `num_gpus`: GPUs of this machine; None: they are counted, if `placement.device` is auto.
+    """
+    if cfg.placement.device != "auto":
+        return cfg.placement.device
+    if num_gpus is None:
+        num_gpus = hardware.count_gpus()
+    return "cuda" if num_gpus > 0 else "cpu"
+
+
+def visible_gpu_count(cfg: Config) -> int:
+    """GPUs that this machine offers to a run; 0 for a run on CPU, for which they are not counted."""
+    if cfg.placement.device == "cpu":
+        return 0
+    return hardware.count_gpus()
+
+
+def processes_per_node(cfg: Config, pool: str) -> list[int]:
+    """The number of processes on each node of a pool.
+
+    One process per GPU; in the rollout pool one per `rollout.tensor_parallel_size` GPUs.
+    """
+    is_rollout = cfg.placement.roles["rollout"] == pool
+    gpus_per_process = cfg.rollout.tensor_parallel_size if is_rollout else 1
+    return [gpus // gpus_per_process for gpus in cfg.placement.pools[pool]]
+
+
+def process_cores(
+    cfg: Config, device: str, cores: list[int] | None = None
+) -> dict[str, CoresPerProcess]:
+    """Pool name -> the cores of each of its processes; empty lists where they are not pinned.
+
+    Rollout and trainers in separate pools share no core where there are at least two. The exception:
+    in a synchronous run (staleness 0) with more processes than cores, they share all of them.
+
+    Args:
+        device: "cpu" or "cuda"; processes on GPUs are not pinned.
+        cores: the cores to divide; None: those that this process may use.
+    """
+    counts = {pool: sum(processes_per_node(cfg, pool)) for pool in cfg.placement.pools}
+    plan: dict[str, CoresPerProcess] = {pool: [[]] * count for pool, count in counts.items()}
+    if device != "cpu" or not cfg.placement.pin_cores or not _runs_on_this_node_only(cfg):
+        return plan
+    if cores is None:
+        cores = sorted(os.sched_getaffinity(0))
+    rollout_pool = cfg.placement.roles["rollout"]
+    rollout_count = counts.pop(rollout_pool)
+    trainer_count = sum(counts.values())
+    crowded = rollout_count + trainer_count > len(cores)
+    colocated = trainer_count == 0
+    share_cores = colocated or (cfg.pipeline.staleness == 0 and crowded)
+    rollout_cores, trainer_cores = hardware.divide_cores(
+        rollout_count, trainer_count, cores, share_cores
+    )
+    plan[rollout_pool] = rollout_cores
+    for pool, count in counts.items():
+        plan[pool] = trainer_cores[:count]
+        trainer_cores = trainer_cores[count:]
+    return plan
+
+
+def _runs_on_this_node_only(cfg: Config) -> bool:
+    """Whether all processes run on this machine: the cores of other machines are not known here."""
+    if os.environ.get("RAY_ADDRESS"):
+        return False
+    return all(len(gpus_per_node) == 1 for gpus_per_node in cfg.placement.pools.values())
+
+
+def placement_text(cfg: Config, cores: list[int] | None = None) -> str:
+    """What runs where, for a valid config: one line per pool.
+
+    Example: "all [2] on cpu: rollout x 2, actor x 2; cores 0 1".
+    """
+    device = resolved_device(cfg)
+    lines = []
+    for pool, cores_per_process in process_cores(cfg, device, cores).items():
+        roles_of_pool = [role for role, name in cfg.placement.roles.items() if name == pool]
+        roles = [_role_text(cfg, role, len(cores_per_process)) for role in roles_of_pool]
+        line = f"{pool} {cfg.placement.pools[pool]} on {device}: {', '.join(roles)}"
+        if any(cores_per_process):
+            core_lists = [",".join(map(str, own_cores)) for own_cores in cores_per_process]
+            line += f"; cores {' '.join(core_lists)}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _role_text(cfg: Config, role: str, processes: int) -> str:
+    """A role with its processes and its model parallelism, as "actor x 4 (TP 2)"."""
+    settings = cfg.rollout if role == "rollout" else role_settings(cfg, role)
+    sizes = []
+    for dimension in MODEL_PARALLEL:
+        size = getattr(settings, f"{dimension}_parallel_size", 1)
+        if size > 1:
+            sizes.append(f"{dimension[0].upper()}P {size}")
+    text = f"{role} x {processes}"
+    if sizes:
+        text += f" ({' x '.join(sizes)})"
+    return text

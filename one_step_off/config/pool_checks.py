@@ -1,0 +1,258 @@
+"""Checks of pools, of the parallel layout of each role, of batch sizes, and of this machine's hardware."""
+
+import math
+import os
+import shutil
+from typing import Any
+
+from one_step_off.config import packages
+from one_step_off.config.errors import ConfigError, key_error
+from one_step_off.config.placement import MODEL_PARALLEL
+from one_step_off.config.roles import data_parallel_size, role_settings
+from one_step_off.config.schema import Config
+from one_step_off.config.text import format_value
+
+ROLES = ("rollout", "actor", "ref", "critic", "reward_model")
+MAX_PROCESSES_PER_NODE = 1024
+COMPILERS = ("g++", "clang++", "c++")
+
+# Settings that only the FSDP back end has, and the value that turns each off.
+_FSDP_ONLY = {
+    "fsdp_size": -1,
+    "torch_compile": False,
+    "param_offload": False,
+    "optimizer_offload": False,
+}
+
+
+def check_pools(cfg: Config) -> None:
+    """Check that every role has a pool and every pool a role, and which roles may share a pool."""
+    pools = cfg.placement.pools
+    for role, pool in cfg.placement.roles.items():
+        location = f"placement.roles.{format_value(role)}={format_value(pool)}"
+        if role not in ROLES:
+            raise ConfigError(f"{location}: unknown role; use {', '.join(ROLES)}")
+        if pool not in pools:
+            known = ", ".join(pools) or "none"
+            raise ConfigError(
+                f"{location}: no such pool; add it to placement.pools, which has {known}"
+            )
+    for role in ("rollout", "actor"):
+        if role not in cfg.placement.roles:
+            raise key_error(
+                cfg, "placement.roles", f"the role {role} has no pool; add {role}: POOL"
+            )
+    for pool, gpus_per_node in pools.items():
+        _check_pool(cfg, pool, gpus_per_node)
+    _check_roles_beside_rollout(cfg)
+
+
+def _check_pool(cfg: Config, pool: str, gpus_per_node: list[int]) -> None:
+    location = f"placement.pools.{format_value(pool)}={format_value(gpus_per_node)}"
+    in_range = all(1 <= count <= MAX_PROCESSES_PER_NODE for count in gpus_per_node)
+    if not gpus_per_node or not in_range:
+        raise ConfigError(
+            f"{location}: must list the processes (GPUs) of each node, each from 1 to 1024, as [4, 4]"
+        )
+    if pool not in cfg.placement.roles.values():
+        raise ConfigError(
+            f"{location}: no role uses this pool; remove it or name it in placement.roles"
+        )
+
+
+def _check_roles_beside_rollout(cfg: Config) -> None:
+    """Check what is needed for other roles to share the rollout pool."""
+    roles = cfg.placement.roles
+    rollout_pool = roles["rollout"]
+    guests = [role for role, pool in roles.items() if role != "rollout" and pool == rollout_pool]
+    if not guests:
+        return
+    sharing = f"{', '.join(guests)} and rollout share the pool {format_value(rollout_pool)}"
+    if cfg.pipeline.staleness:
+        raise key_error(
+            cfg,
+            "placement.roles",
+            f"{sharing}, but one step off needs both at once; "
+            "set pipeline.staleness=0 or give them separate pools",
+        )
+    if cfg.rollout.tensor_parallel_size > 1:
+        raise key_error(
+            cfg,
+            "placement.roles",
+            f"{sharing}, which works with rollout.tensor_parallel_size=1 only; "
+            "set that or give them separate pools",
+        )
+
+
+def check_layouts(cfg: Config, device: str) -> None:
+    """Check each trainer role: settings that its back end lacks, and sizes that do not make up its ranks."""
+    for role, pool in cfg.placement.roles.items():
+        if role == "rollout":
+            continue
+        settings = role_settings(cfg, role)
+        ranks = sum(cfg.placement.pools[pool])
+        sizes = {}
+        for dimension in MODEL_PARALLEL:
+            name = f"{dimension}_parallel_size"
+            sizes[name] = getattr(settings, name)
+        _check_stages(role, settings)
+        if settings.backend == "fsdp":
+            _check_fsdp_layout(cfg, role, settings, sizes, ranks, device)
+        else:
+            _check_megatron_packages(role, device)
+            _check_megatron_layout(role, sizes, ranks)
+            _check_megatron_settings(cfg, role, settings)
+
+
+def _check_stages(role: str, settings: Any) -> None:
+    if settings.sequence_parallel and settings.tensor_parallel_size == 1:
+        raise ConfigError(
+            f"{role}.sequence_parallel=true: nothing to split with tensor_parallel_size=1; set it to false"
+        )
+    virtual_stages = settings.virtual_pipeline_parallel_size
+    if virtual_stages and settings.pipeline_parallel_size == 1:
+        raise ConfigError(
+            f"{role}.virtual_pipeline_parallel_size={virtual_stages}: "
+            f"needs stages; raise {role}.pipeline_parallel_size"
+        )
+
+
+def _check_fsdp_layout(
+    cfg: Config, role: str, settings: Any, sizes: dict[str, int], ranks: int, device: str
+) -> None:
+    if ranks % settings.fsdp_size:
+        divisor = _largest_divisor(ranks, settings.fsdp_size)
+        raise key_error(
+            cfg,
+            f"{role}.fsdp_size",
+            f"does not divide the {ranks} ranks of the {role}; use {divisor}, or -1: all",
+        )
+    if settings.torch_compile and device == "cpu" and not any(map(shutil.which, COMPILERS)):
+        raise key_error(
+            cfg,
+            f"{role}.torch_compile",
+            "needs a C++ compiler on CPUs, as g++; install one or set it to false",
+        )
+    for name, size in sizes.items():
+        if size > 1:
+            raise ConfigError(
+                f"{role}.{name}={size}: only Megatron has it; set {role}.backend=megatron, or the size to 1"
+            )
+
+
+def _check_megatron_packages(role: str, device: str) -> None:
+    location = f"{role}.backend=megatron"
+    if not packages.is_installed("megatron.core"):
+        raise ConfigError(f"{location}: megatron-core is missing; run MEGATRON=1 shell/setup.sh")
+    if device == "cuda" and not packages.is_installed("transformer_engine"):
+        raise ConfigError(
+            f"{location}: transformer-engine, for GPUs, is missing; run EXTRA=gpu MEGATRON=1 shell/setup.sh"
+        )
+
+
+def _check_megatron_layout(role: str, sizes: dict[str, int], ranks: int) -> None:
+    expert_size = sizes["expert_parallel_size"]
+    ranks_per_model = math.prod(sizes.values()) // expert_size
+    if ranks % ranks_per_model:
+        shown = []
+        for name, size in sizes.items():
+            if size > 1 and name != "expert_parallel_size":
+                shown.append(f"{role}.{name}={size}")
+        raise ConfigError(
+            f"{', '.join(shown)}: would share {ranks_per_model} ranks, no divisor of its {ranks}; "
+            "change them or placement.pools"
+        )
+    ranks_per_stage = ranks // sizes["pipeline_parallel_size"]
+    if ranks_per_stage % expert_size:
+        raise ConfigError(
+            f"{role}.expert_parallel_size={expert_size}: "
+            f"does not divide the {ranks_per_stage} ranks of each stage; change it"
+        )
+
+
+def _check_megatron_settings(cfg: Config, role: str, settings: Any) -> None:
+    if cfg.model.attn_implementation != "auto":
+        raise key_error(
+            cfg,
+            "model.attn_implementation",
+            f"{role}.backend=megatron chooses its own; use auto",
+        )
+    for name, off in _FSDP_ONLY.items():
+        if getattr(settings, name, off) != off:
+            raise key_error(
+                cfg,
+                f"{role}.{name}",
+                f"only the fsdp back end has it; set it to {format_value(off)}",
+            )
+
+
+def check_batch(cfg: Config) -> None:
+    """Check batch sizes against mini-batches and ranks, and rollout GPUs against the tensor parallel size."""
+    for role in ("actor", "critic"):
+        if role in cfg.placement.roles:
+            _check_mini_batch(cfg, role)
+    width = cfg.rollout.tensor_parallel_size
+    pool = cfg.placement.roles["rollout"]
+    for node, gpus in enumerate(cfg.placement.pools[pool]):
+        if gpus % width:
+            raise key_error(
+                cfg,
+                "rollout.tensor_parallel_size",
+                f"does not divide placement.pools.{pool}, {gpus} GPUs on node {node}; "
+                f"use {_largest_divisor(gpus, width)}, or change the pool",
+            )
+
+
+def _check_mini_batch(cfg: Config, role: str) -> None:
+    settings = role_settings(cfg, role)
+    batch_size = cfg.data.train_batch_size
+    mini_batch_size = settings.ppo_mini_batch_size
+    location = f"{role}.ppo_mini_batch_size={mini_batch_size}"
+    if batch_size % mini_batch_size:
+        divisor = _largest_divisor(batch_size, mini_batch_size)
+        raise ConfigError(
+            f"{location}: does not divide data.train_batch_size={batch_size}; use {divisor}"
+        )
+    ranks = data_parallel_size(cfg, role)
+    n = cfg.rollout.n
+    if mini_batch_size * n < ranks:
+        raise ConfigError(
+            f"{location}: times rollout.n={n} is too few for {ranks} {role} ranks; "
+            f"use at least {math.ceil(ranks / n)}"
+        )
+    valid_betas = len(settings.betas) == 2 and all(0 <= beta < 1 for beta in settings.betas)
+    if not valid_betas:
+        raise key_error(
+            cfg,
+            f"{role}.betas",
+            "must be two numbers, each at least 0 and below 1, as [0.9, 0.999]",
+        )
+
+
+def _largest_divisor(whole: int, limit: int) -> int:
+    """The largest divisor of `whole` that is at most `limit`; 1 where `limit` is below 1."""
+    for divisor in range(min(whole, limit), 0, -1):
+        if whole % divisor == 0:
+            return divisor
+    return 1
+
+
+def check_hardware(cfg: Config, device: str, num_gpus: int) -> None:
+    """Check that this machine has the nodes and GPUs of the pools. Raises ConfigError."""
+    if os.environ.get("RAY_ADDRESS"):
+        return  # what the nodes of a cluster have is not known here; the placement groups check it
+    pools = cfg.placement.pools
+    fix = "smaller pools, or set RAY_ADDRESS to a cluster"
+    for name, gpus_per_node in pools.items():
+        if len(gpus_per_node) > 1:
+            raise ConfigError(
+                f"placement.pools.{format_value(name)}={format_value(gpus_per_node)}: "
+                f"{len(gpus_per_node)} nodes, but this machine is one; use [{sum(gpus_per_node)}], {fix}"
+            )
+    wanted = sum(map(sum, pools.values()))
+    if device == "cuda" and wanted > num_gpus:
+        raise key_error(
+            cfg,
+            "placement.pools",
+            f"{wanted} GPUs, but this machine has {num_gpus}; use placement.device=cpu, {fix}",
+        )

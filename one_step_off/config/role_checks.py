@@ -1,0 +1,174 @@
+"""Checks of the run as a whole, of what each role needs, and of partial rollouts."""
+
+import math
+import re
+
+from one_step_off.config.errors import key_error
+from one_step_off.config.model_checks import check_model_path
+from one_step_off.config.schema import Config
+
+
+def check_run(cfg: Config) -> None:
+    """Check that the run has a model, data and a length, and that its evaluation can be done."""
+    if not cfg.model.path.strip():
+        raise key_error(
+            cfg,
+            "model.path",
+            "not set; give a directory, a hub id, or tiny:qwen2 (and config=FILE?)",
+        )
+    if not cfg.data.train_files.strip(" ,"):
+        raise key_error(
+            cfg,
+            "data.train_files",
+            "not set; give files, a hub id, or generator:word_problems",
+        )
+    evaluates = cfg.trainer.test_freq > 0 or cfg.trainer.val_only
+    has_held_out_data = cfg.data.val_files.strip() or cfg.data.val_sets
+    if evaluates and not has_held_out_data:
+        raise key_error(
+            cfg, "trainer.test_freq trainer.val_only", "there is no data; set data.val_files"
+        )
+    heartbeat_s = cfg.rollout.heartbeat_s
+    if cfg.rollout.heartbeat_timeout_s <= heartbeat_s:
+        raise key_error(
+            cfg,
+            "rollout.heartbeat_timeout_s",
+            f"must be above rollout.heartbeat_s={heartbeat_s:g}",
+        )
+    if cfg.rollout.val_n > 1 and cfg.rollout.val_temperature == 0:
+        raise key_error(
+            cfg,
+            "rollout.val_n",
+            "greedy samples are all identical; set rollout.val_temperature above 0",
+        )
+    _check_keep_best(cfg)
+    if (cfg.trainer.total_steps is None) == (cfg.trainer.total_epochs is None):
+        raise key_error(
+            cfg, "trainer.total_steps trainer.total_epochs", "one must be set, the other null"
+        )
+
+
+def _check_keep_best(cfg: Config) -> None:
+    keep_best = cfg.trainer.keep_best
+    if not keep_best:
+        return
+    set_names = "|".join(map(re.escape, cfg.data.val_sets))
+    is_score = re.fullmatch(rf"val/(({set_names})/)?(reward|(avg|pass)@\d+)", keep_best)
+    if cfg.trainer.test_freq < 1 or not is_score:
+        fix = "set that above 0, and this to val/reward, val/pass@K or val/SET/reward of a set in data.val_sets"
+        raise key_error(
+            cfg,
+            "trainer.keep_best",
+            f"no score of trainer.test_freq={cfg.trainer.test_freq}; {fix}",
+        )
+
+
+def check_roles(cfg: Config, device: str) -> None:
+    """Check what a role needs, and what needs a role."""
+    roles = cfg.placement.roles
+    if device == "cpu":
+        _check_no_offload(cfg)
+    if ("ref" in roles) != (cfg.algorithm.kl_coef > 0):
+        raise key_error(
+            cfg,
+            "algorithm.kl_coef",
+            "needs a reference policy; set placement.roles.ref=actor and kl_coef above 0, or neither",
+        )
+    _check_critic_warmup(cfg)
+    _check_reward_model(cfg)
+    for role in ("critic", "ref", "reward_model"):
+        path = getattr(cfg, role).path
+        if role in roles and path:
+            check_model_path(f"{role}.path", path)
+
+
+def _check_no_offload(cfg: Config) -> None:
+    for role in cfg.placement.roles:
+        for name in ("param_offload", "optimizer_offload"):
+            if getattr(getattr(cfg, role), name, False):
+                raise key_error(
+                    cfg,
+                    f"{role}.{name}",
+                    "moves data off GPUs, and this run is on CPU; set it to false",
+                )
+
+
+def _check_critic_warmup(cfg: Config) -> None:
+    warmup = cfg.trainer.critic_warmup
+    total_steps = cfg.trainer.total_steps
+    if warmup and "critic" not in cfg.placement.roles:
+        raise key_error(
+            cfg, "trainer.critic_warmup", "needs the role critic; set placement.roles.critic"
+        )
+    if warmup >= (total_steps or math.inf):
+        raise key_error(
+            cfg,
+            "trainer.critic_warmup",
+            f"leaves the actor none of trainer.total_steps={total_steps}; make it smaller",
+        )
+
+
+def _check_reward_model(cfg: Config) -> None:
+    reward_model = cfg.reward_model
+    if ("reward_model" in cfg.placement.roles) != bool(reward_model.path):
+        raise key_error(
+            cfg,
+            "reward_model.path",
+            "goes with placement.roles.reward_model; set both or neither",
+        )
+    if reward_model.path and reward_model.url:
+        raise key_error(
+            cfg, "reward_model.url", "reward_model.path is set too; set only one of them"
+        )
+    # A config that a run wrote holds *** where its URL had a secret.
+    is_url = re.fullmatch(r"https?://[^\s/*]+[^*]*", reward_model.url)
+    if reward_model.url and not is_url:
+        raise key_error(
+            cfg,
+            "reward_model.url",
+            "must be http://HOST:PORT/PATH or https://..., with its secret where that was masked",
+        )
+    has_model = reward_model.path or reward_model.url
+    if cfg.reward.weight != 1 and not has_model:
+        raise key_error(
+            cfg,
+            "reward.weight",
+            "there is no reward model to weigh against; set it to 1, or set reward_model.path or reward_model.url",
+        )
+    if cfg.algorithm.max_gen_batches > 1 and has_model:
+        raise key_error(
+            cfg,
+            "algorithm.max_gen_batches",
+            "selects groups before a reward model has scored them; set it to 1",
+        )
+
+
+def check_partial_rollout(cfg: Config) -> None:
+    """Check partial rollouts against the pipeline and the sampling."""
+    partial = cfg.pipeline.partial_rollout
+    oversample = cfg.rollout.oversample
+    max_delay = cfg.pipeline.max_carry
+    if partial and cfg.pipeline.staleness == 0:
+        raise key_error(
+            cfg,
+            "pipeline.partial_rollout",
+            "needs pipeline.staleness=1; set that, or this to false",
+        )
+    if partial and cfg.algorithm.max_gen_batches > 1:
+        raise key_error(
+            cfg,
+            "algorithm.max_gen_batches",
+            "partial_rollout makes no whole batches; set it to 1",
+        )
+    if oversample > 1 and not partial:
+        raise key_error(
+            cfg,
+            "rollout.oversample",
+            "needs pipeline.partial_rollout=true; set that, or this to 1",
+        )
+    if oversample > 1 + max_delay:
+        raise key_error(
+            cfg,
+            "rollout.oversample",
+            f"more than pipeline.max_carry={max_delay} allows; use {1 + max_delay} at most",
+        )

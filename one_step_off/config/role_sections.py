@@ -1,0 +1,128 @@
+"""The config sections of the roles that a training back end runs: actor, critic, ref, reward_model.
+
+Critic, reference and reward model take the actor's settings where they set none of their own.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from one_step_off.config.keys import config_key, path_key, shared_key, with_actor_defaults
+
+LOSS_AGGREGATIONS = "token-mean token-sum sequence-mean seq-mean-token-sum seq-sum-norm"
+
+
+@dataclass
+class BackendConfig:
+    """The training back end of a role, trained or frozen."""
+
+    backend: str = shared_key("fsdp", "training back end", choices="fsdp megatron")
+    micro_batch_tokens: int = shared_key(
+        16384, "tokens per forward pass and rank, padding included", low=1
+    )
+    tensor_parallel_size: int = shared_key(1, "megatron: tensor parallel size", low=1)
+    pipeline_parallel_size: int = shared_key(1, "megatron: pipeline stages", low=1)
+    virtual_pipeline_parallel_size: Optional[int] = config_key(
+        None, "megatron: virtual stages of each pipeline stage; null: one", low=2
+    )
+    context_parallel_size: int = shared_key(1, "megatron: context parallel size", low=1)
+    expert_parallel_size: int = shared_key(1, "megatron: expert parallel size", low=1)
+    sequence_parallel: bool = shared_key(
+        False, "megatron: split the norms over the tensor-parallel ranks too"
+    )
+    fsdp_size: int = config_key(
+        -1, "fsdp: ranks that share one copy of the model (HSDP); -1: all", low=1, also=-1
+    )
+    torch_compile: bool = config_key(
+        False,
+        "fsdp: compile each decoder layer with torch.compile, which makes the first steps slow",
+    )
+    param_offload: bool = config_key(
+        False, "GPUs: keep parameters in host memory while they are not used"
+    )
+
+
+@dataclass
+class TrainedConfig(BackendConfig):
+    """The training back end and optimizer of a role that is trained."""
+
+    lr: float = config_key(1.0e-6, "peak learning rate of AdamW", above=0.0)
+    betas: list[float] = config_key([0.9, 0.999], "AdamW's two betas")
+    eps: float = config_key(1.0e-8, "AdamW's epsilon", above=0.0)
+    weight_decay: float = config_key(0.01, "AdamW's weight decay", low=0.0)
+    grad_clip: float = config_key(1.0, "clip the global gradient norm at this value", above=0.0)
+    max_grad_norm_skip: Optional[float] = config_key(
+        None,
+        "skip the optimizer step if the gradient norm is above this; null: never skip",
+        above=0.0,
+    )
+    lr_schedule: str = config_key(
+        "constant", "learning rate after the warm-up", choices="constant cosine linear"
+    )
+    warmup_steps: int = config_key(0, "optimizer steps of linear warm-up", low=0)
+    min_lr_ratio: float = config_key(
+        0.0, "cosine and linear: the last learning rate, as a fraction of lr", low=0.0, high=1.0
+    )
+    ppo_mini_batch_size: int = shared_key(
+        64, "prompts per optimizer step; must divide data.train_batch_size", low=1
+    )
+    ppo_epochs: int = shared_key(1, "passes over each batch", low=1)
+    optimizer_offload: bool = config_key(
+        False, "GPUs: keep the optimizer state in host memory between updates"
+    )
+    activation_checkpointing: bool = config_key(False, "recompute activations in the backward pass")
+
+
+@dataclass
+class ActorConfig(TrainedConfig):
+    """Training of the policy."""
+
+    log_prob_chunk: int = config_key(
+        2048, "compute logits for this many tokens at a time, to save memory", low=1
+    )
+
+
+@dataclass
+class CriticConfig(with_actor_defaults(TrainedConfig)):
+    """The critic: the model with a scalar head instead of the language model head."""
+
+    path: str = path_key(
+        "",
+        "HF model directory or hub id (the head of a reward model is kept); empty: model.path",
+    )
+    lr: float = config_key(1.0e-5, "peak learning rate of AdamW", above=0.0)
+    loss_agg: str = config_key(
+        "token-mean",
+        "aggregation of the value loss, as algorithm.loss_agg",
+        choices=LOSS_AGGREGATIONS,
+    )
+    clip_range_value: float = config_key(
+        0.5, "value clipping: how far a value may move from the old one", above=0.0
+    )
+
+
+@dataclass
+class RefConfig(with_actor_defaults(BackendConfig)):
+    """The frozen reference policy."""
+
+    path: str = path_key("", "HF model directory or hub id; empty: model.path")
+
+
+@dataclass
+class RewardModelConfig(with_actor_defaults(BackendConfig)):
+    """A reward model: a sequence classifier with one output in its own pool, or a server."""
+
+    path: str = path_key("", "HF sequence-classification model (role reward_model)")
+    url: str = config_key(
+        "",
+        "a server instead of the role; it answers POST {prompts, responses, ground_truths} with {scores}",
+    )
+    weight: float = config_key(
+        1.0,
+        "weight of the model's score in the reward; reward.weight is that of the reward function",
+        low=-1e6,
+        high=1e6,
+    )
+    timeout_s: float = config_key(60.0, "time limit for one request to the server", above=0.0)
+    retries: int = config_key(3, "how often a failed request is repeated", low=0)
+    max_concurrency: int = config_key(8, "requests in flight at the same time", low=1)
+    request_size: int = config_key(32, "samples per request", low=1)

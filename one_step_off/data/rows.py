@@ -1,0 +1,350 @@
+"""Rows of data: read from files, the hub or a generator, parsed and checked.
+
+Nothing is dropped silently: `DataReport` counts and lists every row that was left out. A new data format
+is one more parser beside `_parse_question` and `_parse_messages`.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from one_step_off.config.data_checks import FILE_ENDINGS
+from one_step_off.config.errors import ConfigError, first_line
+from one_step_off.config.schema import DataConfig
+from one_step_off.data.plain_numbers import plain_number
+from one_step_off.data.samples import Prompt
+from one_step_off.data.word_problems import GENERATORS, default_test_size
+
+# The hub configuration that is used where the user names none.
+HUB_CONFIGS = {"openai/gsm8k": "main", "gsm8k": "main"}
+MAX_LISTED_ROWS = 5
+_UTF8_BOM = b"\xef\xbb\xbf"
+_NO_IDS = np.zeros(0, np.int32)
+
+
+class BadRow(Exception):
+    """Why one row cannot be used."""
+
+
+@dataclass(frozen=True)
+class Row(Prompt):
+    """One usable row: a prompt that is not yet tokenized.
+
+    The row number in its `id` counts all rows of all files as they were written, bad rows included,
+    from 0. `messages` is the chat, or the one question of the gsm8k format with `data.instruction`.
+    `chat`: the row was written as chat messages.
+    """
+
+    chat: bool = False
+
+
+@dataclass
+class DataReport:
+    """What became of the rows of one data set.
+
+    Attributes:
+        name: of the set, for messages.
+        rows: how many were read.
+        bad: (location, reason) of each malformed row.
+        overlong: (location, tokens) of each row that is too long.
+        notes: further lines for the user.
+    """
+
+    name: str
+    rows: int = 0
+    bad: list[tuple[str, str]] = field(default_factory=list)
+    overlong: list[tuple[str, int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def skip(self, location: str, reason: str, cfg: DataConfig) -> None:
+        """Note a bad row. Raises ConfigError: `data.bad_rows` is "fail"."""
+        if cfg.bad_rows == "fail":
+            raise ConfigError(
+                f"data row {location}: {reason}; fix the row, or set data.bad_rows=skip"
+            )
+        self.bad.append((location, reason))
+
+    def lines(self) -> list[str]:
+        """For the user: one line of counts, then one line for each listed row, then the notes."""
+        used = self.rows - len(self.bad) - len(self.overlong)
+        counts = [f"{self.name}: {self.rows} rows, {used} used"]
+        if self.bad:
+            counts.append(f"{len(self.bad)} malformed skipped")
+        if self.overlong:
+            counts.append(f"{len(self.overlong)} over data.max_prompt_length skipped")
+        overlong = [(location, f"{tokens} tokens") for location, tokens in self.overlong]
+        notes = [f"  {note}" for note in self.notes]
+        return [", ".join(counts), *_listed(self.bad), *_listed(overlong), *notes]
+
+
+def _listed(skipped: list[tuple[str, str]]) -> list[str]:
+    """A line for each of the first skipped rows, and one for the number of the others."""
+    lines = [f"  skipped {location}: {reason}" for location, reason in skipped[:MAX_LISTED_ROWS]]
+    if len(skipped) > MAX_LISTED_ROWS:
+        lines.append(f"  ... and {len(skipped) - MAX_LISTED_ROWS} more like these")
+    return lines
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def _read_file(path: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a .parquet or .jsonl file, or of a .json file with a list or JSON lines.
+
+    JSON is not read by the `datasets` library: it rejects a whole file for one bad line, and does not
+    say which.
+    """
+    import pyarrow.parquet as pq
+
+    if path.endswith(".parquet"):
+        yield from enumerate(pq.read_table(path).to_pylist(), 1)
+        return
+    with open(path, "rb") as file:
+        data = file.read().removeprefix(_UTF8_BOM)
+    if path.endswith(".json") and data.lstrip()[:1] == b"[":
+        yield from enumerate(json.loads(data.decode()), 1)
+        return
+    # Split bytes at newlines only: str.splitlines would also cut at U+2028 inside a string.
+    for number, line in enumerate(data.split(b"\n"), 1):
+        if line.strip():
+            yield number, _parse_json_line(line)
+
+
+def _parse_json_line(line: bytes) -> Any:
+    """The content of a line, or a BadRow."""
+    try:
+        return json.loads(line.decode())  # given bytes, json would also accept UTF-16
+    except (ValueError, RecursionError) as error:
+        return BadRow(f"not valid JSON: {error}")
+
+
+def _read_generator(name: str, split: str, cfg: DataConfig, seed: int) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a generator."""
+    if split == "train":
+        size = cfg.generator_size
+    else:
+        size = default_test_size(name) if cfg.val_size < 0 else cfg.val_size
+    return enumerate(GENERATORS[name](split, size, seed), 1)
+
+
+def _read_hub(source: str, split: str) -> Iterator[tuple[int, Any]]:
+    """Numbered rows of a hub data set, named as `owner/name[:config]`."""
+    import datasets  # takes a second to import, which files and generators need not wait for
+
+    name, _, config = source.partition(":")
+    rows = datasets.load_dataset(name, config or HUB_CONFIGS.get(name), split=split)
+    return enumerate(rows.to_list(), 1)
+
+
+def _read_source(source: str, split: str, cfg: DataConfig, seed: int) -> list[tuple[str, Any]]:
+    """All rows of one file, generator or hub set.
+
+    Returns:
+        (location, columns) of each row. In place of the columns there may be anything that stands
+        there, or a BadRow where it cannot be read.
+
+    Raises:
+        ConfigError: the source cannot be read, or has no rows.
+    """
+    location = f"{source}[{split}]"
+    kind, _, generator = source.partition(":")
+    try:
+        if source.endswith(FILE_ENDINGS):
+            location = source
+            fix = "check the path, or fix the file"
+            rows = list(_read_file(source))
+        elif kind == "generator":
+            key = "generator_size" if split == "train" else "val_size"
+            fix = f"change data.{key}={getattr(cfg, key)}"
+            rows = list(_read_generator(generator, split, cfg, seed))
+        else:
+            fix = "check the id and the network, run `hf auth login` for gated data, or give a local .jsonl file"
+            rows = list(_read_hub(source, split))
+    except Exception as error:  # many libraries may raise here
+        raise ConfigError(
+            f"data source {location}: cannot be read: {type(error).__name__}: {first_line(error)}; {fix}"
+        ) from error
+    if not rows:
+        raise ConfigError(f"data source {location}: holds no rows; give another")
+    return [(f"{location}:{number}", columns) for number, columns in rows]
+
+
+# --- parsing ----------------------------------------------------------------------------------------
+
+
+def final_number(answer: str) -> str:
+    """The number after the last `####` of a GSM8K answer, without commas and `$`: "1,234" -> "1234".
+
+    Raises BadRow: there is no such marker, or no number after it.
+    """
+    _, marker, rest = answer.rpartition("####")
+    if not marker:
+        raise BadRow("the answer has no '#### NUMBER'")
+    number = rest.strip().replace("$", "").removesuffix(".")
+    if plain_number(number) is None:
+        raise BadRow(f"after '####' stands {rest.strip()[:40]!r}, not a number")
+    return number.replace(",", "")
+
+
+def _text_column(columns: dict[str, Any], name: str) -> str:
+    value = columns.get(name)
+    if not isinstance(value, str) or not value.strip():
+        raise BadRow(f"column {name!r} holds {value!r:.40}, not a text")
+    return value
+
+
+def _parse_question(columns: dict[str, Any], instruction: str) -> dict[str, Any]:
+    """The gsm8k format: columns question and answer."""
+    content = _text_column(columns, "question") + instruction
+    return {
+        "messages": [{"role": "user", "content": content}],
+        "ground_truth": final_number(_text_column(columns, "answer")),
+    }
+
+
+def _parse_messages(columns: dict[str, Any]) -> dict[str, Any]:
+    """The format of verl: columns prompt (chat messages) and reward_model (with ground_truth)."""
+    prompt = columns.get("prompt")
+    if not isinstance(prompt, list) or not prompt:
+        raise BadRow(f"column 'prompt' holds {prompt!r:.40}, not a list of chat messages")
+    for i, message in enumerate(prompt):
+        if not _is_message(message):
+            raise BadRow(
+                f"message {i} of 'prompt' is not an object with the texts 'role' and 'content'"
+            )
+    if not any(message["content"].strip() for message in prompt):
+        raise BadRow("all messages of 'prompt' are empty")
+    reward_model = columns.get("reward_model")
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    if not _is_truth(truth):
+        raise BadRow("column 'reward_model' has no 'ground_truth' that is text or a number")
+    messages = [{"role": m["role"], "content": m["content"]} for m in prompt]
+    return {"messages": messages, "ground_truth": str(truth), "chat": True}
+
+
+def _is_message(message: Any) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
+
+
+def _is_truth(truth: Any) -> bool:
+    if isinstance(truth, bool) or not isinstance(truth, (str, int, float)):
+        return False
+    return bool(str(truth).strip())
+
+
+def _extra_columns(columns: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """The columns that a Row has no field for, and the entries of `extra_info`, which take precedence."""
+    known = ["data_source", "agent_loop"]
+    if is_chat:
+        known += ["prompt", "reward_model"]
+    extra_info = columns.get("extra_info")
+    if isinstance(extra_info, dict) or extra_info is None:
+        known.append("extra_info")
+    extra = {name: value for name, value in columns.items() if name not in known}
+    if isinstance(extra_info, dict):
+        extra |= extra_info
+    return extra
+
+
+def _check_unicode(fields: dict[str, Any]) -> None:
+    """Raises BadRow: JSON may hold lone surrogates, and one would stop the tokenization of all rows."""
+    texts = [fields["ground_truth"]]
+    for message in fields["messages"]:
+        texts += [message["role"], message["content"]]
+    try:
+        "".join(texts).encode()
+    except UnicodeEncodeError:
+        raise BadRow("its text is not valid Unicode") from None
+
+
+def _parse_row(columns: Any, instruction: str) -> dict[str, Any]:
+    """The fields of a Row that its columns hold. Raises BadRow."""
+    if isinstance(columns, BadRow):
+        raise columns
+    if not isinstance(columns, dict):
+        raise BadRow(f"a JSON {type(columns).__name__}, not an object with columns")
+    # A set converted for RL may keep question and answer beside its messages, which say more.
+    if columns.keys() >= {"prompt", "reward_model"}:
+        fields = _parse_messages(columns)
+    elif columns.keys() >= {"question", "answer"}:
+        fields = _parse_question(columns, instruction)
+    else:
+        names = ", ".join(map(str, columns))
+        raise BadRow(
+            f"found the columns {names}, not question+answer or prompt+reward_model; rename the columns"
+        )
+    _check_unicode(fields)
+    loop = columns.get("agent_loop")
+    if not isinstance(loop, str | None):
+        raise BadRow(f"column 'agent_loop' holds {loop!r:.40}, not a text")
+    fields["agent_loop"] = (loop or "").strip()
+    fields["extra"] = _extra_columns(columns, fields.get("chat", False))
+    data_source = columns.get("data_source")
+    if isinstance(data_source, str) and data_source:
+        fields["data_source"] = data_source
+    return fields
+
+
+def load_rows(
+    spec: str, split: str, cfg: DataConfig, seed: int, report: DataReport, limit: int = -1
+) -> list[Row]:
+    """Read and check the rows of data sources.
+
+    Args:
+        spec: files, `generator:NAME` or hub ids (`owner/name[:config]`), comma-separated.
+        split: "train" or "test"; chooses among the rows of generators and hub sets.
+        seed: of generators.
+        report: receives the counts and the bad rows.
+        limit: only the first `limit` rows are read; -1: all.
+
+    Raises:
+        ConfigError: a source cannot be read, is empty or has only bad rows; or it has a bad row and
+            `data.bad_rows` is "fail".
+    """
+    sources = [source.strip() for source in spec.split(",") if source.strip()]
+    if not sources:
+        raise ConfigError(
+            f"data: {spec!r} names nothing; give a file, a hub id or generator:word_problems"
+        )
+    starts_with_blank = not cfg.instruction[:1].strip()
+    instruction = cfg.instruction if starts_with_blank else f" {cfg.instruction}"
+    rows: list[Row] = []
+    for source in sources:
+        raw_rows = _read_source(source, split, cfg, seed)
+        if limit >= 0:
+            raw_rows = raw_rows[: max(0, limit - report.rows)]
+        rows += _parse_source(source, raw_rows, instruction, cfg, report)
+    return rows
+
+
+def _parse_source(
+    source: str,
+    raw_rows: list[tuple[str, Any]],
+    instruction: str,
+    cfg: DataConfig,
+    report: DataReport,
+) -> list[Row]:
+    """The usable rows of one source. Raises ConfigError: there are bad rows and no good one."""
+    rows: list[Row] = []
+    first_bad = len(report.bad)
+    for location, columns in raw_rows:
+        index = report.rows
+        report.rows += 1
+        try:
+            fields = {"data_source": source, "where": location} | _parse_row(columns, instruction)
+        except BadRow as error:
+            report.skip(location, str(error), cfg)
+        else:
+            rows.append(Row((0, index), _NO_IDS, "", **fields))
+    bad = report.bad[first_bad:]
+    if bad and not rows:
+        location, reason = bad[0]
+        raise ConfigError(
+            f"data source {source}: all {len(bad)} rows are malformed; fix {location}: {reason}"
+        )
+    return rows

@@ -1,0 +1,102 @@
+"""The data of a run: its training stream, its held-out prompts, and the reports on both."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from one_step_off.config.schema import Config
+from one_step_off.data.evaluation import MAIN_SET, set_epoch
+from one_step_off.data.prompt_stream import PromptStream
+from one_step_off.data.rows import DataReport, load_rows
+from one_step_off.data.samples import Prompt, PromptId
+from one_step_off.data.tokenization import ToolsOfLoop, no_tools, tokenize_rows
+
+# Generated held-out problems do not depend on trainer.seed, so that runs with different seeds are
+# evaluated on the same problems.
+HELD_OUT_SEED = 0
+
+
+@dataclass
+class RunData:
+    """What a run trains on and is evaluated on.
+
+    Attributes:
+        stream: the training prompts.
+        val: the prompts of all held-out sets; None where there are none.
+        reports: one for the training data, then one for each held-out set.
+        val_names: the names of the held-out sets.
+    """
+
+    stream: PromptStream
+    val: list[Prompt] | None
+    reports: list[DataReport]
+    val_names: list[str]
+
+    def lines(self) -> list[str]:
+        """The reports, for the user."""
+        return [line for report in self.reports for line in report.lines()]
+
+    def find(self, id: PromptId) -> Prompt | None:
+        """The prompt of an id, of any epoch: the row of a prompt does not change between epochs."""
+        return self._prompts_by_id.get(id) or self._prompts_by_id.get(id[1])
+
+    @cached_property
+    def _prompts_by_id(self) -> dict[PromptId | int, Prompt]:
+        """Training prompts by row, held-out prompts by id."""
+        by_row: dict[PromptId | int, Prompt] = {p.id[1]: p for p in self.stream.prompts}
+        return by_row | {prompt.id: prompt for prompt in self.val or ()}
+
+
+def load_run_data(cfg: Config, tokenizer: Any, tools_of_loop: ToolsOfLoop = no_tools) -> RunData:
+    """Read, check and tokenize the training and held-out sets of a run.
+
+    Training prompts have ids (0, row), those of the first held-out set (-1, row), of the second
+    (-2, row), and so on.
+
+    Raises ConfigError: see `load_rows` and `tokenize_rows`.
+    """
+    report = DataReport("training data")
+    rows = load_rows(cfg.data.train_files, "train", cfg.data, cfg.trainer.seed, report)
+    prompts = tokenize_rows(rows, tokenizer, cfg.data, 0, report, tools_of_loop)
+    stream = PromptStream(
+        prompts,
+        cfg.data.train_batch_size,
+        cfg.data.shuffle,
+        cfg.trainer.seed,
+        cfg.trainer.total_steps or 0,
+        cfg.trainer.total_epochs or 0,
+    )
+    training_texts = {prompt.text for prompt in prompts}
+    held_out_sets = _held_out_sets(cfg)
+    reports = [report]
+    held_out_prompts: list[Prompt] = []
+    if cfg.data.val_size:
+        for index, (name, files) in enumerate(held_out_sets.items()):
+            set_report = DataReport(
+                "held-out data" if name == MAIN_SET else f"held-out data {name}"
+            )
+            reports.append(set_report)
+            rows = load_rows(files, "test", cfg.data, HELD_OUT_SEED, set_report, cfg.data.val_size)
+            set_prompts = tokenize_rows(
+                rows, tokenizer, cfg.data, set_epoch(index), set_report, tools_of_loop
+            )
+            _note_overlap(set_prompts, training_texts, set_report)
+            held_out_prompts += set_prompts
+    return RunData(stream, held_out_prompts or None, reports, list(held_out_sets))
+
+
+def _held_out_sets(cfg: Config) -> dict[str, str]:
+    """Name -> files of each held-out set; that of data.val_files comes first."""
+    sets = {}
+    if cfg.data.val_files.strip():
+        sets[MAIN_SET] = cfg.data.val_files
+    return sets | cfg.data.val_sets
+
+
+def _note_overlap(prompts: list[Prompt], training_texts: set[str], report: DataReport) -> None:
+    """Warn of held-out prompts that the training data holds too."""
+    shared = sum(prompt.text in training_texts for prompt in prompts)
+    if shared:
+        report.notes.append(
+            f"warning: {shared} of the {len(prompts)} held-out prompts are also in the training data"
+        )

@@ -1,0 +1,210 @@
+"""A Hugging Face model as a role needs it: read and checked, or empty; and the logits of its hidden
+states.
+
+The policy and its reference are causal language models. Critic and reward model are the same
+backbones with a scalar head, which transformers calls sequence classification with one label.
+
+Two mistakes are easy to make and silent, so they are checked when a model is read: a head that is
+not computed from the backbone's output, and a checkpoint whose layout differs from the model's.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import accelerate
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
+
+from one_step_off.config.errors import ConfigError, as_config_error
+from one_step_off.config.roles import role_model_path
+from one_step_off.config.schema import Config
+
+SCALAR_ROLES = ("critic", "reward_model")
+SCALAR_HEAD = "score"
+"""The attribute in which transformers keeps the head of a sequence classifier."""
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """The class that makes a role's model.
+
+    Attributes:
+        auto_class: one of transformers' Auto classes.
+        arguments: its arguments beyond those of every role.
+        description: what it makes, for messages.
+    """
+
+    auto_class: Any
+    arguments: dict[str, int]
+    description: str
+
+
+def model_class_of(role: str) -> ModelClass:
+    """The class of a role's model: a language model, or a classifier with one label."""
+    if role in SCALAR_ROLES:
+        auto_class = transformers.AutoModelForSequenceClassification
+        return ModelClass(auto_class, {"num_labels": 1}, "model with a scalar head")
+    return ModelClass(transformers.AutoModelForCausalLM, {}, "causal language model")
+
+
+def read_checkpoint(
+    cfg: Config, role: str, attention: str | None, dtype: torch.dtype, device: str
+) -> PreTrainedModel:
+    """Read a role's whole model and check it.
+
+    Args:
+        attention: transformers' name of the attention implementation; None: its default.
+        dtype: of the parameters.
+        device: "cpu", where everything is checked; or "meta", where only the headers of the weight
+            files are read, and checks that need the weights' values are left out.
+
+    Raises:
+        ConfigError: the model cannot be loaded, lacks weights, or is of an architecture that cannot
+            be trained here.
+    """
+    path = role_model_path(cfg, role)
+    key = "model.path" if path == cfg.model.path else f"{role}.path"
+    model_class = model_class_of(role)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": attention,
+        "trust_remote_code": cfg.model.trust_remote_code,
+        "device_map": None if device == "cpu" else device,
+        "ignore_mismatched_sizes": True,  # they are refused below
+    }
+    problem = f"{path!r} is not a {model_class.description} that can be loaded"
+    fix = "give a whole model, as save_pretrained writes it"
+    torch.manual_seed(cfg.trainer.seed)  # of a new scalar head
+    # An unknown architecture, a broken file, code that must be trusted: errors of many types.
+    with as_config_error(f"{key}: {problem}", fix):
+        model, loading_info = model_class.auto_class.from_pretrained(
+            path, output_loading_info=True, **options, **model_class.arguments
+        )
+    missing = _missing_weights(loading_info)
+    if role == "critic":  # its head may be new
+        missing.discard(f"{SCALAR_HEAD}.weight")
+    if missing:
+        example = min(missing)
+        raise ConfigError(
+            f"{key}: {path!r} lacks {len(missing)} weights in their shapes, as {example}; {fix}"
+        )
+    if role in SCALAR_ROLES:
+        _check_scalar_head(model, key, path)
+        return model
+    check_layout(model, path)
+    if device == "cpu":
+        check_head(model, path)
+    return model
+
+
+def _missing_weights(loading_info: dict[str, Any]) -> set[str]:
+    """Names of the parameters that the checkpoint lacks, or has in another shape."""
+    missing = {str(name) for name in loading_info["missing_keys"]}
+    mismatched = {str(name) for name in loading_info["mismatched_keys"]}
+    return missing | mismatched
+
+
+def _check_scalar_head(model: PreTrainedModel, key: str, path: str) -> None:
+    head = getattr(model, SCALAR_HEAD, None)
+    if not isinstance(head, nn.Linear):
+        name = type(model).__name__
+        raise ConfigError(
+            f"{key}: {path!r} ({name}) has no linear head {SCALAR_HEAD}; give another"
+        )
+
+
+def empty_model(
+    cfg: Config, role: str, attention: str | None, dtype: torch.dtype | None
+) -> PreTrainedModel:
+    """The model with parameters on the meta device and real buffers (rotary frequencies are not in
+    checkpoints)."""
+    model_class = model_class_of(role)
+    trust = cfg.model.trust_remote_code
+    hf_config = transformers.AutoConfig.from_pretrained(
+        role_model_path(cfg, role), trust_remote_code=trust, **model_class.arguments
+    )
+    with accelerate.init_empty_weights(include_buffers=False):
+        model = model_class.auto_class.from_config(
+            hf_config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust
+        )
+    # init_empty_weights makes a new Parameter at each registration, which unties tied ones.
+    model.tie_weights()
+    # A padding index would keep a gradient from its token where that token is no padding.
+    model.get_input_embeddings().padding_idx = None
+    return model
+
+
+class _BackboneOutput(BaseModelOutput):
+    """Stands for the output of the backbone: hidden states, and None for whatever else is asked."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def logits_of(model: PreTrainedModel, hidden: Tensor) -> Tensor:
+    """Logits [n, vocabulary] of the backbone's output `hidden` [n, H].
+
+    They are computed by the model's own forward with its backbone replaced: after the head Cohere
+    and Granite scale, Falcon-H1 multiplies and Gemma caps softly, and no architecture need be known
+    here.
+    """
+    output = _BackboneOutput(last_hidden_state=hidden[None])
+    model.base_model.forward = lambda *args, **kwargs: output
+    try:
+        tokens = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+        return type(model).forward(model, input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        del model.base_model.forward
+
+
+@torch.no_grad()
+def check_head(model: PreTrainedModel, path: str) -> None:
+    """Refuse a model whose head `logits_of` cannot compute, such as one that asks a part of its
+    backbone (OPT).
+
+    Raises:
+        ConfigError: two different hidden states have the same logits, or computing them fails.
+    """
+    where = f"model.path: {path!r} ({type(model).__name__})"
+    size = model.config.get_text_config().hidden_size
+    problem = f"{where}: the logits of this architecture cannot be checked"
+    with as_config_error(problem, "give another model"):
+        rising = torch.full((4, size), 0.01, dtype=model.dtype).cumsum(-1)
+        falling = torch.full((4, size), -0.02, dtype=model.dtype).cumsum(-1)
+        rising_logits = logits_of(model, rising)
+        falling_logits = logits_of(model, falling)
+    if torch.equal(rising_logits, falling_logits):
+        raise ConfigError(
+            f"{where} makes its logits in a way this trainer does not know: "
+            "not from the output of its backbone; give another model"
+        )
+
+
+def check_layout(model: PreTrainedModel, path: str) -> None:
+    """Refuse a model whose checkpoint has another layout than its parameters (fused experts, say).
+    It could be trained, but its weights could not be streamed row by row under their checkpoint
+    names.
+
+    Raises:
+        ConfigError: names the first tensor that differs.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters = {
+        name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()
+    }
+    stored = revert_weight_conversion(model, dict(parameters))
+    differing = sorted(set(stored) ^ set(parameters))
+    if not differing:
+        differing = sorted(
+            name for name in parameters if stored[name].shape != parameters[name].shape
+        )
+    if differing:
+        where = f"model.path: {path!r} ({type(model).__name__})"
+        raise ConfigError(
+            f"{where} is stored in another layout than it is trained in (as {differing[0]}); "
+            "the fsdp back end cannot stream its weights; give another model"
+        )

@@ -1,0 +1,286 @@
+"""The attempts of a run: after a process failed, the next attempt resumes from the newest checkpoint.
+
+`run_with_restarts` is the entry. Each attempt has new processes and a number of its own, the incarnation: weight versions
+count trainer steps, so after a restart the same version may name other weights.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from one_step_off import checkpoint
+from one_step_off.cluster.resource_usage import watch_usage
+from one_step_off.config.errors import ConfigError
+from one_step_off.config.schema import Config
+from one_step_off.monitoring.loggers import open_loggers, start_remote_loggers
+from one_step_off.monitoring.tracker import Tracker
+from one_step_off.runtime.interrupts import LoopRunner, stop_on_interrupt
+from one_step_off.runtime.prepare import Prepared, ResumePoint, load_resume_point
+
+# `RunProcesses`, `Pipeline` and `Resumed` are imported where they are used: they bring torch, Ray and transformers, which
+# take seconds, and the first line of output shall not wait for them.
+
+
+class AttemptFailed(Exception):
+    """An attempt ended because a process died or hangs; `__cause__` is that failure."""
+
+
+@dataclass
+class RunState:
+    """What changes between the attempts of a run.
+
+    Attributes:
+        incarnation: the number of the attempt.
+        resume_point: the checkpoint with which it starts; None: the initial weights.
+        pipeline: the pipeline of the latest attempt; None before the first one has started training.
+    """
+
+    incarnation: int = 0
+    resume_point: ResumePoint | None = None
+    pipeline: Any = None
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether an attempt has come as far as training."""
+        return self.pipeline is not None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the run was asked to stop, so that it must not be restarted."""
+        return self.has_trained and self.pipeline.stopping
+
+
+def initial_state(prepared: Prepared) -> RunState:
+    """The state of the first attempt. One that resumes a checkpoint is the incarnation after the checkpoint's."""
+    resume_point = prepared.resume_point
+    if resume_point is None:
+        return RunState()
+    return RunState(resume_point.state.get("incarnation", 0) + 1, resume_point)
+
+
+class RestartBudget:
+    """How many attempts may still fail: `max_restarts` in a row without a step beyond all earlier ones."""
+
+    def __init__(self, max_restarts: int) -> None:
+        self.max_restarts = max_restarts
+        self.restarts_left = max_restarts
+        self.most_steps = -1
+
+    def allows_restart(self, finished_steps: int) -> bool:
+        """Count a failed attempt, after which the run has `finished_steps` steps. Whether another one may follow."""
+        if finished_steps > self.most_steps:
+            self.most_steps = finished_steps
+            self.restarts_left = self.max_restarts
+        self.restarts_left -= 1
+        return self.restarts_left >= 0
+
+
+def run_with_restarts(prepared: Prepared, tracker: Tracker) -> None:
+    """Train to the end, in as many attempts as it takes.
+
+    Raises:
+        Exception: an error that a restart cannot help against; or, with no restarts left, the last failure.
+    """
+    stream = prepared.data.stream
+    first_position = stream.state_dict()
+    state = initial_state(prepared)
+    budget = RestartBudget(prepared.cfg.trainer.max_restarts)
+    loop_runner = LoopRunner()
+    last_failure: BaseException | None = None
+    while True:
+        try:
+            loop_runner.run(run_attempt(prepared, state, tracker, loop_runner))
+            return
+        except ConfigError as error:
+            if last_failure is None:
+                raise
+            # As where a host has failed: the cluster is now too small for a pool.
+            last_failure.add_note(f"the run could not be restarted: {error}")
+            raise last_failure from last_failure.__cause__
+        except AttemptFailed as failed:
+            last_failure = failed.__cause__
+            may_restart = budget.allows_restart(len(tracker.steps))
+            if not may_restart or state.stop_requested:
+                raise last_failure from last_failure.__cause__
+            _prepare_restart(prepared, state, tracker, first_position)
+            source = state.resume_point.path if state.resume_point else "the beginning"
+            tracker.log(f"{failed}; resuming from {source} as incarnation {state.incarnation}")
+            tracker.close()
+            remote_loggers = start_remote_loggers(prepared.cfg, resumed=True)
+            open_files(prepared, state.resume_point, tracker, remote_loggers)
+
+
+def _prepare_restart(
+    prepared: Prepared, state: RunState, tracker: Tracker, first_position: dict[str, Any]
+) -> None:
+    """Set the state and the data position for the next attempt: the newest checkpoint, or the beginning of the run."""
+    cfg = prepared.cfg
+    cfg_with_auto = replace(cfg, trainer=replace(cfg.trainer, resume="auto"))
+    newest = checkpoint.find(cfg_with_auto, tracker.log)
+    if newest is not None:
+        state.resume_point = load_resume_point(newest)
+    if state.resume_point is not None:
+        prepared.data.stream.load_state_dict(state.resume_point.state["stream"])
+    else:
+        prepared.data.stream.load_state_dict(first_position)
+    state.incarnation += 1
+
+
+async def run_attempt(
+    prepared: Prepared, state: RunState, tracker: Tracker, loop_runner: LoopRunner
+) -> None:
+    """One attempt: start all processes, train to the end, and end the processes.
+
+    Raises:
+        AttemptFailed: a process failed, so another attempt may succeed. A process that does not even start the first
+            time is raised as it is: it would not start the second time.
+    """
+    from one_step_off.runtime.processes import RunProcesses
+
+    processes: RunProcesses | None = None
+    can_restart = state.has_trained
+    try:
+        with tracker.console.working("starting engines and trainers"):
+            processes = RunProcesses(prepared, state.incarnation)
+            log_pools(prepared.cfg, processes, tracker)
+            await processes.setup()
+        can_restart = True
+        await train_model(prepared, state, processes, tracker, loop_runner)
+    except Exception as error:
+        if processes and can_restart and await processes.is_process_failure(error):
+            raise AttemptFailed(str(error)) from error
+        raise
+    finally:
+        if processes:
+            await processes.end()
+
+
+def log_pools(cfg: Config, processes: Any, tracker: Tracker) -> None:
+    """Log which nodes the pools were created on."""
+    from one_step_off.cluster.placement import describe_pools
+
+    tracker.log("created " + describe_pools(cfg, processes.pools))
+
+
+async def train_model(
+    prepared: Prepared, state: RunState, processes: Any, tracker: Tracker, loop_runner: LoopRunner
+) -> None:
+    """Run the pipeline on processes that have started, and save the model."""
+    from one_step_off.ray_trainer import Pipeline, Stopped
+
+    cfg = prepared.cfg
+    console = tracker.console
+    resumed = await load_checkpoint(prepared, state.resume_point, processes, tracker)
+    checkpointer = checkpoint.Checkpointer(cfg, processes.save_state)
+    pipeline = Pipeline(
+        cfg,
+        processes.roles,
+        prepared.data.stream,
+        prepared.data.val,
+        tracker,
+        checkpointer,
+        resumed,
+        state.incarnation,
+    )
+    state.pipeline = pipeline
+    watched_groups = _watched_groups(processes)
+    async with watch_usage(watched_groups, prepared.device == "cuda", tracker.report_usage):
+        with contextlib.ExitStack() as stack:
+            if cfg.trainer.val_only:
+                stack.enter_context(console.working("evaluating"))
+            else:
+                stack.enter_context(console.training(tracker.total_steps, tracker.first_step))
+            interrupt = stack.enter_context(
+                stop_on_interrupt(loop_runner, pipeline, cfg.trainer.grace_s, tracker.log)
+            )
+            stack.enter_context(_stop_on_callback(pipeline, tracker))
+            try:
+                await pipeline.fit()
+            except Stopped as stopped:
+                if interrupt.requested or not tracker.callbacks.stop_requested:
+                    raise
+                tracker.log(f"stopped at {stopped}: {tracker.callbacks.stop_reason}")
+    if cfg.trainer.save_hf_model and not cfg.trainer.val_only:
+        with console.working("writing hf_model"):
+            folder = Path(cfg.trainer.output_dir).resolve() / "hf_model"
+            await processes.roles.actor.save_hf(str(folder))
+
+
+@contextlib.contextmanager
+def _stop_on_callback(pipeline: Any, tracker: Tracker) -> Iterator[None]:
+    """Let a callback that raises StopTraining stop the pipeline at the beginning of the next step."""
+
+    def stop_pipeline() -> None:
+        pipeline.stopping = True
+
+    tracker.callbacks.on_stop_request = stop_pipeline
+    try:
+        yield
+    finally:
+        tracker.callbacks.on_stop_request = None
+
+
+def _watched_groups(processes: Any) -> dict[str, list[Any]]:
+    """Group name -> its actors, for the metrics of memory and utilization, where the actor's group is "trainer"."""
+    groups = {}
+    for role, group in processes.groups.items():
+        name = "trainer" if role == "actor" else role
+        groups[name] = group.ranks
+    groups["rollout"] = processes.roles.rollout.replicas
+    return groups
+
+
+async def load_checkpoint(
+    prepared: Prepared, resume_point: ResumePoint | None, processes: Any, tracker: Tracker
+) -> Any:
+    """Load a checkpoint into the roles that learn. Returns what the pipeline resumes with, or None without one."""
+    from one_step_off.ray_trainer import Resumed
+
+    if resume_point is None:
+        return None
+    path = resume_point.path
+    state = resume_point.state
+    await processes.load_state(str(path.resolve()))
+    if not prepared.cfg.trainer.val_only:
+        total_steps = prepared.data.stream.total_steps
+        tracker.log(f"resuming from step {resume_point.step} of {total_steps}, from {path}")
+    samples = checkpoint.read_samples(path) if state["has_samples"] else None
+    unfinished_prompts = []
+    for saved_id in state["carried"]:
+        prompt_id = tuple(saved_id)
+        unfinished_prompts.append(replace(prepared.data.find(prompt_id), id=prompt_id))
+    return Resumed(
+        resume_point.step,
+        samples,
+        state["generate_s"],
+        state["kl_coef"],
+        state["incarnation"],
+        unfinished_prompts,
+    )
+
+
+def open_files(
+    prepared: Prepared,
+    resume_point: ResumePoint | None,
+    tracker: Tracker,
+    remote_loggers: dict[str, Any],
+) -> None:
+    """Open the loggers and begin the files of the run folder at the step of the resume point, or at step 0.
+
+    Args:
+        remote_loggers: see `loggers.start_remote_loggers`.
+    """
+    cfg = prepared.cfg
+    checkpoint.put_aside(cfg, resume_point.path if resume_point else None)
+    first_step = 0
+    evaluations: list[dict[str, float]] = []
+    unwritten: dict[str, float] = {}
+    # The folder of an evaluation alone is its own, and begins at step 0.
+    if resume_point is not None and not cfg.trainer.val_only:
+        first_step = resume_point.step
+        evaluations = resume_point.state["evaluations"]
+        unwritten = resume_point.state["unwritten"]
+    tracker.loggers = open_loggers(cfg, first_step, prepared.data.find, tracker.log, remote_loggers)
+    tracker.start(first_step, evaluations, unwritten)

@@ -1,0 +1,66 @@
+"""What the user reads after a run failed."""
+
+import errno
+import os
+import traceback
+from pathlib import Path
+
+from one_step_off.config.errors import ConfigError, first_line
+from one_step_off.config.schema import Config
+from one_step_off.config.text import mask_secrets
+from one_step_off.config.user_code import find_user_line
+
+# Errors of a full or read-only disk. One that comes from writing names no file.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+# Errors of opening a file, which the user can fix by another folder.
+FILE_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+
+def as_config_fault(cfg: Config, error: Exception) -> ConfigError | None:
+    """The ConfigError to raise for an error that another trainer.output_dir would help against; None for any other."""
+    output_dir = cfg.trainer.output_dir
+    if not isinstance(error, OSError) or not _is_output_fault(error, output_dir):
+        return None
+    path = error.filename or output_dir
+    return ConfigError(f"{path}: {error.strerror}; name another folder")
+
+
+def _is_output_fault(error: OSError, output_dir: str) -> bool:
+    """Whether an error is about the run folder, something in it, or a folder on the way to it."""
+    if not error.filename:
+        return error.errno in DISK_ERRORS
+    path = os.path.realpath(str(error.filename))
+    folder = os.path.realpath(output_dir)
+    is_inside_or_above = os.path.commonpath([path, folder]) in (path, folder)
+    return is_inside_or_above and error.errno in FILE_ERRORS
+
+
+def report_failure(cfg: Config, error: Exception) -> str:
+    """Write the whole traceback to `error.log` in the run folder.
+
+    Returns:
+        What to print: the error in one line, the user's own line that raised it, where the traceback is (the traceback
+        itself where the file cannot be written), and the error's notes. Without secrets.
+    """
+    lines = [f"error: the run ended by {type(error).__name__}: {first_line(error)}"]
+    whole_traceback = "".join(traceback.format_exception(error))
+    user_line = find_user_line(whole_traceback)
+    # A message that comes from another process may name the line already.
+    if user_line and user_line not in str(error):
+        lines.append(f"raised at {user_line}")
+    lines.append(_write_traceback(cfg, mask_secrets(whole_traceback)))
+    lines += getattr(error, "__notes__", [])
+    return mask_secrets("\n  ".join(lines))
+
+
+def _write_traceback(cfg: Config, text: str) -> str:
+    """Write `error.log`; returns a line that says where the traceback is."""
+    path = Path(cfg.trainer.output_dir) / "error.log"
+    try:
+        path.parent.mkdir(
+            parents=True, exist_ok=True
+        )  # missing if nothing was written before the failure
+        path.write_text(text)
+    except OSError as error:  # perhaps what ended the run: the disk is full
+        return f"no file could be written ({error.strerror}), so the traceback is printed here:\n{text}"
+    return f"traceback: {path}"

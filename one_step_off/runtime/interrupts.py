@@ -1,0 +1,185 @@
+"""Ctrl-C and SIGTERM: the first one stops the run with a checkpoint, the second one aborts it.
+
+    loop_runner = LoopRunner()
+    loop_runner.run(coroutine)              # asyncio.run, also where this thread already runs an event loop
+        with loop_runner.handle_signals(handler):   # inside the coroutine
+            ...
+
+A signal handler of the event loop only works in the main thread. In a notebook the main thread already runs an event
+loop, so the run gets one in a thread of its own, and the main thread forwards the signals to it.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+# How long the waiting thread sleeps at a time. A signal ends the sleep at once.
+JOIN_INTERVAL_S = 0.5
+
+
+def in_main_thread() -> bool:
+    """Whether this is the main thread, the only one that may set signal handlers."""
+    return threading.current_thread() is threading.main_thread()
+
+
+def has_running_loop() -> bool:
+    """Whether this thread runs an event loop, as the cells of a notebook do."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def signal_handlers(
+    handler: Callable[[int, FrameType | None], Any], numbers: tuple[int, ...] = STOP_SIGNALS
+) -> Iterator[None]:
+    """Set a handler of signals while the block runs. Outside the main thread nothing changes."""
+    if not in_main_thread():
+        yield
+        return
+    previous_handlers = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, previous_handler in previous_handlers.items():
+            signal.signal(number, previous_handler)
+
+
+class LoopRunner:
+    """Runs coroutines to their end, and leads signals to the handler of the one that runs.
+
+    Attributes:
+        loop: the event loop of the thread that runs a coroutine; None: the coroutine runs in the caller's thread, or
+            none does.
+        main_task: the task of that coroutine.
+        handler: called in that event loop for each signal; None: a signal cancels the task.
+    """
+
+    def __init__(self) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.main_task: asyncio.Task | None = None
+        self.handler: Callable[[], None] | None = None
+
+    def run(self, main: Coroutine[Any, Any, Any]) -> Any:
+        """Like `asyncio.run`; in a thread of its own where this thread already runs an event loop."""
+        if has_running_loop():
+            return self._run_in_thread(main)
+        return asyncio.run(main)
+
+    @contextlib.contextmanager
+    def handle_signals(self, handler: Callable[[], None]) -> Iterator[None]:
+        """Call `handler` in this event loop for each Ctrl-C and SIGTERM while the block runs."""
+        self.handler = handler
+        try:
+            with contextlib.ExitStack() as cleanup:
+                if in_main_thread():
+                    loop = asyncio.get_running_loop()
+                    for number in STOP_SIGNALS:
+                        loop.add_signal_handler(number, handler)
+                        cleanup.callback(loop.remove_signal_handler, number)
+                yield
+        finally:
+            self.handler = None
+
+    def _run_in_thread(self, main: Coroutine[Any, Any, Any]) -> Any:
+        result: Future[Any] = Future()
+
+        async def main_with_loop() -> Any:
+            self.loop = asyncio.get_running_loop()
+            self.main_task = asyncio.current_task()
+            return await main
+
+        def run_loop() -> None:
+            try:
+                result.set_result(asyncio.run(main_with_loop()))
+            except BaseException as error:
+                result.set_exception(error)
+            finally:
+                self.loop = None
+
+        # A notebook knows by the context to which cell printed lines belong.
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=context.run, args=(run_loop,), name="one_step_off", daemon=True
+        )
+        with signal_handlers(lambda number, frame: self._forward_signal()):
+            thread.start()
+            while thread.is_alive():
+                thread.join(JOIN_INTERVAL_S)
+        return result.result()
+
+    def _forward_signal(self) -> None:
+        loop = self.loop
+        # RuntimeError: the loop has just been closed.
+        with contextlib.suppress(RuntimeError):
+            if loop is not None:
+                loop.call_soon_threadsafe(self._on_forwarded_signal)
+
+    def _on_forwarded_signal(self) -> None:
+        if self.handler is not None:
+            self.handler()
+        else:
+            self.main_task.cancel()
+
+
+class StopOnInterrupt:
+    """What an interrupt does to a run in training. Call it for each signal.
+
+    The first one lets the pipeline stop at the beginning of the next step, with a checkpoint. A second one, or
+    `grace_s` seconds without that checkpoint, cancels the task at once.
+
+    Attributes:
+        requested: whether an interrupt has come.
+    """
+
+    def __init__(self, pipeline: Any, grace_s: float, log: Callable[[str], None]) -> None:
+        """Create it inside the task of the run."""
+        self.pipeline = pipeline
+        self.grace_s = grace_s
+        self.log = log
+        self.loop = asyncio.get_running_loop()
+        self.task = asyncio.current_task()
+        self.requested = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def __call__(self) -> None:
+        """Handle one signal."""
+        if self.requested or self.grace_s == 0:
+            self.requested = True
+            self._abort()
+            return
+        self.requested = True
+        self.pipeline.stopping = True
+        self.timer = self.loop.call_later(self.grace_s, self._abort)
+        self.log(
+            f"stopping: a checkpoint is written when this step ends, within {self.grace_s:g} s; "
+            "press Ctrl-C again to abort"
+        )
+
+    def _abort(self) -> None:
+        self.log("stopping at once: no checkpoint was written")
+        self.task.cancel()
+
+    def close(self) -> None:
+        """End the time limit: it bounds the way to the checkpoint, not the writing of the model after the last step."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+@contextlib.contextmanager
+def stop_on_interrupt(
+    loop_runner: LoopRunner, pipeline: Any, grace_s: float, log: Callable[[str], None]
+) -> Iterator[StopOnInterrupt]:
+    """Let Ctrl-C and SIGTERM stop `pipeline` while the block runs; see `StopOnInterrupt`."""
+    stop = StopOnInterrupt(pipeline, grace_s, log)
+    with contextlib.closing(stop), loop_runner.handle_signals(stop):
+        yield stop

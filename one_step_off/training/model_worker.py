@@ -1,0 +1,254 @@
+"""One rank of a role with a model, whatever the back end: start, forward passes, figures of its
+process.
+
+    worker = PolicyWorker(cfg, "actor", rank, world_size, "cpu", total_steps=200)
+    worker.setup(*address)               # the address is rank 0's free_address()
+    for each step:
+        worker.update(batch)             # v(N) -> v(N+1)
+        for piece, tensor in zip(worker.weight_plan(), worker.weight_tensors()): ...
+
+Workers are plain classes: the caller wraps them in actors and sets environment variables and
+threads before. All ranks are called together, with the same arguments, and run the same collectives
+in the same order. What each role offers is listed in `worker_interface.py`.
+"""
+
+import datetime
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from one_step_off.algorithms import batching, core_algos
+from one_step_off.algorithms.advantages import TokenArrays
+from one_step_off.cluster.network import reachable_host, select_gloo_interface
+from one_step_off.cluster.resource_usage import UsageProbe, peak_resident_bytes
+from one_step_off.config.role_sections import TrainedConfig
+from one_step_off.config.roles import role_settings
+from one_step_off.config.schema import Config
+from one_step_off.data.packing import PackedShares
+from one_step_off.data.samples import Batch, Sample
+from one_step_off.distributed_util import bind_rendezvous_to_its_host
+from one_step_off.training import lora
+from one_step_off.training.update_stats import PhaseTimer
+
+
+@dataclass
+class BatchShare:
+    """The part of a batch that a rank computes, and how it is cut into micro-batches.
+
+    Attributes:
+        index: which share, 0 .. count - 1. Ranks that hold one model together have the same share.
+        count: into how many shares a batch is divided: the data-parallel size.
+        reports: whether this rank returns the results of its share; one of the ranks with the same
+            share does.
+        width_multiple: padded rows of a micro-batch have a multiple of so many tokens.
+        micro_batch_multiple: a share has a multiple of so many micro-batches.
+    """
+
+    index: int
+    count: int
+    reports: bool = True
+    width_multiple: int = 1
+    micro_batch_multiple: int = 1
+
+
+@dataclass
+class WorkItem:
+    """A micro-batch, and what its loss needs of every wanted token: name -> tensor [n]."""
+
+    layout: batching.MicroBatch
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+
+def token_ids_of(sample: Sample) -> np.ndarray:
+    """Prompt and response in one array, int32 [P + R]."""
+    return np.concatenate([sample.prompt_ids, sample.response_ids])
+
+
+class ModelWorker(UsageProbe, ABC):
+    """One rank of a role with a model. A back end defines the abstract methods; a role adds what it
+    is asked for.
+
+    Attributes:
+        cfg: the whole config; role_config: the section of this role.
+        role, rank, world_size: which process of which role this is.
+        device: of the model; known after `setup`.
+        batch_share: the part of a batch that this rank computes.
+        packed: whether sequences are laid one after the other into one row, else padded to one row
+            each.
+        adapters: the LoRA adapters of the model; none in a back end without LoRA.
+    """
+
+    threads = {"control": 1}
+    """Ray's concurrency groups. "control" answers `alive` while the worker's own thread is busy."""
+
+    adapters = lora.Adapters(torch.nn.Module())
+    packed: bool
+
+    def __init__(
+        self, cfg: Config, role: str, rank: int, world_size: int, device: str, total_steps: int = 0
+    ) -> None:
+        """`total_steps`: trainer steps of the whole run, for the learning-rate schedule of roles
+        that learn."""
+        self.cfg = cfg
+        self.role = role
+        self.rank = rank
+        self.world_size = world_size
+        self.role_config = role_settings(cfg, role)
+        self.total_steps = total_steps or cfg.trainer.total_steps
+        self.batch_share = BatchShare(rank, world_size)
+        self._device_type = device
+
+    # What a back end defines.
+
+    @abstractmethod
+    def _build_model(self) -> None:
+        """Build, load and shard the model, after the process group has formed; set `packed` and,
+        where it is not one share per rank, `batch_share` (collective)."""
+
+    @abstractmethod
+    def _build_optimizer(self) -> None:
+        """Create the optimizer of a role that learns (collective)."""
+
+    @abstractmethod
+    def _run_micro_batches(
+        self, items: Iterable[WorkItem], compute: Callable[[WorkItem], Tensor], timer: PhaseTimer
+    ) -> None:
+        """Call `compute`, which returns a scalar, on every item. Where gradients are enabled, also
+        run its backward pass: gradients are summed over all items and ranks (collective)."""
+
+    @abstractmethod
+    def _forward(
+        self, layout: batching.MicroBatch, temperature: float, figure: str
+    ) -> core_algos.TokenOutputs:
+        """The model's output at the wanted tokens [n], and a figure of each, see
+        `core_algos.log_probs_and_entropy`."""
+
+    # The start.
+
+    def free_address(self, host: str = "") -> tuple[str, int]:
+        """Where the ranks can meet, a free port included (ask rank 0). `host` empty: this node's
+        own address."""
+        with socket.create_server((reachable_host(host), 0)) as server:
+            return server.getsockname()[:2]
+
+    def setup(self, master_addr: str, master_port: int) -> None:
+        """Join the process group, which meets at rank 0's address; build, load and shard the model,
+        with an optimizer for a role that learns (collective).
+
+        Raises:
+            ConfigError: the model cannot be trained here; the message names the key.
+        """
+        self._choose_device()
+        select_gloo_interface(master_addr)
+        bind_rendezvous_to_its_host()
+        dist.init_process_group(
+            backend="cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo",
+            init_method=f"tcp://{master_addr}:{master_port}",
+            timeout=datetime.timedelta(seconds=self.cfg.trainer.step_timeout_s),
+            world_size=self.world_size,
+            rank=self.rank,
+        )
+        self._build_model()
+        if isinstance(self.role_config, TrainedConfig):
+            self._build_optimizer()
+
+    def _choose_device(self) -> None:
+        if self._device_type == "cuda":
+            self.device = torch.device("cuda", self.rank % torch.cuda.device_count())
+        else:
+            self.device = torch.device("cpu")
+        torch.get_device_module(self.device).set_device(self.device)
+
+    # Forward passes.
+
+    def _response_outputs(self, batch: Batch, figure: str = "none") -> dict[int, np.ndarray]:
+        """The model's output at all response tokens of this rank's share: position in batch ->
+        float32 [R], or [R, 2] with a figure (collective)."""
+        sequences = [token_ids_of(s) for s in batch.samples]
+        wanted = [np.arange(len(s.prompt_ids), s.length) for s in batch.samples]
+        plan = self._micro_batch_plan([len(s) for s in sequences], self.batch_share.count)
+        micro_batches = plan[self.batch_share.index]
+        temperature = self.cfg.rollout.temperature
+        return PackedShares(
+            self._token_outputs(sequences, wanted, micro_batches, temperature, figure)
+        )
+
+    def _micro_batch_plan(self, lengths: list[int], shares: int) -> batching.MicroBatchPlan:
+        """plan[share][micro-batch] = indices of sequences; `lengths` in tokens."""
+        # The context-parallel ranks share each sequence.
+        token_budget = self.role_config.micro_batch_tokens * self.role_config.context_parallel_size
+        multiple = self.batch_share.width_multiple
+        padded = [-(-length // multiple) * multiple for length in lengths]
+        return batching.plan_micro_batches(
+            padded, shares, token_budget, self.packed, self.batch_share.micro_batch_multiple
+        )
+
+    @torch.no_grad()
+    def _token_outputs(
+        self,
+        sequences: TokenArrays,
+        wanted: TokenArrays,
+        micro_batches: list[list[int]],
+        temperature: float,
+        figure: str = "none",
+    ) -> dict[int, np.ndarray]:
+        """The model's output at the wanted tokens of some sequences (collective).
+
+        Args:
+            sequences: token ids, int [L] each.
+            wanted: for each sequence the places, 1 .. L - 1, of the wanted tokens, int [n].
+            micro_batches: indices into `sequences`.
+            figure: of `core_algos.log_probs_and_entropy`.
+
+        Returns:
+            Index of the sequence -> float32 [n], or [n, 2] with a figure. Empty where another rank
+            reports the share.
+        """
+        items = []
+        for indices in micro_batches:
+            layout = self._lay_out([sequences[i] for i in indices], [wanted[i] for i in indices])
+            items.append(WorkItem(layout))
+        outputs = []
+
+        def keep_output(item: WorkItem) -> Tensor:
+            output, figures = self._forward(item.layout, temperature, figure)
+            if figures is not None:
+                output = torch.stack([output, figures], -1)
+            outputs.append(output)
+            return output.sum()
+
+        self._run_micro_batches(items, keep_output, PhaseTimer(self.device))
+        if not self.batch_share.reports:
+            return {}
+        result = {}
+        for indices, item, output in zip(micro_batches, items, outputs, strict=True):
+            ends = np.cumsum(item.layout.counts)
+            arrays = np.split(output.float().cpu().numpy(), ends[:-1])
+            # Not strict: an empty micro-batch has one stand-in sequence, and no index.
+            result.update(zip(indices, arrays, strict=False))
+        return result
+
+    def _lay_out(self, sequences: TokenArrays, wanted: TokenArrays) -> batching.MicroBatch:
+        return batching.collate(sequences, wanted, self.packed, self.batch_share.width_multiple)
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+    # The process.
+
+    @ray.method(concurrency_group="control")
+    def alive(self) -> None:
+        """TokenOutputs, however busy the worker is: its process is there and runs."""
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory used so far, in bytes: allocated on the GPU, or resident in this process."""
+        if self._device_type == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return peak_resident_bytes()

@@ -1,0 +1,128 @@
+"""The policy: log-probs for "actor" and "ref", and the PPO loss that trains the actor, whatever the
+back end."""
+
+import numpy as np
+from torch import Tensor
+
+from one_step_off.algorithms import core_algos, policy_losses
+from one_step_off.data.samples import Batch
+from one_step_off.training.model_worker import WorkItem
+from one_step_off.training.update_stats import Figures, UpdateStats
+from one_step_off.training.weight_export import WeightExport
+
+
+class PolicyRole(WeightExport):
+    """The roles "actor" (trained) and "ref" (frozen: `log_prob` and `log_prob_and_squares`
+    only)."""
+
+    def log_prob(self, batch: Batch) -> dict[int, np.ndarray]:
+        """Log-probs of all response tokens of this rank's share: position in batch -> float32 [R]
+        (collective)."""
+        return self._response_outputs(batch)
+
+    def log_prob_and_squares(self, batch: Batch) -> dict[int, np.ndarray]:
+        """As `log_prob`, float32 [R, 2]: beside each log-prob sum_v p(v)^2 over the vocabulary
+        (collective)."""
+        return self._response_outputs(batch, "squares")
+
+    def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs at temperature 1 of every token but the first, float32 [L - 1] each
+        (collective).
+
+        Every rank scores all sequences: the canary's few cost less than gathering would. Ranks that
+        do not report return [].
+        """
+        wanted = [np.arange(1, len(sequence)) for sequence in sequences]
+        plan = self._micro_batch_plan([len(sequence) for sequence in sequences], shares=1)
+        scores = self._token_outputs(sequences, wanted, plan[0], temperature=1.0)
+        return [scores[i] for i in sorted(scores)]
+
+    def _columns(self, batch: Batch) -> dict[str, list[np.ndarray] | None]:
+        algorithm = self.cfg.algorithm
+        columns = {"mu": [s.log_probs for s in batch.samples], "advantage": batch.advantages}
+        if algorithm.old_log_probs == "recompute":
+            columns["proximal"] = batch.old_log_probs
+        if algorithm.kl_coef > 0 and not algorithm.kl_in_reward:
+            columns["ref"] = batch.ref_log_probs
+        return columns
+
+    def _micro_batch_loss(self, item: WorkItem, stats: UpdateStats, first_step: bool) -> Tensor:
+        """sum over tokens of weight * (policy loss - entropy_coef * entropy + kl_coef * KL to the
+        reference)."""
+        algorithm = self.cfg.algorithm
+        columns = item.columns
+        weight = columns["weight"]
+        figure = "grad" if algorithm.entropy_coef > 0 else "metric"
+        log_probs, entropies = self._forward(item.layout, self.cfg.rollout.temperature, figure)
+        per_token, clipped = self._policy_loss(log_probs, columns)
+        policy_loss = (weight * per_token).sum()
+        loss = policy_loss - algorithm.entropy_coef * (weight * entropies).sum()
+        if "ref" in columns:
+            divergence = core_algos.kl(log_probs, columns["ref"], algorithm.kl_estimator)
+            loss = loss + algorithm.kl_coef * (weight * divergence).sum()
+            stats.add(kl=divergence.detach().sum())
+        stats.add(
+            loss=loss.detach(),
+            pg_loss=policy_loss.detach(),
+            entropy=entropies.detach().sum(),
+            tokens=len(log_probs),
+        )
+        _count_tokens(log_probs, columns["mu"], clipped, stats, first_step)
+        return loss
+
+    def _policy_loss(self, log_probs: Tensor, columns: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """The loss of each token [n], and bool [n]: where the clip binds."""
+        algorithm = self.cfg.algorithm
+        clip_low = algorithm.clip_ratio_low
+        clip_high = algorithm.clip_ratio_high
+        mu = columns["mu"]
+        old = columns.get("proximal", mu)
+        inputs = policy_losses.LossInputs(
+            log_probs=log_probs,
+            old_log_probs=old,
+            advantage=columns["advantage"],
+            sequence=columns["sequence"],
+            weight=columns["weight"],
+            clip_low=algorithm.clip_ratio if clip_low is None else clip_low,
+            clip_high=algorithm.clip_ratio if clip_high is None else clip_high,
+            clip_c=algorithm.clip_ratio_c,
+        )
+        loss_function = policy_losses.POLICY_LOSSES.find(algorithm.policy_loss).function
+        per_token, clipped = loss_function(inputs, **algorithm.policy_loss_kwargs)
+        if "proximal" in columns:  # decoupled PPO
+            per_token = per_token * policy_losses.correction_weights(
+                old,
+                mu,
+                columns["sequence"],
+                algorithm.rollout_correction,
+                algorithm.rollout_correction_cap,
+                algorithm.rollout_correction_low,
+            )
+        return per_token, clipped
+
+    def _role_metrics(self, sums: Figures, maxima: Figures, mini_batches: int) -> Figures:
+        tokens = max(sums["tokens"], 1.0)
+        metrics = {}
+        for name in ("entropy", "approx_kl", "kl"):
+            if name in sums:
+                metrics[f"actor/{name}"] = sums[name] / tokens
+        metrics["actor/pg_loss"] = sums["pg_loss"] / mini_batches
+        metrics["ratio/mean"] = sums["ratio"] / tokens
+        metrics["ratio/max"] = maxima["ratio"]
+        metrics["logprob_diff/mean"] = sums["logprob_diff"] / max(sums["first_tokens"], 1.0)
+        metrics["logprob_diff/max"] = maxima["logprob_diff"]
+        return metrics
+
+
+def _count_tokens(
+    log_probs: Tensor, mu_log_probs: Tensor, clipped: Tensor, stats: UpdateStats, first_step: bool
+) -> None:
+    """Count how far theta is from the policy that made the tokens."""
+    sums, maxima = core_algos.token_stats(log_probs, mu_log_probs, clipped)
+    difference = sums.pop("logprob_diff")
+    largest_difference = maxima.pop("logprob_diff")
+    if first_step:  # later it would measure training, not policy lag and numerics
+        stats.add(logprob_diff=difference, first_tokens=len(log_probs))
+        stats.maximum(logprob_diff=largest_difference)
+    stats.add(**sums)
+    stats.maximum(**maxima)

@@ -1,0 +1,24 @@
+"""What all tests of the trainers share."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """On a small machine threads that wait for each other cost more than they gain."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def one_rank_update(model_folders):
+    """Gradients, metrics and weights after an update by one rank with one padded micro-batch: model name -> these."""
+    from tests.unit.training.fsdp_helpers import OBJECTIVES, config, end, make_batch, start, whole
+
+    results = {}
+    for name, path in model_folders.items():
+        worker = start(config(path, **OBJECTIVES["everything"]))
+        metrics = worker.update(make_batch(path))
+        results[name] = (worker.gradients, metrics, whole(worker))
+        end()
+    return results

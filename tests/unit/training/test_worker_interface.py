@@ -1,0 +1,42 @@
+"""Every back end offers what `worker_interface.py` lists, by the same names and parameters."""
+
+import importlib
+import importlib.util
+import inspect
+
+import pytest
+
+from one_step_off.training.worker_interface import INTERFACES, TRAINED_ROLES
+
+HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
+BACKENDS = [
+    "fsdp_workers",
+    pytest.param(
+        "megatron_workers",
+        marks=pytest.mark.skipif(not HAS_MEGATRON, reason="megatron-core is not installed"),
+    ),
+]
+
+
+def methods_of(interface: type) -> dict[str, inspect.Signature]:
+    methods = inspect.getmembers(interface, inspect.isfunction)
+    return {name: inspect.signature(method) for name, method in methods if not name.startswith("_")}
+
+
+def parameters_of(signature: inspect.Signature) -> list[tuple[str, object]]:
+    return [(parameter.name, parameter.default) for parameter in signature.parameters.values()]
+
+
+@pytest.mark.parametrize("role", INTERFACES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_worker_offers_its_interface(backend, role):
+    workers = importlib.import_module(f"one_step_off.training.{backend}").WORKERS
+    worker = workers[role]
+    assert not inspect.isabstract(worker)
+    methods = methods_of(INTERFACES[role])
+    assert "setup" in methods
+    for name, signature in methods.items():
+        offered = inspect.signature(getattr(worker, name))
+        assert parameters_of(offered) == parameters_of(signature), name
+    if role in TRAINED_ROLES:
+        assert worker.version == 0
