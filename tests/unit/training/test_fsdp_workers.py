@@ -21,7 +21,6 @@ from tests.unit.training.fsdp_helpers import (
     OBJECTIVES,
     VOCAB,
     assert_gradients_equal,
-    by_hand,
     config,
     end,
     free_port,
@@ -31,6 +30,7 @@ from tests.unit.training.fsdp_helpers import (
     start,
     whole,
 )
+from tests.unit.training.objective_by_hand import by_hand
 
 # ---- one rank
 # ---------------------------------------------------------------------------------------------------
