@@ -52,7 +52,8 @@ def own_values(model, sample):
 
 
 def with_returns(path, seed=0):
-    batch, rng = make_batch(path), np.random.default_rng(seed)
+    batch = make_batch(path)
+    rng = np.random.default_rng(seed)
     batch.values = [rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples]
     batch.returns = [
         rng.normal(0, 1, len(s.response_ids)).astype(np.float32) for s in batch.samples
@@ -72,7 +73,8 @@ def classifier(path):
 
 @pytest.mark.parametrize("budget", [16384, 40])
 def test_values_are_the_heads_before_each_token(model_folders, judge, start_single, budget):
-    batch, model = make_batch(model_folders["tied"]), classifier(judge)
+    batch = make_batch(model_folders["tied"])
+    model = classifier(judge)
     worker = start_single(
         config(model_folders["tied"], critic__path=judge, critic__micro_batch_tokens=budget),
         role="critic",
@@ -89,15 +91,23 @@ def test_values_are_the_heads_before_each_token(model_folders, judge, start_sing
 def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_single, agg):
     """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained
     tokens, whatever the actor's aggregation is; or the mean over sequences of their means."""
-    batch, model, c = with_returns(model_folders["tied"]), classifier(judge), 0.4
-    tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
+    batch = with_returns(model_folders["tied"])
+    model = classifier(judge)
+    c = 0.4
+    tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
+    loss = torch.zeros(())
+    bound = 0
     alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
     for i, s in enumerate(batch.samples):
-        v, count = own_values(model, s), tokens if agg is None else alive * int(s.loss_mask.sum())
+        v = own_values(model, s)
+        count = tokens if agg is None else alive * int(s.loss_mask.sum())
         for t in np.flatnonzero(s.loss_mask):
-            old, target = float(batch.values[i][t]), float(batch.returns[i][t])
-            free, held = (v[t] - target) ** 2, (v[t].clamp(old - c, old + c) - target) ** 2
-            loss, bound = loss + torch.maximum(free, held) / 2 / count, bound + int(held > free)
+            old = float(batch.values[i][t])
+            target = float(batch.returns[i][t])
+            free = (v[t] - target) ** 2
+            held = (v[t].clamp(old - c, old + c) - target) ** 2
+            loss = loss + torch.maximum(free, held) / 2 / count
+            bound = bound + int(held > free)
     loss.backward()
     cfg = config(
         model_folders["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
@@ -108,7 +118,8 @@ def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_
     worker = start_single(cfg, role="critic", cls=RecordingCritic)
     metrics = worker.update(batch)
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens) and 0 < bound < tokens
+    assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens)
+    assert 0 < bound < tokens
     assert_gradients_equal(
         worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5
     )
@@ -145,11 +156,9 @@ def test_a_new_head_depends_on_the_seed_alone(model_folders, start_single):
         )["score.weight"]
         for seed in (0, 0, 1)
     ]
-    assert (
-        np.array_equal(heads[0], heads[1])
-        and not np.array_equal(heads[0], heads[2])
-        and heads[0].any()
-    )
+    assert np.array_equal(heads[0], heads[1])
+    assert not np.array_equal(heads[0], heads[2])
+    assert heads[0].any()
 
 
 def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
@@ -164,12 +173,14 @@ def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single
     again = start_single(cfg, role="critic", cls=CriticWorker)
     again.load_state(str(tmp_path))
     again.update(batch)
-    assert again.version == 2 and all(np.array_equal(v, want[n]) for n, v in whole(again).items())
+    assert again.version == 2
+    assert all(np.array_equal(v, want[n]) for n, v in whole(again).items())
 
 
 @pytest.mark.parametrize("budget", [16384, 30])
 def test_scores_are_the_classifiers_own(model_folders, judge, start_single, budget):
-    batch, model = make_batch(model_folders["tied"]), classifier(judge)
+    batch = make_batch(model_folders["tied"])
+    model = classifier(judge)
     sequences = [np.concatenate([s.prompt_ids, s.response_ids]) for s in batch.samples]
     cfg = config(
         model_folders["tied"], reward_model__path=judge, reward_model__micro_batch_tokens=budget
@@ -196,5 +207,6 @@ def test_a_reward_model_without_its_head_is_refused(model_folders, start_single)
 def test_an_actor_that_waits_counts_its_steps(model_folders, start_single):
     worker = start_single(config(model_folders["tied"], actor__lr=1e-2), cls=PolicyWorker)
     before = whole(worker)
-    assert worker.update(make_batch(model_folders["tied"]), False) == {} and worker.version == 1
+    assert worker.update(make_batch(model_folders["tied"]), False) == {}
+    assert worker.version == 1
     assert all(np.array_equal(v, before[n]) for n, v in whole(worker).items())
