@@ -1,4 +1,5 @@
-"""What is said when a function of the user's own fails: its line, the response, the traceback; and where output goes."""
+"""What is said when a function of the user's own fails: its line, the response, the traceback; and
+where output goes."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def error_of(function: str, timeout_s: float = 5.0) -> RewardError:
 
 
 def test_a_reward_that_raises_names_the_users_line_and_the_response(own):
-    """The deepest frame is json's; the line is the user's. All of it survives the way to another process."""
+    """The deepest frame is json's; the line is the user's. All of it survives the way to another
+    process."""
     error = pickle.loads(pickle.dumps(error_of("raises")))
     assert (
         f"prompt (0, 3), sample 1, data row rows.jsonl:4: raised JSONDecodeError at own_code.py:{line_of('return json.loads')}: "
@@ -99,7 +101,8 @@ def test_a_wrong_reward_names_the_response(own):
 
 
 def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
-    """What lies in site-packages counts as a library's, unless it is the reward function's own file."""
+    """What lies in site-packages counts as a library's, unless it is the reward function's own
+    file."""
     folder = own / "site-packages"
     folder.mkdir()
     (folder / "installed_code.py").write_text(MODULE)
