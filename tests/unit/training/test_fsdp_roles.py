@@ -62,12 +62,10 @@ def with_returns(path, seed=0):
 
 
 def classifier(path):
-    model = transformers.AutoModelForSequenceClassification.from_pretrained(
-        path, dtype=torch.float32
-    ).eval()
-    model.get_input_embeddings().padding_idx = (
-        None  # its token stands in sequences too, and is no padding there
-    )
+    auto_class = transformers.AutoModelForSequenceClassification
+    model = auto_class.from_pretrained(path, dtype=torch.float32).eval()
+    # The padding token is in sequences too, and is no padding there.
+    model.get_input_embeddings().padding_idx = None
     return model
 
 
@@ -87,49 +85,59 @@ def test_values_are_the_heads_before_each_token(model_folders, judge, start_sing
             np.testing.assert_allclose(got[i], own_values(model, s).numpy(), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("agg", [None, "sequence-mean"])
-def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_single, agg):
-    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained
-    tokens, whatever the actor's aggregation is; or the mean over sequences of their means."""
-    batch = with_returns(model_folders["tied"])
-    model = classifier(judge)
-    c = 0.4
-    tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
+def value_loss_by_hand(model, batch, clip, aggregation):
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2 over the trained tokens: their mean, or the
+    mean over sequences of their means. Returns the loss, and how many tokens are clipped."""
+    trained_tokens = [int(s.loss_mask.sum()) for s in batch.samples]
+    sequences = sum(count > 0 for count in trained_tokens)
     loss = torch.zeros(())
-    bound = 0
-    alive = sum(bool(s.loss_mask.any()) for s in batch.samples)
-    for i, s in enumerate(batch.samples):
-        v = own_values(model, s)
-        count = tokens if agg is None else alive * int(s.loss_mask.sum())
-        for t in np.flatnonzero(s.loss_mask):
+    clipped_tokens = 0
+    for i, sample in enumerate(batch.samples):
+        values = own_values(model, sample)
+        count = sum(trained_tokens)
+        if aggregation == "sequence-mean":
+            count = sequences * trained_tokens[i]
+        for t in np.flatnonzero(sample.loss_mask):
             old = float(batch.values[i][t])
             target = float(batch.returns[i][t])
-            free = (v[t] - target) ** 2
-            held = (v[t].clamp(old - c, old + c) - target) ** 2
-            loss = loss + torch.maximum(free, held) / 2 / count
-            bound = bound + int(held > free)
+            free = (values[t] - target) ** 2
+            clipped = (values[t].clamp(old - clip, old + clip) - target) ** 2
+            loss = loss + torch.maximum(free, clipped) / 2 / count
+            clipped_tokens += int(clipped > free)
+    return loss, clipped_tokens
+
+
+@pytest.mark.parametrize("aggregation", [None, "sequence-mean"])
+def test_value_loss_and_gradients_equal_the_formula(
+    model_folders, judge, start_single, aggregation
+):
+    """Whatever the actor's aggregation is."""
+    batch = with_returns(model_folders["tied"])
+    model = classifier(judge)
+    loss, clipped_tokens = value_loss_by_hand(model, batch, 0.4, aggregation)
     loss.backward()
+    gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
     cfg = config(
-        model_folders["tied"], critic__path=judge, critic__clip_range_value=c, critic__grad_clip=1e9
+        model_folders["tied"],
+        critic__path=judge,
+        critic__clip_range_value=0.4,
+        critic__grad_clip=1e9,
+        algorithm__loss_agg="seq-sum-norm",
     )
-    cfg.algorithm.loss_agg = "seq-sum-norm"
-    if agg:
-        cfg.critic.loss_agg = agg
+    if aggregation:
+        cfg.critic.loss_agg = aggregation
     worker = start_single(cfg, role="critic", cls=RecordingCritic)
     metrics = worker.update(batch)
+    tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)
+    assert 0 < clipped_tokens < tokens
     assert metrics["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
-    assert metrics["critic/clip_frac"] == pytest.approx(bound / tokens)
-    assert 0 < bound < tokens
-    assert_gradients_equal(
-        worker.gradients, {n: p.grad.numpy() for n, p in model.named_parameters()}, rtol=1e-5
-    )
-    masks = np.concatenate([s.loss_mask for s in batch.samples])
-    target, old = (
-        np.concatenate(x)[masks].astype(np.float64) for x in (batch.returns, batch.values)
-    )
-    assert metrics["critic/explained_variance"] == pytest.approx(
-        1 - (target - old).var() / target.var(), rel=1e-6
-    )
+    assert metrics["critic/clip_frac"] == pytest.approx(clipped_tokens / tokens)
+    assert_gradients_equal(worker.gradients, gradients, rtol=1e-5)
+    is_trained = np.concatenate([s.loss_mask for s in batch.samples])
+    returns = np.concatenate(batch.returns)[is_trained].astype(np.float64)
+    values = np.concatenate(batch.values)[is_trained].astype(np.float64)
+    explained = 1 - (returns - values).var() / returns.var()
+    assert metrics["critic/explained_variance"] == pytest.approx(explained, rel=1e-6)
 
 
 def test_a_critic_learns_what_returns_depend_on(model_folders, start_single):
@@ -148,20 +156,17 @@ def test_a_critic_learns_what_returns_depend_on(model_folders, start_single):
 
 
 def test_a_new_head_depends_on_the_seed_alone(model_folders, start_single):
-    heads = [
-        whole(
-            start_single(
-                config(model_folders["tied"], trainer__seed=seed), role="critic", cls=CriticWorker
-            )
-        )["score.weight"]
-        for seed in (0, 0, 1)
-    ]
+    heads = []
+    for seed in (0, 0, 1):
+        cfg = config(model_folders["tied"], trainer__seed=seed)
+        worker = start_single(cfg, role="critic", cls=CriticWorker)
+        heads.append(whole(worker)["score.weight"])
     assert np.array_equal(heads[0], heads[1])
     assert not np.array_equal(heads[0], heads[2])
     assert heads[0].any()
 
 
-def test_a_critic_goes_on_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
+def test_a_critic_resumes_from_its_checkpoint(model_folders, judge, start_single, tmp_path):
     cfg = config(model_folders["tied"], critic__path=judge, critic__lr=1e-2)
     batch = with_returns(model_folders["tied"])
     worker = start_single(cfg, role="critic", cls=CriticWorker)
