@@ -27,41 +27,48 @@ from one_step_off.training.reward_models import RemoteRewardModel, mix, sequence
 real_sleep = asyncio.sleep  # retries wait shorter in these tests
 
 
+PROMPT_IDS = np.array([7, 8], np.int32)
+
+
 def sample(row: int, index: int = 0, reward: float = 1.0, text: str = "27") -> Sample:
-    ids = np.arange(3, dtype=np.int32)
-    z = np.zeros(3, np.float32)
+    """A sample of three tokens."""
     return Sample(
-        (0, row),
-        index,
-        np.array([7, 8], np.int32),
-        ids,
-        z,
-        z == 0,
-        ids,
+        prompt_id=(0, row),
+        index=index,
+        prompt_ids=PROMPT_IDS,
+        response_ids=np.arange(3, dtype=np.int32),
+        log_probs=np.zeros(3, np.float32),
+        loss_mask=np.ones(3, bool),
+        versions=np.arange(3, dtype=np.int32),
         reward=reward,
         response=text,
     )
 
 
-PROMPTS = {
-    (0, row): Prompt((0, row), np.array([7, 8], np.int32), f"q{row}", str(row), messages=[{"role": "user", "content": f"q{row}"}])
-    for row in range(20)
-}  # fmt: skip
+def prompt(row: int) -> Prompt:
+    text = f"q{row}"
+    messages = [{"role": "user", "content": text}]
+    return Prompt((0, row), PROMPT_IDS, text, str(row), messages=messages)
+
+
+PROMPTS = {(0, row): prompt(row) for row in range(20)}
 
 
 class Server:
-    """A reward server that answers each sample with the length of its response, unless told
-    otherwise."""
+    """A reward server that scores each sample with the length of its response, or as `answers` has
+    it."""
 
     def __init__(self) -> None:
-        self.open = self.most = self.calls = 0
+        self.open_requests = 0
+        self.most_open_requests = 0
+        self.calls = 0
         self.bodies: list[dict] = []
         self.answers: list[object] = []  # used up first: a status, a body, or seconds to wait
 
     async def handle(self, request: web.Request) -> web.Response:
-        self.open = self.open + 1
-        self.calls = self.calls + 1
-        self.most = max(self.most, self.open)
+        self.open_requests += 1
+        self.calls += 1
+        self.most_open_requests = max(self.most_open_requests, self.open_requests)
         body = await request.json()
         self.bodies.append(body)
         try:
@@ -75,7 +82,7 @@ class Server:
                 return web.Response(text=special, content_type="application/json")
             return web.json_response({"scores": [float(len(r)) for r in body["responses"]]})
         finally:
-            self.open -= 1
+            self.open_requests -= 1
 
     @contextlib.asynccontextmanager
     async def running(self):
@@ -117,7 +124,7 @@ def test_scores_come_back_in_order_and_few_requests_are_open(monkeypatch):
     samples = [sample(row, text="x" * (row + 1)) for row in range(18)]
     assert ask(server, samples, monkeypatch) == [float(row + 1) for row in range(18)]
     assert server.calls == 5
-    assert server.most == 2
+    assert server.most_open_requests == 2
     whole = {
         k: [x for body in server.bodies for x in body[k]]
         for k in ("prompts", "responses", "ground_truths")
