@@ -59,7 +59,7 @@ WORK = {"tiny": Work(16, 4, 32), "0.5b": Work(4, 4, 16)}
 class AdapterActor(ActorWorker):
     """Sends the matrices A and B themselves, by peft's names (on one rank)."""
 
-    def _own_weights(self) -> list[tuple[WeightPiece, Any]]:
+    def _sent_weights(self) -> list[tuple[WeightPiece, Any]]:
         dtype = self.cfg.model.dtype
         pieces = []
         for name, parameter in self.model.named_parameters():

@@ -1,8 +1,8 @@
 """A run's folder as one page without a network: python -m one_step_off.report OUTPUT_DIR.
 
-A run writes report.html at its end. Here the folder becomes one JSON object; the page, `report.html` beside
-this file, draws it. What cannot be read is left out: a run may have been killed at any moment, or
-still be running."""
+A run writes report.html at its end. Here the folder becomes one JSON object; the page,
+`report.html` beside this file, draws it. What cannot be read is left out: a run may have been
+killed at any moment, or still be running."""
 
 import contextlib
 import json
