@@ -14,17 +14,17 @@ from one_step_off.data.word_problems import (
     NAMES,
     OBJECTS,
     TEMPLATES,
-    Row,
+    QuestionRow,
     default_test_size,
     make,
     make_addition,
-    triples,
+    problems_of_split,
 )
 
-CAPACITY = len(triples("test")) * len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
+CAPACITY = len(problems_of_split("test")) * len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
-def _triple(row: Row) -> tuple[str, int, int]:
+def _triple(row: QuestionRow) -> tuple[str, int, int]:
     a, op, b, result, final = re.fullmatch(
         r"(\d+) ([+-]) (\d+) = (\d+)\n#### (\d+)", row["answer"]
     ).groups()
@@ -34,7 +34,7 @@ def _triple(row: Row) -> tuple[str, int, int]:
 
 @pytest.mark.parametrize("split", ["train", "test"])
 def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
-    space = set(triples(split))
+    space = set(problems_of_split(split))
     for row in make(split, 2000, seed=1):
         triple = _triple(row)
         assert triple in space
@@ -42,7 +42,7 @@ def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
 
 
 def test_splits_are_disjoint_and_whole() -> None:
-    train, test = set(triples("train")), set(triples("test"))
+    train, test = set(problems_of_split("train")), set(problems_of_split("test"))
     assert not train & test
     assert len(train | test) == 2 * 9 * 45  # 9 tens, 45 pairs of last digits, two operations
     assert 0.1 < len(test) / len(train | test) < 0.2
@@ -66,9 +66,9 @@ def test_the_same_in_another_process() -> None:
 
 
 def test_every_triple_once_before_any_twice() -> None:
-    count = len(triples("train"))
+    count = len(problems_of_split("train"))
     rows = [_triple(r) for r in make("train", 2 * count, seed=0)]
-    assert set(rows[:count]) == set(rows[count:]) == set(triples("train"))
+    assert set(rows[:count]) == set(rows[count:]) == set(problems_of_split("train"))
 
 
 def test_test_split_has_no_duplicates_and_refuses_more() -> None:
@@ -109,4 +109,4 @@ def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
 
 
 def test_default_test_size_is_one_per_triple() -> None:
-    assert default_test_size("word_problems") == len(triples("test"))
+    assert default_test_size("word_problems") == len(problems_of_split("test"))
