@@ -82,7 +82,13 @@ def _bounds(key: ConfigKey) -> str:
 
 def _row(key: ConfigKey) -> str:
     """The table row of a key."""
-    cells = [f"`{key.dotted}`", _type(key), _default(key.default), _bounds(key), key.metadata["help"]]
+    cells = [
+        f"`{key.dotted}`",
+        _type(key),
+        _default(key.default),
+        _bounds(key),
+        key.metadata["help"],
+    ]
     escaped = [cell.replace("|", "\\|") for cell in cells]
     return "| " + " | ".join(escaped) + " |"
 

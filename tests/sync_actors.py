@@ -1,7 +1,8 @@
-"""Trainer ranks and replicas without a model, as real Ray actors with both real ends of the weight stream.
+"""Trainer ranks and replicas without a model, as real Ray actors with real endpoints of the stream.
 
-They start in seconds, and they fail and block as the real ones do: a rank's update holds its main thread until its weights
-may change, a replica's engine does one thing at a time, and neither can be cancelled from outside.
+They start in seconds, and they fail and block as the real ones do: a rank's update holds its main
+thread until its weights may change, a replica's engine does one thing at a time, and neither can be
+cancelled from outside.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +19,6 @@ import numpy as np
 import ray
 import torch
 
-from one_step_off.cluster.errors import SyncError
 from one_step_off.cluster.placement import spawn
 from one_step_off.config.schema import Config
 from one_step_off.data.prompt_stream import PromptStream
@@ -33,84 +34,111 @@ from one_step_off.weight_sync.trainer_sender import WeightSenderMixin
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
 CPU = torch.device("cpu")
-ROWS, WIDTH = 64, 256  # of each of two tensors: several buckets of BUCKET_BYTES
+HOST = "127.0.0.1"
+ROWS, COLUMNS = 64, 256  # of each of the two tensors "a" and "b"
 STEPS = 3
 
 
-class Faults:
-    """Mixed into an actor: `fault` is (place, version or None, what happens there)."""
+@dataclass
+class Fault:
+    """Something that happens in an actor, on purpose."""
 
-    fault: tuple[str, int | None, str] | None = None
-    kept = False  # a fault that comes again and again
+    place: str
+    version: int | None
+    """Of the weights; None: any."""
+    action: str
+    """One of die, hang, raise and corrupt."""
+    repeats: bool = False
 
-    def set_fault(self, place: str, version: int | None, action: str, kept: bool = False) -> None:
-        self.fault, self.kept = (place, version, action), kept
 
-    def reach(self, place: str, version: int | None = None) -> None:
-        if self.fault is None or self.fault[:2] not in ((place, version), (place, None)):
+class FaultInjector:
+    """Mixed into an actor: lets one fault happen."""
+
+    fault: Fault | None = None
+
+    def set_fault(self, fault: Fault | None) -> None:
+        self.fault = fault
+
+    def pass_place(self, place: str, version: int | None = None) -> None:
+        """Let the fault happen if it is meant for this place and version."""
+        fault = self.fault
+        if fault is None or fault.place != place or fault.version not in (version, None):
             return
-        action = self.fault[2]
-        if not self.kept:
+        if not fault.repeats:
             self.fault = None
-        if action == "die":
+        if fault.action == "die":
             os._exit(1)
-        if action == "hang":
+        if fault.action == "hang":
             time.sleep(1e6)
         raise RuntimeError(f"broken on purpose in {place}")
 
 
-class LightTrainer(Faults, WeightSenderMixin):
-    """A rank whose half of the model is a few rows; an update adds 1 to them."""
+def canary_log_probs(weight: float, sequences: list[np.ndarray]) -> list[np.ndarray]:
+    """What a model with this weight says about the canary."""
+    return [np.full(len(sequence) - 1, -weight, np.float32) for sequence in sequences]
 
-    def __init__(self, cfg: Config, rank: int, world: int) -> None:
-        self.cfg, self.rank, self.world, self.device = cfg, rank, world, CPU
+
+class LightTrainer(FaultInjector, WeightSenderMixin):
+    """A rank whose share of the model is a few rows; an update adds 1 to them."""
+
+    def __init__(self, cfg: Config, rank: int, world_size: int) -> None:
+        self.cfg = cfg
+        self.rank = rank
+        self.device = CPU
         self.version = 0
-        share = ROWS // world
-        self.rows = {name: (rank * share, torch.zeros(share, WIDTH)) for name in ("a", "b")}
+        self.row_count = ROWS // world_size
+        self.first_row = rank * self.row_count
+        self.rows = {name: torch.zeros(self.row_count, COLUMNS) for name in ("a", "b")}
 
     @ray.method(concurrency_group="control")
     def alive(self) -> None:
         """As a real rank's."""
 
     def weight_plan(self) -> list[WeightPiece]:
-        shape = (ROWS, WIDTH)
+        last_row = self.first_row + self.row_count
         return [
-            WeightPiece(n, "float32", shape, at, at + len(rows))
-            for n, (at, rows) in self.rows.items()
+            WeightPiece(name, "float32", (ROWS, COLUMNS), self.first_row, last_row)
+            for name in self.rows
         ]
 
     def weight_tensors(self):
-        for name, (_, rows) in self.rows.items():
-            self.reach(f"pack {name}", self.version)
+        for name, rows in self.rows.items():
+            self.pass_place(f"pack {name}", self.version)
             yield rows
 
     def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        value = float(self.rows["a"][1][0, 0])
-        return [np.full(len(s) - 1, -value, np.float32) for s in sequences]
+        return canary_log_probs(float(self.rows["a"][0, 0]), sequences)
 
     def update(self, batch: Any, learn: bool = True, profile: str = "") -> dict[str, float]:
         time.sleep(0.02)
         self.before_step()
-        for _, rows in self.rows.values():
+        for rows in self.rows.values():
             rows += 1
         self.version += 1
         return {"ratio/mean": 1.0}
 
-    def restore_beginning(self, overlap: bool) -> None:
-        self.version, self.released, self.sync_failure, self.fault = 0, -1, "", None
+    def reset(self, overlap: bool) -> None:
+        """As at the beginning."""
+        self.version = 0
+        self.released = -1
+        self.sync_failure = ""
+        self.fault = None
         self.cfg.weight_sync.overlap = overlap
-        for _, rows in self.rows.values():
+        for rows in self.rows.values():
             rows.zero_()
 
 
-class LightReplica(Faults):
-    """A replica whose engine is a thread that receives weights and repeats them."""
+class LightReplica(FaultInjector):
+    """A replica whose engine is a thread that receives weights and samples nothing real."""
 
     calls_at_once = 100
     threads = {"control": 1}
 
     def __init__(self, cfg: Config, index: int) -> None:
-        self.cfg, self.index, self.stamp, self.receiver = cfg, index, None, None
+        self.cfg = cfg
+        self.index = index
+        self.stamp: tuple[int, int] | None = None
+        self.receiver: WeightReceiver | None = None
         self.engine = ThreadPoolExecutor(1)
         self.weights: dict[str, torch.Tensor] = {}
 
@@ -132,118 +160,143 @@ class LightReplica(Faults):
         await self._in_engine(self._connect, info, first_receiver)
 
     def _connect(self, info: dict[str, Any], index: int) -> None:
-        self.reach("connect")
-        pieces = [
-            [WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in info["pieces"]
-        ]
+        self.pass_place("connect")
         if self.receiver is None:
+            pieces = [[WeightPiece(*fields) for fields in sent] for sent in info["pieces"]]
             plan = BucketPlan.build(pieces, info["bucket_bytes"])
-            self.receiver = WeightReceiver(plan, index, CPU, "127.0.0.1", info["timeout_s"])
+            self.receiver = WeightReceiver(plan, index, CPU, HOST, info["timeout_s"])
         self.receiver.index = index
-        self.receiver.connect(info["epoch"], info["addresses"], info["receivers"], info["near"])
+        self.receiver.connect(
+            info["epoch"], info["addresses"], info["receivers"], info["same_device"]
+        )
 
     async def sync(self, stamp: tuple[int, int]) -> list[dict[str, Any]]:
         self.stamp = None
-        report = await self._in_engine(self._receive, stamp[1])
+        _, version = stamp
+        report = await self._in_engine(self._receive, version)
         self.stamp = stamp
         return [report]
 
     def _receive(self, version: int) -> dict[str, Any]:
         def load(tensors: list[tuple[str, torch.Tensor]]) -> None:
-            self.reach("load", version)
-            self.weights.update({name: tensor.clone() for name, tensor in tensors})
+            self.pass_place("load", version)
+            for name, tensor in tensors:
+                self.weights[name] = tensor.clone()
 
-        try:
-            report = self.receiver.receive(load, version)
-        except SyncError:
-            raise
-        self.reach("finish", version)
-        if self.fault == ("canary", version, "corrupt"):
+        report = self.receiver.receive(load, version)
+        self.pass_place("finish", version)
+        if self.fault == Fault("canary", version, "corrupt"):
             self.weights["a"] += 1
         return report
 
     async def score(self, sequences: list[np.ndarray]) -> list[np.ndarray]:
-        self.reach("score", self.stamp[1])
-        value = float(self.weights["a"][0, 0])
-        return [np.full(len(s) - 1, -value, np.float32) for s in sequences]
+        _, version = self.stamp
+        self.pass_place("score", version)
+        return canary_log_probs(float(self.weights["a"][0, 0]), sequences)
 
     async def rollout(self, prompts: list[Prompt], sampling: Any) -> list[Sample]:
         if self.stamp is None:
             raise RuntimeError("no verified weights")
-        incarnation, version = self.stamp
         await asyncio.sleep(0.01)
-        ids, versions = np.arange(3, dtype=np.int32), np.full(3, version, np.int32)
-        given = ids, np.zeros(3, np.float32), np.ones(3, bool), versions
         return [
-            Sample(p.id, i, p.ids, *given, incarnation=incarnation, reward=float(i))
-            for p in prompts
-            for i in range(sampling.size)
+            stamped_sample(prompt, index, self.stamp)
+            for prompt in prompts
+            for index in range(sampling.size)
         ]
 
     async def stop(self) -> None:
         """Nothing to end."""
 
 
+def stamped_sample(prompt: Prompt, index: int, stamp: tuple[int, int]) -> Sample:
+    """A sample of three tokens."""
+    incarnation, version = stamp
+    return Sample(
+        prompt.id,
+        index,
+        prompt.ids,
+        np.arange(3, dtype=np.int32),
+        np.zeros(3, np.float32),
+        np.ones(3, bool),
+        np.full(3, version, np.int32),
+        incarnation=incarnation,
+        reward=float(index),
+    )
+
+
+def light_config(timeout_s: float) -> Config:
+    cfg = Config()
+    cfg.placement.roles = {"rollout": "rollout", "actor": "actor"}
+    cfg.trainer.step_timeout_s = 600.0  # no test waits for it
+    cfg.weight_sync.timeout_s = timeout_s
+    cfg.weight_sync.bucket_mb = 1
+    cfg.data.train_batch_size = 2
+    cfg.rollout.n = 2
+    cfg.rollout.heartbeat_s = 0.2
+    return cfg
+
+
 class Team:
     """A run's processes, and runs of the real pipeline over them."""
 
     def __init__(
-        self, ranks: int, replicas: int, timeout_s: float = 5.0, near: bool = True
+        self, ranks: int, replicas: int, timeout_s: float = 5.0, same_device: bool = True
     ) -> None:
-        cfg = self.cfg = Config()
-        cfg.placement.roles = {"rollout": "rollout", "actor": "actor"}
-        cfg.trainer.step_timeout_s = 600.0  # no test waits for it
-        cfg.weight_sync.timeout_s, cfg.weight_sync.bucket_mb = timeout_s, 1
-        cfg.data.train_batch_size = 2
-        cfg.rollout.n, cfg.rollout.heartbeat_s = 2, 0.2
+        """`same_device`: everything is in shared memory; else over gloo."""
+        self.cfg = light_config(timeout_s)
         self.respawned: list[int] = []
-        workers = [spawn(LightTrainer, (cfg, i, ranks), None, "cpu") for i in range(ranks)]
-        actor = TrainGroup("actor", workers, cfg)
-        first = [spawn(LightReplica, (cfg, i), None, "cpu") for i in range(replicas)]
-        self.rollout = RolloutGroup(first, cfg, True, respawn=self._respawn)
+        self.messages: list[str] = []
         self.on_respawn: Any = lambda replica: None
+        workers = [spawn(LightTrainer, (self.cfg, i, ranks), None, "cpu") for i in range(ranks)]
+        actor = TrainGroup("actor", workers, self.cfg)
+        actors = [self._spawn_replica(i) for i in range(replicas)]
+        self.rollout = RolloutGroup(actors, self.cfg, True, respawn=self._respawn)
         canary = [np.arange(4, dtype=np.int32)]
-        places = [list(range(replicas)) if near else [] for _ in workers]
-        self.sync = WeightSync(actor, self.rollout, canary, "127.0.0.1", places)
+        replicas_of_rank = [list(range(replicas)) if same_device else [] for _ in workers]
+        self.sync = WeightSync(actor, self.rollout.supervisor, canary, HOST, replicas_of_rank)
         self.roles = Roles(actor, self.rollout, self.sync)
         self.groups = {"actor": actor}
 
-    def _respawn(self, i: int) -> Any:
-        ray.kill(self.rollout.replicas[i])
-        self.respawned.append(i)
-        replica = spawn(LightReplica, (self.cfg, i), None, "cpu")
+    def _spawn_replica(self, index: int) -> Any:
+        return spawn(LightReplica, (self.cfg, index), None, "cpu")
+
+    def _respawn(self, index: int) -> Any:
+        ray.kill(self.rollout.replicas[index])
+        self.respawned.append(index)
+        replica = self._spawn_replica(index)
         self.on_respawn(replica)
         return replica
 
     async def connect(self) -> None:
-        await asyncio.gather(
-            *(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks)
-        )  # no start counts
+        # The start of the actors must not count toward any limit.
+        await asyncio.gather(*(rank.__ray_ready__.remote() for rank in self.roles.actor.ranks))
         await self.rollout.setup()
         await self.sync.connect()
 
-    async def restore_beginning(self, overlap: bool) -> None:
-        """As when the processes had just started, but for the groups between them."""
-        while any(not task.done() for task in self.rollout.restart_tasks.values()):
+    async def reset(self, overlap: bool) -> None:
+        """As when the processes had just started, except that the groups between them stay."""
+        while any(not task.done() for task in self.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.05)
         self.cfg.weight_sync.overlap = overlap
         ranks = self.roles.actor.ranks
-        await asyncio.gather(*(rank.restore_beginning.remote(overlap) for rank in ranks))
+        await asyncio.gather(*(rank.reset.remote(overlap) for rank in ranks))
         for replica in self.rollout.replicas:
-            await replica.set_fault.remote("nowhere", None, "")
-        self.sync.last_sent, self.rollout.syncing = None, False
+            await replica.set_fault.remote(None)
+        self.sync.last_sent = None
+        self.rollout.supervisor.syncing = False
         self.respawned.clear()
 
     def pipeline(self, folder: Any) -> Pipeline:
         """A run of STEPS steps, with an evaluation of the last version."""
         prompts = [Prompt((0, row), np.arange(3, dtype=np.int32), "q", "1") for row in range(8)]
         stream = PromptStream(prompts, 2, True, 0, STEPS)
-        self.said: list[str] = []
+        self.messages = []
         tracker = Tracker(str(folder), STEPS, out=open(os.devnull, "w"))
-        tracker.log = self.said.append
+        tracker.log = self.messages.append
         return Pipeline(self.cfg, self.roles, stream, prompts[:2], tracker)
 
     async def is_process_failure(self, error: Exception) -> bool:
+        """Whether another attempt would begin after this error."""
         from one_step_off.runtime.processes import RunProcesses
 
         return await RunProcesses.is_process_failure(
@@ -251,5 +304,5 @@ class Team:
         )
 
     def kill(self) -> None:
-        for one in (*self.roles.actor.ranks, *self.rollout.replicas):
-            ray.kill(one)
+        for actor in (*self.roles.actor.ranks, *self.rollout.replicas):
+            ray.kill(actor)

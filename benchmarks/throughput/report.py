@@ -196,8 +196,8 @@ def table(result: dict[str, Any]) -> str:
     lines.append(
         f"Medians over {runs} run(s) of each arm, the arms alternating (range of {ranged}). "
         f"Dropped: the first {result['warmup']} steps of each run, and the last one, beside which "
-        "nothing is generated. Exposed sync: how much longer the sync made the step. Idle: the share "
-        "of the time in which a group neither generates nor trains; in the colocated arm, the share "
-        "of all devices."
+        "nothing is generated. Exposed sync: how much longer the sync made the step. Idle: the "
+        "share of the time in which a group neither generates nor trains; in the colocated arm, "
+        "the share of all devices."
     )
     return "\n".join(lines) + "\n"

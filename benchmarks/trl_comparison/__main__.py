@@ -1,7 +1,7 @@
 """The same task in TRL's GRPOTrainer: samples/s of both on the same cores, the arms alternating.
 
-    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--runs 3] [--warmup 3] [--steps N]
-        [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
+    python -m benchmarks.trl_comparison --out DIR [--config FILE] [--runs 3] [--warmup 3]
+        [--steps N] [--cores 0 1] [--arms ours trl-1 trl-all] [section.key=value ...]
 
 TRL is no dependency of this project. It installs into a folder of its own, without touching other
 packages:

@@ -1,4 +1,5 @@
-"""What the program asks of its machines: placement groups, bounded waits, network links, cleanup, resource usage.
+"""What the program asks of its machines: placement groups, remote calls and waits with time limits,
+cleanup, usage.
 
-Knows nothing of models. Read `placement.py` first.
+Knows nothing of models. Read `placement.py` first, then `remote_calls.py` and `errors.py`.
 """

@@ -1,8 +1,9 @@
-"""Waits of the weight sync that always end: at a time limit, or as soon as any process of the sync has failed.
+"""Waits of the weight sync that always end: at a time limit, or as soon as any process of the sync
+has failed.
 
-A sender's store carries one key per epoch, `ABORTED`. The process that fails writes the reason there; every process that
-waits for this sender looks at the key a few times a second and raises `Aborted`. The driver sets it too, on behalf of a
-process that died and can say nothing any more.
+A sender's store carries one key per epoch, `ABORTED`. A process that fails writes the reason there.
+Every process that waits for this sender checks the key a few times per second and raises `Aborted`.
+The driver writes the key on behalf of a process that died.
 """
 
 import queue
@@ -19,10 +20,20 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 ABORTED = "aborted"
-POLL_INTERVAL_S = 0.25  # between two looks at the key: the most that an abort takes to be noticed
-ANSWER_S = 2.0  # for a sender's store to answer when it is asked for the key
-# So long a wait for a store's key sleeps before it looks: torch logs each wait that ends without its key.
-EVENT_S = 1.0
+"""The key that aborts one epoch of one sender; its value is the reason."""
+
+POLL_INTERVAL_S = 0.25
+"""Seconds between two checks of the key: the longest time in which an abort is noticed."""
+
+STORE_ANSWER_TIMEOUT_S = 2.0
+"""Seconds for a sender's store to answer one request of an `AbortSignal`."""
+
+FIRST_STORE_WAIT_S = 1.0
+"""Seconds that `wait_for_keys` sleeps in the store before it polls: torch logs each wait that ends
+without its key."""
+
+KEY_POLL_S = 0.01
+"""Seconds between two polls of a store's keys afterwards."""
 
 
 class Aborted(RuntimeError):
@@ -30,126 +41,159 @@ class Aborted(RuntimeError):
 
 
 class WorkerThread:
-    """One thread that works off calls in their order. Unlike an executor's it may be given up: it is a daemon, so neither
-    its owner nor the end of the process waits for a call that never returns."""
+    """One thread that executes calls in the order of their submission.
+
+    Unlike an executor's thread it can be abandoned: it is a daemon, so neither its owner nor the
+    end of the process waits for a call that never returns.
+    """
 
     def __init__(self, name: str, prepare: Callable[[], None]) -> None:
-        """`prepare` runs first, on the thread."""
+        """Start the thread. `prepare` runs on it first."""
         self.calls: queue.SimpleQueue = queue.SimpleQueue()
         self.prepare = prepare
         threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        """Call `function(*args)` on the thread, after all that was submitted before."""
+        """Call `function(*args)` on the thread, after all earlier submissions."""
         future: Future[T] = Future()
         self.calls.put((future, function, args))
         return future
 
     def stop(self) -> None:
-        """Let the thread end once it has nothing left to do."""
+        """Let the thread end after the calls that are already submitted."""
         self.calls.put(None)
 
     def _work(self) -> None:
         self.prepare()
-        while call := self.calls.get():
+        while True:
+            call = self.calls.get()
+            if call is None:
+                return
             future, function, args = call
             try:
                 future.set_result(function(*args))
             except BaseException as error:
                 future.set_exception(error)
-            del call, future, function, args  # they may hold the group's memory and connections
+            # While the thread waits for its next call, these would hold the group's memory and
+            # connections.
+            del call, future, function, args
 
 
 class AbortSignal:
-    """The key `ABORTED` of one sender and one epoch, as one process sees it. `store`: the sender's, of that epoch.
+    """The key `ABORTED` of one sender and one epoch, as one process sees it.
 
-    The store is asked on a thread of its own, since a `check` of torch's store knows no time limit: it would wait for ever
-    for a sender that is stopped.
+    The store is queried on a separate thread, because torch's `Store.check` has no time limit: it
+    would wait forever for a sender that is stopped.
     """
 
     def __init__(self, store: dist.Store) -> None:
-        # A connection of its own: a store lets no second thread in while one waits in it.
+        """`store`: the sender's, with the prefix of the epoch."""
+        # A separate connection: while one thread waits in a store, no second thread can use it.
         self.store = store.clone()
         self.thread: WorkerThread | None = None
-        self.asked: Future | None = None  # what the store has not answered yet
+        self.unanswered: Future | None = None  # the last request, which may still be pending
 
     def set(self, reason: str) -> None:
         """Let every wait of this sender's epoch end with `reason`. The first reason stays."""
-        self._ask(self._set, reason)
+        self._request(self._write_reason, reason)
 
     def check(self) -> None:
-        """Raises Aborted if the epoch was given up, DistNetworkError if the sender is gone. A sender that does not answer
-        may be stopped, or very busy: the limit of the wait itself is for that."""
-        self.holds([])
+        """Return if the epoch goes on.
 
-    def holds(self, keys: list[str]) -> bool:
-        """Whether all `keys` are in the store, as far as it answers within ANSWER_S seconds. Raises as `check`."""
-        found = self._ask(self._look, keys)
-        if found is None:
+        A sender that does not answer may be stopped or very busy; the time limit of the wait itself
+        covers that.
+
+        Raises:
+            Aborted: the epoch was aborted.
+            DistNetworkError: the sender is gone.
+        """
+        self.contains([])
+
+    def contains(self, keys: list[str]) -> bool:
+        """Whether all `keys` are in the store; False without an answer in STORE_ANSWER_TIMEOUT_S.
+        Raises as `check`."""
+        answer = self._request(self._read, keys)
+        if answer is None:
             return False
-        there, reason = found
-        if reason and not there:
+        complete, reason = answer
+        if reason and not complete:
             raise Aborted(reason)
-        return there
+        return complete
 
     def close(self) -> None:
-        """Give the thread up."""
+        """Abandon the thread."""
         if self.thread is not None:
             self.thread.stop()
 
-    def _set(self, reason: str) -> None:
+    def _write_reason(self, reason: str) -> None:
         if not self.store.check([ABORTED]):
             self.store.set(ABORTED, reason.encode())
 
-    def _look(self, keys: list[str]) -> tuple[bool, str]:
-        there = bool(keys) and self.store.check(keys)
-        reason = (
-            self.store.get(ABORTED).decode(errors="replace") if self.store.check([ABORTED]) else ""
-        )
-        return there, reason
+    def _read(self, keys: list[str]) -> tuple[bool, str]:
+        """Whether all `keys` (at least one) are in the store, and the reason of an abort or ""."""
+        complete = bool(keys) and self.store.check(keys)
+        reason = ""
+        if self.store.check([ABORTED]):
+            reason = self.store.get(ABORTED).decode(errors="replace")
+        return complete, reason
 
-    def _ask(self, function: Callable[..., T], *args: Any) -> T | None:
-        """What the store answers, or None if it does not in ANSWER_S seconds. A question that was never answered is not
-        asked again and again."""
+    def _request(self, function: Callable[..., T], *args: Any) -> T | None:
+        """The store's answer, or None without one in STORE_ANSWER_TIMEOUT_S. While a request is
+        pending, no other is sent: requests to a stopped sender would pile up."""
         if self.thread is None:
             self.thread = WorkerThread("weight-signal", lambda: None)
-        if self.asked is not None and not self.asked.done():
+        if self.unanswered is not None and not self.unanswered.done():
             time.sleep(POLL_INTERVAL_S)
             return None
-        self.asked = self.thread.submit(function, *args)
+        self.unanswered = self.thread.submit(function, *args)
         try:
-            return self.asked.result(ANSWER_S)
+            return self.unanswered.result(STORE_ANSWER_TIMEOUT_S)
         except FutureTimeout:
-            if self.asked.done():
-                return self.asked.result()
+            if self.unanswered.done():  # the store's own time limit
+                return self.unanswered.result()
             return None
 
 
-def wait_for_keys(store: dist.Store, keys: list[str], limit_s: float, signal: AbortSignal) -> None:
-    """Wait until all `keys` are in the store. Raises TimeoutError after `limit_s` seconds, and what `AbortSignal.check`
-    raises."""
-    deadline = time.monotonic() + limit_s
+def wait_for_keys(
+    store: dist.Store, keys: list[str], timeout_s: float, signal: AbortSignal
+) -> None:
+    """Wait until all `keys` are in the store.
+
+    Raises:
+        TimeoutError: they are not there within `timeout_s` seconds.
+        Aborted, DistNetworkError: as `AbortSignal.check`.
+    """
+    deadline = time.monotonic() + timeout_s
     try:
-        store.wait(keys, timedelta(seconds=min(EVENT_S, limit_s)))
+        store.wait(keys, timedelta(seconds=min(FIRST_STORE_WAIT_S, timeout_s)))
         return
     except dist.DistStoreError:  # not there yet
         pass
-    while not signal.holds(keys):
+    while not signal.contains(keys):
         if time.monotonic() > deadline:
-            raise TimeoutError(f"timed out: no answer in {limit_s:g} s")
-        time.sleep(0.01)
+            raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")
+        time.sleep(KEY_POLL_S)
 
 
-def wait_for_result(future: Future[T], limit_s: float, check: Callable[[], None]) -> T:
-    """The result of work on another thread. `check` is called while it is awaited, and may raise. Raises TimeoutError after
-    `limit_s` seconds, whatever the thread hangs in; the caller gives that thread up then."""
-    deadline = time.monotonic() + limit_s
+def wait_for_result(future: Future[T], timeout_s: float, check: Callable[[], None]) -> T:
+    """The result of a call on another thread.
+
+    Args:
+        future: the call.
+        timeout_s: the limit, whatever the thread hangs in; the caller abandons the thread
+            afterwards.
+        check: called a few times per second meanwhile; it may raise.
+
+    Raises:
+        TimeoutError: no result within `timeout_s` seconds.
+    """
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             return future.result(timeout=POLL_INTERVAL_S)
         except FutureTimeout:
-            if future.done():  # the work's own time limit
+            if future.done():  # the call's own time limit, raised by the call itself
                 return future.result()
         check()
         if time.monotonic() > deadline:
-            raise TimeoutError(f"timed out: no answer in {limit_s:g} s")
+            raise TimeoutError(f"timed out: no answer in {timeout_s:g} s")

@@ -3,24 +3,32 @@
 import contextlib
 import os
 
-ALL_CORES = (
-    "ONE_STEP_OFF_CORES"  # environment variable: those that a bound process could use before
-)
-
-
-def unpin() -> None:
-    """Let this thread, and those that it starts, run on all cores that the run has. Where processes are bound to cores
-    (`placement.pin_process`) the sync's threads are not: while one end of the stream works the other's core is free."""
-    if cores := os.environ.get(ALL_CORES):
-        os.sched_setaffinity(0, map(int, cores.split(",")))
+ALL_CORES = "ONE_STEP_OFF_CORES"
+"""Environment variable of a bound process: the cores that it could use before, separated by
+commas."""
 
 
 def pin_process(cores: tuple[int, ...]) -> None:
-    """Bind every thread of this process, and all it starts later, to `cores`; what it could use before is kept in the
-    environment for the weight sync."""
+    """Bind every thread of this process, and all that it starts later, to `cores` (none: leave it
+    unbound).
+
+    The cores that it could use before are kept in the environment, for `unpin`.
+    """
     if not cores:
         return
-    os.environ[ALL_CORES] = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # a thread that ended meanwhile
-            os.sched_setaffinity(int(thread), cores)
+    usable_cores = sorted(os.sched_getaffinity(0))
+    os.environ[ALL_CORES] = ",".join(map(str, usable_cores))
+    for thread_id in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # the thread has just ended
+            os.sched_setaffinity(int(thread_id), cores)
+
+
+def unpin() -> None:
+    """Let this thread, and those that it starts, run on all cores of the run.
+
+    The threads of the weight sync do this: while one endpoint of the stream works, the other's
+    cores are idle.
+    """
+    usable_cores = os.environ.get(ALL_CORES)
+    if usable_cores:
+        os.sched_setaffinity(0, map(int, usable_cores.split(",")))

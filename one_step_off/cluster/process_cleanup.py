@@ -1,8 +1,9 @@
-"""What a run leaves when its driver is killed: ended and removed by this small process, which outlives it.
+"""Cleanup after a run whose driver was killed, by this small process, which outlives the driver.
 
-Ray's processes end when the driver does, but its agents stay for a minute, with their ports; and what was killed removes
-neither its shared memory nor its temporary files. All processes of a run have its folder for temporary files in their
-environment: by that they are known, whoever their parent is by then.
+Ray's processes end with the driver, but its agents stay for a minute, with their ports. A killed
+process removes neither its shared memory nor its temporary files. All processes of a run have its
+folder for temporary files in their environment, and are recognized by that, whatever their parent
+is by then.
 """
 
 import contextlib
@@ -14,52 +15,77 @@ from pathlib import Path
 
 import psutil
 
-RUN_FOLDER_VARIABLE = "ONE_STEP_OFF_RUN"  # environment variable of all processes of a run: its folder for temporary files
-SHARED = Path("/dev/shm")
-# What Python, vLLM, torch and NCCL call their segments.
-KINDS = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|vllm_.+shm_\d+|torch_\d+_\w+|nccl-\w+")
+RUN_FOLDER_VARIABLE = "ONE_STEP_OFF_RUN"
+"""Environment variable of all processes of a run: its folder for temporary files."""
+
+SHARED_MEMORY = Path("/dev/shm")
+
+SEGMENT_NAMES = re.compile(r"psm_[0-9a-f]+|sem\.[\w.-]+|vllm_.+shm_\d+|torch_\d+_\w+|nccl-\w+")
+"""The names that Python, vLLM, torch and NCCL give to their segments of shared memory."""
+
+KILL_ROUNDS = 100
+KILL_WAIT_S = 0.2
+"""Seconds after each round for the killed processes to end: 20 s in all."""
 
 
-def in_use() -> set[int]:
-    """The inodes of all shared memory that a process has mapped. A semaphore is mapped before it has its name."""
-    found: set[int] = set()
+def mapped_inodes() -> set[int]:
+    """The inodes of all shared memory that a process has mapped.
+
+    The inode and not the name, because a semaphore is mapped before it has its name.
+    """
+    inodes: set[int] = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has just ended, or is another user's
-            found |= {
-                int(line.split()[4])
-                for line in path.read_text().splitlines()
-                if " /dev/shm/" in line
-            }
-    return found
+        with contextlib.suppress(OSError):  # the process has just ended, or is another user's
+            for line in path.read_text().splitlines():
+                if " /dev/shm/" in line:
+                    inodes.add(int(line.split()[4]))
+    return inodes
 
 
-def sweep(folder: str, begun: float) -> None:
-    """Wait until standard input ends, as it does with the driver. Then kill what is left and remove what it had, within
-    20 s or so: of the shared memory what is of a kind that runs make, this user's, mapped by nobody, and made since
-    `begun`, a time of the clock on the wall."""
+def clean_up(folder: str, start_time: float) -> None:
+    """Wait for the end of standard input, which comes with the end of the driver; then clean up
+    after the run.
+
+    Kills the run's processes, which takes 20 s at most, and removes their shared memory and
+    `folder`. A segment of shared memory is removed if its name is of a kind that runs create, it is
+    this user's, no process has it mapped, and it was created since `start_time`.
+
+    Args:
+        folder: the run's folder for temporary files, as in RUN_FOLDER_VARIABLE.
+        start_time: of the run, as `time.time` has it.
+    """
     sys.stdin.read()
-    for _ in range(100):
-        alive = [
-            p
-            for p in psutil.process_iter(["environ"])
-            if (p.info["environ"] or {}).get(RUN_FOLDER_VARIABLE) == folder
-        ]
-        for process in alive:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        if not psutil.wait_procs(alive, 0.2)[1]:
-            break
-    used = in_use()
-    for path in SHARED.iterdir():
-        with contextlib.suppress(OSError):
-            file = path.stat()
-            mine = (
-                file.st_uid == os.geteuid() and file.st_mtime >= begun and file.st_ino not in used
-            )
-            if mine and KINDS.fullmatch(path.name):
-                path.unlink()
+    _kill_processes(folder)
+    _remove_shared_memory(start_time)
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def _kill_processes(folder: str) -> None:
+    """Kill the run's processes, again and again: one may start another before it ends."""
+    for _ in range(KILL_ROUNDS):
+        processes = []
+        for process in psutil.process_iter(["environ"]):
+            environment = process.info["environ"] or {}
+            if environment.get(RUN_FOLDER_VARIABLE) == folder:
+                processes.append(process)
+        for process in processes:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        _, alive = psutil.wait_procs(processes, KILL_WAIT_S)
+        if not alive:
+            return
+
+
+def _remove_shared_memory(start_time: float) -> None:
+    used_inodes = mapped_inodes()
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            is_ours = status.st_uid == os.geteuid() and status.st_mtime >= start_time
+            is_used = status.st_ino in used_inodes
+            if is_ours and not is_used and SEGMENT_NAMES.fullmatch(path.name):
+                path.unlink()
+
+
 if __name__ == "__main__":
-    sweep(sys.argv[1], float(sys.argv[2]))
+    clean_up(sys.argv[1], float(sys.argv[2]))

@@ -10,83 +10,111 @@ from one_step_off.data.staleness import StalenessError
 
 T = TypeVar("T")
 
-
 OnSpan = Callable[[str, str, int, float, float], None]
-"""Told of a role's work: (role, method, step, begin, end), in seconds of `now`."""
+"""Receives a role's work for the timeline: (role, method, step, begin, end), in seconds of
+`now`."""
 
+LIVENESS_TIMEOUT_S = 5.0
+"""Seconds for a process to answer on the thread that is never busy."""
 
-LIVENESS_TIMEOUT_S = 5.0  # and any process to answer on the thread that is never busy
+MAX_ATTEMPTS = 3
+"""Attempts to restart a failed replica, and to have the same prompts answered by another one."""
 
-
-MAX_ATTEMPTS = 3  # to start a lost one anew; and to have the same prompts answered
+DEATH_ERRORS = ("ActorDiedError", "ActorUnavailableError")
+"""Names of Ray's exceptions for a process that is gone. By name: the classes differ between Ray's
+releases."""
 
 
 def now() -> float:
-    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation counts its own."""
+    """Seconds by the event loop's clock: on Linux that of time.perf_counter, unless a simulation
+    counts its own."""
     return asyncio.get_running_loop().time()
 
 
 async def with_time_limit(limit_s: float, what: str, work: Awaitable[T]) -> T:
-    """Await `work`; raises PhaseTimeout naming `what` after `limit_s` seconds."""
+    """Await `work`. Raises PhaseTimeout, which names `what`, after `limit_s` seconds."""
     limit = asyncio.timeout(limit_s)
     try:
         async with limit:
             return await work
-    except TimeoutError as e:
-        if not limit.expired():  # a time limit of the work's own
+    except TimeoutError as error:
+        if not limit.expired():  # a time limit inside `work`
             raise
-        raise PhaseTimeout(f"{what}: no answer in {limit_s:g} s") from e
+        raise PhaseTimeout(f"{what}: no answer in {limit_s:g} s") from error
 
 
 async def name_failures(who: str, work: Awaitable[T]) -> T:
-    """Await one process's answer; its failure is raised with `who` in front. ConfigError, StalenessError and SyncError
-    keep their kind; anything else, its death included, is a RoleError."""
+    """Await the answer of one process; a failure is raised with `who` in front of its message.
+
+    Raises:
+        ConfigError, StalenessError, SyncError: the process raised it; it keeps its kind.
+        ProcessDied: the process is gone, or its node is.
+        RoleError: the process raised anything else; the message names the exception.
+    """
     try:
         return await work
-    except Exception as e:
-        # Ray wraps what a process raised, and puts that process's whole traceback into the message.
-        cause = getattr(e, "cause", None) or e
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or [""]
-        if isinstance(cause, ConfigError):
-            raise ConfigError(str(cause)) from e
-        if isinstance(cause, (StalenessError, SyncError)):
-            raise type(cause)(f"{who}: {cause}") from e
-        if type(e).__name__ in ("ActorDiedError", "ActorUnavailableError"):
-            if "its node has died" in str(cause):
-                who += ": its node is lost, or the network to it"
-            pid = next((line.split()[-1] for line in lines if line.startswith("pid:")), "unknown")
-            raise ProcessDied(f"{who}: its process died (pid {pid})") from e
-        raise RoleError(f"{who}: {type(cause).__name__}: {lines[0]}") from e
+    except Exception as error:
+        raise _named_failure(who, error) from error
+
+
+def _named_failure(who: str, error: Exception) -> Exception:
+    """The exception that `name_failures` raises for `error`."""
+    # Ray wraps what a process raised, and puts the process's whole traceback into the message.
+    cause = getattr(error, "cause", None) or error
+    if isinstance(cause, ConfigError):
+        return ConfigError(str(cause))
+    if isinstance(cause, (StalenessError, SyncError)):
+        return type(cause)(f"{who}: {cause}")
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    if type(error).__name__ in DEATH_ERRORS:
+        if "its node has died" in str(cause):
+            who += ": its node is lost, or the network to it"
+        pids = [line.split()[-1] for line in lines if line.startswith("pid:")]
+        pid = pids[0] if pids else "unknown"
+        return ProcessDied(f"{who}: its process died (pid {pid})")
+    first_line = lines[0] if lines else ""
+    return RoleError(f"{who}: {type(cause).__name__}: {first_line}")
 
 
 def call_all(
-    limit_s: float,
-    what: str,
-    actors: list[Any],
-    method: str,
-    *args: Any,
-    each: list[tuple] | None = None,
+    limit_s: float, what: str, actors: list[Any], method: str, *args: Any
 ) -> Awaitable[list[Any]]:
-    """Call a method on all actors at once, now, with `args` and with what is `each` one's own; awaiting it awaits all.
-    The first failure is raised at once, and names the actor."""
-    each = each or [()] * len(actors)
-    sent = [getattr(a, method).remote(*args, *own) for a, own in zip(actors, each, strict=True)]
-    calls = (name_failures(f"{what} {i}, {method}", answer) for i, answer in enumerate(sent))
-    return with_time_limit(limit_s, f"{what}, {method}", asyncio.gather(*calls))
+    """Call a method on all actors, before this returns; the result awaits all answers.
+
+    Args:
+        limit_s: seconds for all answers.
+        what: names the group in errors; an actor is "`what` i".
+        actors: Ray actor handles.
+        method: name of the remote method.
+        args: of the call, the same for all.
+
+    Raises (when awaited):
+        PhaseTimeout: after `limit_s` seconds.
+        As `name_failures`: the first failure of any actor, at once.
+    """
+    answers = [getattr(actor, method).remote(*args) for actor in actors]
+    named_answers = []
+    for i, answer in enumerate(answers):
+        named_answers.append(name_failures(f"{what} {i}, {method}", answer))
+    return with_time_limit(limit_s, f"{what}, {method}", asyncio.gather(*named_answers))
 
 
 async def not_alive(processes: dict[str, Any]) -> dict[str, str]:
-    """Which of these processes (name -> actor) are gone or stopped: name -> why. They are asked on a thread that is never
-    busy: one that works, or waits for another one, answers."""
+    """Which processes are gone or hang, of name -> actor. Returns name -> reason.
 
-    async def why(who: str, actor: Any) -> str:
-        try:
-            await with_time_limit(LIVENESS_TIMEOUT_S, who, name_failures(who, actor.alive.remote()))
-        except PhaseTimeout:
-            return f"{who}: its process hangs, it did not answer in {LIVENESS_TIMEOUT_S:g} s"
-        except Exception as e:
-            return str(e)
-        return ""
-
-    reasons = await asyncio.gather(*(why(who, actor) for who, actor in processes.items()))
+    They answer on a thread that is never busy, so a process that works or waits for another one
+    counts as alive.
+    """
+    reasons = await asyncio.gather(*(_why_not_alive(*process) for process in processes.items()))
     return {who: reason for who, reason in zip(processes, reasons, strict=True) if reason}
+
+
+async def _why_not_alive(who: str, actor: Any) -> str:
+    """The reason why a process counts as failed; "" if it answers."""
+    try:
+        await with_time_limit(LIVENESS_TIMEOUT_S, who, name_failures(who, actor.alive.remote()))
+    except PhaseTimeout:
+        return f"{who}: its process hangs, it did not answer in {LIVENESS_TIMEOUT_S:g} s"
+    except Exception as error:
+        return str(error)
+    return ""

@@ -1,6 +1,8 @@
-"""Memory and GPU utilisation of the run's processes, looked at every few seconds and never waited for.
+"""Memory and GPU utilization of the run's processes, sampled every few seconds and never waited
+for.
 
-`UsageProbe` is mixed into the actors and measures; `watching` asks them beside the pipeline, which knows nothing of it.
+`UsageProbe` is mixed into the actors and measures. `watch_usage` asks them beside the pipeline,
+which knows nothing of it.
 """
 
 import asyncio
@@ -14,106 +16,137 @@ from statistics import fmean
 from typing import Any
 
 INTERVAL_S = 5.0
+"""Seconds between two reports of a group."""
+
 _GPU_INTERVAL_S = 0.5
-_LAST_LOOK_S = 10.0
+"""Seconds between two samples of the GPUs in a process."""
+
+_LAST_REPORT_TIMEOUT_S = 10.0
+"""Seconds for the report at the end of a run."""
+
+Report = Callable[[dict[str, float], str], None]
+"""Receives metrics, and the name of the GPUs ("" without)."""
 
 
 class UsageProbe:
-    """A mixin of actors. It needs no constructor, so that it fits any class."""
+    """A mixin of actors. It has no constructor, so that it fits any class."""
 
-    _busy: list[tuple[float, int]] | None = None
-    _peak = 0
+    _gpu_samples: list[tuple[float, int]] | None = None
+    """Of each sample since the last call: mean utilization (0 to 1) and bytes in use, of the GPUs
+    that it sees."""
+
+    _peak_gpu_bytes = 0
 
     def usage(self, cuda: bool) -> dict[str, Any]:
-        """What this process and its children use. `memory_bytes`: the peak; by the class's own peak_memory_bytes() if it
-        has one, else of all the GPUs that it sees, else resident. `device`: the GPU's name, of a class with that method,
-        else "". With NVML also `gpu_utilisation`: mean of the GPUs that it sees since the last call, 0 to 1."""
-        own = getattr(self, "peak_memory_bytes", None)
-        found: dict[str, Any] = {
-            "memory_bytes": own() if own else peak_resident_bytes(),
-            "device": "",
-        }
-        if cuda and own:
+        """The resources of this process and its children. `cuda`: whether the run uses GPUs.
+
+        Returns:
+            memory_bytes: the peak; from the class's own `peak_memory_bytes()` if it has this
+                method, otherwise of all GPUs that the process sees, otherwise resident memory.
+            device: the GPU's name for a class with `peak_memory_bytes()`, otherwise "".
+            gpu_utilisation: with NVML, the mean since the last call over the GPUs that it sees, 0
+                to 1.
+        """
+        own_peak = getattr(self, "peak_memory_bytes", None)
+        memory_bytes = own_peak() if own_peak else peak_resident_bytes()
+        usage: dict[str, Any] = {"memory_bytes": memory_bytes, "device": ""}
+        if cuda and own_peak:
             from torch.cuda import get_device_name
 
-            found["device"] = get_device_name()
-        if cuda and self._busy is None:
-            self._busy = []
-            threading.Thread(
-                target=_watch_gpus, args=(self._busy,), name="gpu-usage", daemon=True
-            ).start()
-        if self._busy:
-            busy, used = zip(*self._busy, strict=True)
-            found["gpu_utilisation"], self._peak = fmean(busy), max(self._peak, *used)
-            self._busy.clear()
-        if self._peak and not own:  # an engine's memory is in its child
-            found["memory_bytes"] = self._peak
-        return found
+            usage["device"] = get_device_name()
+        if cuda and self._gpu_samples is None:
+            self._start_gpu_sampling()
+        if self._gpu_samples:
+            shares, used_bytes = zip(*self._gpu_samples, strict=True)
+            self._gpu_samples.clear()
+            self._peak_gpu_bytes = max(self._peak_gpu_bytes, *used_bytes)
+            usage["gpu_utilisation"] = fmean(shares)
+        if self._peak_gpu_bytes and not own_peak:  # an engine's memory is in its child process
+            usage["memory_bytes"] = self._peak_gpu_bytes
+        return usage
+
+    def _start_gpu_sampling(self) -> None:
+        self._gpu_samples = []
+        sampler = threading.Thread(
+            target=_sample_gpus, args=(self._gpu_samples,), name="gpu-usage", daemon=True
+        )
+        sampler.start()
 
 
 def peak_resident_bytes() -> int:
-    """Peak resident memory of this process and its living children, summed; pages they share count in each."""
+    """Sum of the peak resident memory of this process and its living children; shared pages count
+    in each."""
     import psutil
 
-    me, total = psutil.Process(), 0
-    for process in (me, *me.children(recursive=True)):
-        with contextlib.suppress(OSError, AttributeError):  # it ended meanwhile
-            # psutil tells what is resident now, and the peak only in releases newer than those we ask for.
-            total += (
-                int(
-                    re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{process.pid}/status").read_text())[1]
-                )
-                * 1024
-            )
+    this_process = psutil.Process()
+    total = 0
+    for process in (this_process, *this_process.children(recursive=True)):
+        with contextlib.suppress(OSError, AttributeError):  # the process has just ended
+            # From /proc: the required releases of psutil report what is resident now, but not the
+            # peak.
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak_kib = re.search(r"VmHWM:\s+(\d+)", status).group(1)
+            total += int(peak_kib) * 1024
     return total
 
 
-def _watch_gpus(busy: list[tuple[float, int]]) -> None:
-    """Append, until NVML fails, how busy the GPUs that this process sees are, and the bytes in use: one look at the end of
-    a step tells nothing. It begins no work on them: torch asks NVML."""
+def _sample_gpus(samples: list[tuple[float, int]]) -> None:
+    """Append to `samples` until NVML fails. One sample at the end of a step would say nothing about
+    the step.
+
+    It starts no work on the GPUs: torch asks NVML.
+    """
     import torch
 
-    with contextlib.suppress(Exception):  # any of NVML's: a run goes on without these figures
+    with contextlib.suppress(Exception):  # any error of NVML: the run goes on without these metrics
         while True:
-            seen = range(torch.cuda.device_count())
-            share = fmean(torch.cuda.utilization(i) / 100 for i in seen)
-            busy.append((share, sum(map(torch.cuda.device_memory_used, seen))))
+            gpus = range(torch.cuda.device_count())
+            share = fmean(torch.cuda.utilization(gpu) / 100 for gpu in gpus)
+            used_bytes = sum(torch.cuda.device_memory_used(gpu) for gpu in gpus)
+            samples.append((share, used_bytes))
             time.sleep(_GPU_INTERVAL_S)
 
 
-async def look(
-    group: str, actors: list[Any], cuda: bool, report: Callable[[dict[str, float], str], None]
-) -> None:
-    """Ask every process of a group once, and report the largest peak and the mean utilisation, and the name of its GPUs if
-    there are any. One that does not answer is the pipeline's affair."""
+async def report_usage(group: str, actors: list[Any], cuda: bool, report: Report) -> None:
+    """Ask every process of a group once. Reports the largest memory peak and the mean utilization,
+    and the name of the GPUs if there are any.
+
+    A process that does not answer is left out: the pipeline deals with its failure.
+    """
     answers = await asyncio.gather(
         *(actor.usage.remote(cuda) for actor in actors), return_exceptions=True
     )
-    if good := [a for a in answers if isinstance(a, dict)]:
-        found = {f"memory/{group}_peak_bytes": float(max(a["memory_bytes"] for a in good))}
-        if busy := [a["gpu_utilisation"] for a in good if "gpu_utilisation" in a]:
-            found[f"gpu_utilisation/{group}"] = fmean(busy)
-        report(found, max(a["device"] for a in good))
+    usages = [answer for answer in answers if isinstance(answer, dict)]
+    if not usages:
+        return
+    peak_bytes = max(usage["memory_bytes"] for usage in usages)
+    metrics = {f"memory/{group}_peak_bytes": float(peak_bytes)}
+    shares = [usage["gpu_utilisation"] for usage in usages if "gpu_utilisation" in usage]
+    if shares:
+        metrics[f"gpu_utilisation/{group}"] = fmean(shares)
+    device = max(usage["device"] for usage in usages)
+    report(metrics, device)
 
 
 @contextlib.asynccontextmanager
 async def watch_usage(
-    groups: dict[str, list[Any]], cuda: bool, report: Callable
+    groups: dict[str, list[Any]], cuda: bool, report: Report
 ) -> AsyncIterator[None]:
-    """Look at all groups every INTERVAL_S seconds while the block runs, and once more when it has ended well."""
+    """Report the usage of all groups (name -> actors) every INTERVAL_S seconds while the block
+    runs, and once more when it has ended without an exception."""
 
-    def all_at_once() -> asyncio.Future:
-        return asyncio.gather(*(look(*group, cuda, report) for group in groups.items()))
+    async def report_all() -> None:
+        await asyncio.gather(*(report_usage(*group, cuda, report) for group in groups.items()))
 
-    async def look_on() -> None:
+    async def report_periodically() -> None:
         while True:
-            await all_at_once()
+            await report_all()
             await asyncio.sleep(INTERVAL_S)
 
-    task = asyncio.create_task(look_on())
+    task = asyncio.create_task(report_periodically())
     try:
         yield
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(all_at_once(), _LAST_LOOK_S)
+            await asyncio.wait_for(report_all(), _LAST_REPORT_TIMEOUT_S)
     finally:
         task.cancel()

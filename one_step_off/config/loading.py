@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from one_step_off.config.errors import ConfigError, located_config_error
 from one_step_off.config.schema import Config
+from one_step_off.config.shipped import find_config_file, shipped_names
 from one_step_off.config.text import format_value
 from one_step_off.config.unknown_keys import hint
 from one_step_off.config.yaml_io import YAML_ERRORS, parse_yaml, yaml_error_text
@@ -124,11 +125,12 @@ def _read_file(path: str) -> Iterator[_Assignment]:
 def _parse_file(path: str) -> tuple[dict, yaml.MappingNode]:
     """The mapping that a file holds, and its node tree. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(find_config_file(path), encoding="utf-8") as file:
             content, root = parse_yaml(file.read())
     except OSError as error:
         raise ConfigError(
-            f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path"
+            f"config={path}: {error.strerror} (working directory {os.getcwd()}); check the path, "
+            f"or name a config of the package: {', '.join(shipped_names())}"
         ) from None
     except YAML_ERRORS as error:
         raise ConfigError(f"config={path}: {yaml_error_text(error)}; fix the file") from None

@@ -1,8 +1,7 @@
 """The types and ranges of a config that was built in Python, checked as the loader checks a file's.
 
 Dataclasses accept any value: `ActorConfig(lr="abc")` and `cfg.actor.lrr = 1` raise nothing by
-themselves.
-"""
+themselves."""
 
 import copy
 import dataclasses
@@ -42,8 +41,7 @@ def check_types(cfg: Config) -> None:
 
 def _refuse_unknown_attributes(cfg: Config) -> None:
     """Raises ConfigError: a section is no section of the schema, or has an attribute that the
-    schema lacks.
-    """
+    schema lacks."""
     sections = {field.name: field.type for field in dataclasses.fields(Config)}
     for name in vars(cfg):
         if name not in sections:
@@ -58,4 +56,4 @@ def _refuse_unknown_attributes(cfg: Config) -> None:
 def _require_section_type(name: str, section: Any, section_type: Any) -> None:
     if not isinstance(section, section_type):
         shown = format_value(section)
-        raise ConfigError(f"{name}={shown}: must be a {section_type.__name__}")
+        raise ConfigError(f"{name}={shown}: must be an object of {section_type.__name__}")

@@ -33,6 +33,7 @@ from one_step_off.config.roles import role_settings
 from one_step_off.config.schema import Config
 from one_step_off.data.packing import PackedShares
 from one_step_off.data.samples import Batch, Sample
+from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.training import lora
 from one_step_off.training.update_stats import PhaseTimer
 
@@ -146,6 +147,7 @@ class ModelWorker(UsageProbe, ABC):
         """
         self._choose_device()
         select_gloo_interface(master_addr)
+        bind_rendezvous_to_its_host()
         dist.init_process_group(
             backend="cpu:gloo,cuda:nccl" if self._device_type == "cuda" else "gloo",
             init_method=f"tcp://{master_addr}:{master_port}",

@@ -1,4 +1,8 @@
-"""Which bytes of the model travel in which bucket, the same on both ends of the weight stream; and their checksum."""
+"""From shards to buckets: which bytes of the model travel in which bucket, and the buckets'
+checksums.
+
+Both ends of the weight stream build the same plan from the same pieces, once.
+"""
 
 import hashlib
 import itertools
@@ -15,231 +19,356 @@ import xxhash
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
-ALIGN = 16  # bytes; every dtype's view into a bucket is aligned
-_LANES = 1024  # int64 words per checksum row
+ALIGNMENT = 16
+"""Bytes; every dtype's view into a bucket is aligned."""
 
+_LANES = 1024
+"""int64 words per row of the GPU checksum."""
 
 Parts = dict[int, torch.Tensor]
-"""Each sender's part of a bucket: uint8 [n]."""
-
+"""Sender -> its part of a bucket: uint8 [n]."""
 
 Pieces = list[list[WeightPiece]]
-"""Of each sender or rank, in the order in which it yields their data."""
+"""Per sender or rank its pieces, in the order in which it yields their data."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A piece, or the strip of one, and where it lies in its sender's part of a bucket: bytes [offset, offset + nbytes),
-    followed by zeros up to offset + padded. `source`: the piece as the sender has it."""
+    """A piece or a strip of one, and where it lies in its sender's part of a bucket.
+
+    It takes the bytes [offset, offset + nbytes), followed by zeros up to offset + padded_bytes.
+    """
 
     piece: WeightPiece
     source: WeightPiece
+    """The piece as the sender has it, of which `piece` is a strip or the whole."""
     sender: int
     offset: int = 0
 
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the piece."""
-        return math.prod(self.piece.block_shape) * getattr(torch, self.piece.dtype).itemsize
+        return math.prod(self.piece.block_shape) * self._dtype.itemsize
 
     @property
-    def padded(self) -> int:
+    def padded_bytes(self) -> int:
         """Bytes up to where the next slot may begin."""
-        return -(-self.nbytes // ALIGN) * ALIGN
+        return -(-self.nbytes // ALIGNMENT) * ALIGNMENT
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return getattr(torch, self.piece.dtype)
 
     def view(self, part: torch.Tensor) -> torch.Tensor:
-        """The piece as a tensor of its own shape and dtype, inside `part` (uint8 [n])."""
+        """The piece as a tensor with its shape and dtype, inside `part` (uint8 [n])."""
         flat = part[self.offset : self.offset + self.nbytes]
-        return flat.view(getattr(torch, self.piece.dtype)).view(self.piece.block_shape)
+        return flat.view(self._dtype).view(self.piece.block_shape)
 
-    def seal(self, part: torch.Tensor) -> None:
-        """Zero the bytes up to the next slot in `part`: they travel and are summed too, so both ends need the same."""
-        part[self.offset + self.nbytes : self.offset + self.padded].zero_()
+    def zero_padding(self, part: torch.Tensor) -> None:
+        """Zero the bytes up to the next slot in `part`: they travel and count in the checksum, so
+        they must be the same at both ends."""
+        part[self.offset + self.nbytes : self.offset + self.padded_bytes].zero_()
 
 
 @dataclass
 class Bucket:
-    """Tensors that travel together, piece by piece in the order of rows; `nbytes[s]`: sender s's padded part."""
+    """Tensors that travel together, piece by piece in the order of their rows."""
 
     slots: list[Slot]
-    nbytes: list[int]
-    joined: dict[str, int] = field(
-        default_factory=dict
-    )  # tensors of several slots -> where receivers join them
-    ends: bool = True  # False: its one tensor goes on in the next bucket
+    part_bytes: list[int]
+    """Per sender the padded bytes of its part."""
+    join_offsets: dict[str, int] = field(default_factory=dict)
+    """Name of each tensor with several slots -> its offset in the receiver's join buffer."""
+    completes_tensors: bool = True
+    """False: its only tensor continues in the next bucket."""
 
-    def parts(self, flat: torch.Tensor) -> Parts:
-        """Room for all senders' parts, side by side in `flat`, uint8 [their bytes or more]."""
-        return {
-            s: part
-            for s, part in enumerate(flat[: sum(self.nbytes)].split(self.nbytes))
-            if len(part)
-        }
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all senders' parts."""
+        return sum(self.part_bytes)
 
-    def whole(
-        self, parts: Parts, room: torch.Tensor
+    def split_parts(self, flat: torch.Tensor) -> Parts:
+        """Views of all senders' parts, side by side in `flat`: uint8 [nbytes or more]. Empty parts
+        are left out."""
+        views = flat[: self.nbytes].split(self.part_bytes)
+        return {sender: part for sender, part in enumerate(views) if len(part)}
+
+    def tensors(
+        self, parts: Parts, join_buffer: torch.Tensor
     ) -> Iterator[tuple[str, torch.Tensor, list[Slot]]]:
-        """Each tensor's name; the tensor, a view into its sender's part, or into `room` (uint8 [plan.room]) where it is
-        joined there; and the slots that it is joined of."""
+        """Where the bucket's whole tensors lie.
+
+        Args:
+            parts: of all senders.
+            join_buffer: uint8 [plan.join_bytes].
+
+        Yields:
+            The tensor's name; the tensor, which is a view into its sender's part, or into
+            `join_buffer` if several slots are joined there; and these slots.
+        """
         for name, group in itertools.groupby(self.slots, key=lambda slot: slot.piece.name):
             slots = list(group)
             piece = slots[0].piece
-            if name in self.joined:
-                flat = room[self.joined[name] :].view(getattr(torch, piece.dtype))
+            if name in self.join_offsets:
+                flat = join_buffer[self.join_offsets[name] :].view(getattr(torch, piece.dtype))
                 yield name, flat[: math.prod(piece.shape)].view(piece.shape), slots
             else:
                 yield name, slots[0].view(parts[slots[0].sender]), []
 
-    def join(self, parts: Parts, room: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-        """Name and tensor as `whole` has them, joined from the senders' parts."""
-        tensors = []
-        for name, tensor, joined in self.whole(parts, room):
-            for slot in joined:
+    def join(self, parts: Parts, join_buffer: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """Name and tensor as in `tensors`, after the slots have been joined from the senders'
+        parts."""
+        named_tensors = []
+        for name, tensor, joined_slots in self.tensors(parts, join_buffer):
+            for slot in joined_slots:
                 slot.piece.slice_of(tensor).copy_(slot.view(parts[slot.sender]))
-            tensors.append((name, tensor))
-        return tensors
+            named_tensors.append((name, tensor))
+        return named_tensors
 
-    def split(self, parts: Parts, room: torch.Tensor) -> None:
-        """The way back: make each sender's part what it would send, of tensors that lie where `whole` says."""
+    def unjoin(self, parts: Parts, join_buffer: torch.Tensor) -> None:
+        """The inverse of `join`: fill each sender's part with what it would send, from tensors that
+        lie where `tensors` says."""
         for slot in self.slots:
-            slot.seal(parts[slot.sender])
-        for _, tensor, joined in self.whole(parts, room):
-            for slot in joined:
+            slot.zero_padding(parts[slot.sender])
+        for _, tensor, joined_slots in self.tensors(parts, join_buffer):
+            for slot in joined_slots:
                 slot.view(parts[slot.sender]).copy_(slot.piece.slice_of(tensor))
 
 
 @dataclass
 class BucketPlan:
-    """Built once on both sides; `digest` tells whether two sides hold the same plan. `room`: bytes that a receiver needs
-    to join tensors of several slots."""
+    """The buckets of one model, in the order in which they travel."""
 
     buckets: list[Bucket]
     senders: int
     digest: int
-    room: int
+    """Equal at two ends that hold the same plan."""
+    join_bytes: int
+    """Bytes that a receiver needs to join tensors with several slots."""
 
     @staticmethod
     def build(pieces: Pieces, bucket_bytes: int) -> "BucketPlan":
-        """Fill buckets with whole tensors, in the order of `_merged`; one over `bucket_bytes` is cut into strips, each
-        with a part of every sender's piece, and has its buckets for itself.
+        """Fill buckets with whole tensors, in the order of `pieces_by_tensor`.
+
+        A tensor over `bucket_bytes` is cut into strips, each with a strip of every sender's piece.
+        It has its buckets for itself.
 
         Args:
-            pieces: per sender its pieces, in the order in which it will yield their data, those of a tensor one after
-                the other by their rows.
-            bucket_bytes: the most a bucket holds, all senders' parts together (or one row or column of each).
+            pieces: per sender its pieces, in the order in which it will yield their data; those of
+                one tensor follow one another in the order of their rows.
+            bucket_bytes: the most that a bucket holds, of all senders together (or one row or
+                column of each).
 
         Raises:
-            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape, dtype or order.
+            SyncError: the pieces do not cover every tensor exactly once, or disagree about shape,
+                dtype or order.
         """
-        buckets: list[Bucket] = []
-        filled, room, joined = math.inf, 0, 0
+        builder = _PlanBuilder(len(pieces), bucket_bytes)
         for parts in pieces_by_tensor(pieces):
-            strips = _strips(parts, bucket_bytes)
-            size, alone = sum(slot.padded for strip in strips for slot in strip), len(strips) > 1
-            joins = alone or len(parts) > 1
-            for i, strip in enumerate(strips):
-                if alone or filled + size > bucket_bytes:
-                    buckets.append(Bucket([], [0] * len(pieces), ends=i == len(strips) - 1))
-                    filled = joined = 0
-                if joins:
-                    buckets[-1].joined[parts[0][1].name] = joined
-                for slot in strip:
-                    buckets[-1].slots.append(replace(slot, offset=buckets[-1].nbytes[slot.sender]))
-                    buckets[-1].nbytes[slot.sender] += slot.padded
-            joined += size if joins else 0
-            room = max(room, joined)
-            filled = math.inf if alone else filled + size
-        digest = int.from_bytes(
-            hashlib.blake2b(repr(buckets).encode(), digest_size=7).digest(), "big"
+            builder.add_tensor(parts)
+        digest = hashlib.blake2b(repr(builder.buckets).encode(), digest_size=7).digest()
+        return BucketPlan(
+            builder.buckets, len(pieces), int.from_bytes(digest, "big"), builder.join_bytes
         )
-        return BucketPlan(buckets, len(pieces), digest, room)
 
     @property
     def total_bytes(self) -> int:
         """Bytes on the wire per full sync and receiver."""
-        return sum(sum(b.nbytes) for b in self.buckets)
+        return sum(bucket.nbytes for bucket in self.buckets)
 
     @property
-    def largest(self) -> int:
+    def largest_bucket_bytes(self) -> int:
         """Bytes of the largest bucket."""
-        return max((sum(b.nbytes) for b in self.buckets), default=0)
+        return max((bucket.nbytes for bucket in self.buckets), default=0)
 
 
-def _strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
-    """One tensor, cut into as few strips as keep to `limit` bytes each."""
-    longest = max(piece.stop - piece.start for _, piece in parts)
-    fewest = max(1, min(longest, sum(Slot(p, p, s).nbytes for s, p in parts) // limit))
-    for count in range(fewest, longest + 1):
-        cuts = [[Slot(p.part(i, count), p, s) for s, p in parts] for i in range(count)]
-        if max(sum(slot.padded for slot in cut) for cut in cuts) <= limit:
+class _PlanBuilder:
+    """Puts one tensor after the other into buckets."""
+
+    def __init__(self, senders: int, bucket_bytes: int) -> None:
+        self.senders = senders
+        self.bucket_bytes = bucket_bytes
+        self.buckets: list[Bucket] = []
+        self.join_bytes = 0  # the largest need of any bucket
+        self.open_bytes: int | None = None  # in the last bucket; None: it takes no more tensors
+        self.joined_bytes = 0  # of the last bucket, in the join buffer
+
+    def add_tensor(self, parts: list[tuple[int, WeightPiece]]) -> None:
+        """Add one tensor. `parts`: its (sender, piece), in the order of rows."""
+        strips = _cut_into_strips(parts, self.bucket_bytes)
+        name = parts[0][1].name
+        if len(strips) > 1:
+            self._add_strips(name, strips)
+        else:
+            self._add_whole(name, strips[0], needs_join=len(parts) > 1)
+
+    def _add_whole(self, name: str, slots: list[Slot], needs_join: bool) -> None:
+        """Into the last bucket, or into a new one if it does not fit."""
+        size = sum(slot.padded_bytes for slot in slots)
+        if self.open_bytes is None or self.open_bytes + size > self.bucket_bytes:
+            self._start_bucket(completes_tensors=True)
+        self._append(name, slots, needs_join)
+        self.open_bytes = (self.open_bytes or 0) + size
+        if needs_join:
+            self._reserve_join(size)
+
+    def _add_strips(self, name: str, strips: list[list[Slot]]) -> None:
+        """Each strip into a new bucket. All are joined at the beginning of the join buffer."""
+        last = len(strips) - 1
+        for i, slots in enumerate(strips):
+            self._start_bucket(completes_tensors=i == last)
+            self._append(name, slots, needs_join=True)
+        self._reserve_join(sum(slot.padded_bytes for slots in strips for slot in slots))
+        self.open_bytes = None
+
+    def _start_bucket(self, completes_tensors: bool) -> None:
+        bucket = Bucket([], [0] * self.senders, completes_tensors=completes_tensors)
+        self.buckets.append(bucket)
+        self.open_bytes = 0
+        self.joined_bytes = 0
+
+    def _append(self, name: str, slots: list[Slot], needs_join: bool) -> None:
+        bucket = self.buckets[-1]
+        if needs_join:
+            bucket.join_offsets[name] = self.joined_bytes
+        for slot in slots:
+            bucket.slots.append(replace(slot, offset=bucket.part_bytes[slot.sender]))
+            bucket.part_bytes[slot.sender] += slot.padded_bytes
+
+    def _reserve_join(self, size: int) -> None:
+        self.joined_bytes += size
+        self.join_bytes = max(self.join_bytes, self.joined_bytes)
+
+
+def _cut_into_strips(parts: list[tuple[int, WeightPiece]], limit: int) -> list[list[Slot]]:
+    """Cut one tensor into as few strips as possible, so that each has at most `limit` bytes (or one
+    row)."""
+    most_rows = max(piece.stop - piece.start for _, piece in parts)
+    total_bytes = sum(Slot(piece, piece, sender).nbytes for sender, piece in parts)
+    fewest = max(1, min(most_rows, total_bytes // limit))
+    for count in range(fewest, most_rows + 1):
+        strips = [_strip_slots(parts, i, count) for i in range(count)]
+        largest = max(sum(slot.padded_bytes for slot in strip) for strip in strips)
+        if largest <= limit:
             break
-    return [[slot for slot in cut if slot.nbytes] for cut in cuts]
+    return [[slot for slot in strip if slot.nbytes] for strip in strips]
+
+
+def _strip_slots(parts: list[tuple[int, WeightPiece]], i: int, count: int) -> list[Slot]:
+    """The `i`-th of `count` strips of one tensor: a strip of each sender's piece."""
+    return [Slot(piece.strip(i, count), piece, sender) for sender, piece in parts]
 
 
 def pieces_by_tensor(pieces: Pieces) -> list[list[tuple[int, WeightPiece]]]:
-    """Per tensor its (sender, piece) in the order of rows, after checking (SyncError) that rows are covered once each;
-    the tensors as `_merged` has them."""
-    by_name: dict[str, list[tuple[int, WeightPiece]]] = {}
-    for s, sent in enumerate(pieces):
-        for p in sent:
-            by_name.setdefault(p.name, []).append((s, p))
-    for name, parts in by_name.items():
+    """Per tensor its (sender, piece), in the order of rows; the tensors in the order of
+    `_merged_order`.
+
+    Raises:
+        SyncError: the rows of a tensor are not covered exactly once, or the senders disagree about
+            it.
+    """
+    parts_of: dict[str, list[tuple[int, WeightPiece]]] = {}
+    for sender, sent in enumerate(pieces):
+        for piece in sent:
+            parts_of.setdefault(piece.name, []).append((sender, piece))
+    for name, parts in parts_of.items():
         parts.sort(key=lambda part: part[1].start)
-        held = [piece for _, piece in parts]
-        if len({(p.dtype, p.shape, p.dim) for p in held}) > 1:
-            raise SyncError(
-                f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut"
-            )
-        rows = held[0].shape[held[0].dim] if held[0].shape else 1
-        starts, ends = [*(p.start for p in held), rows], [0, *(p.stop for p in held)]
-        if starts != ends or len(set(ends)) <= len(held):
-            found = ", ".join(f"{p.start} to {p.stop}" for p in held)
-            raise SyncError(
-                f"weight plan: of the {rows} rows of {name} some are missing or sent twice: {found} came"
-            )
-    return [by_name[name] for name in _merged(pieces)]
+        _check_coverage(name, [piece for _, piece in parts])
+    return [parts_of[name] for name in _merged_order(pieces)]
 
 
-def pieces_of_senders(pieces: Pieces, how: str) -> dict[int, list[WeightPiece]]:
-    """Rank -> the pieces that it sends, of those that hold any; with `how` = "gather" rank 0 sends all, whole."""
-    if how == "sharded":
-        return {rank: held for rank, held in enumerate(pieces) if held}
-    firsts = (parts[0][1] for parts in pieces_by_tensor(pieces))
-    return {0: [replace(p, start=0, stop=p.shape[0] if p.shape else 1, dim=0) for p in firsts]}
+def _check_coverage(name: str, pieces: list[WeightPiece]) -> None:
+    """Raises SyncError: the pieces of one tensor, sorted by `start`, do not cover its rows once
+    each."""
+    if len({(piece.dtype, piece.shape, piece.dim) for piece in pieces}) > 1:
+        raise SyncError(
+            f"weight plan: the senders disagree about dtype or shape of {name}, or how it is cut"
+        )
+    first = pieces[0]
+    rows = first.shape[first.dim] if first.shape else 1
+    starts = [piece.start for piece in pieces]
+    stops = [piece.stop for piece in pieces]
+    gapless = [*starts, rows] == [0, *stops]
+    has_empty_piece = len({0, *stops}) <= len(pieces)
+    if not gapless or has_empty_piece:
+        ranges = ", ".join(f"{piece.start} to {piece.stop}" for piece in pieces)
+        raise SyncError(
+            f"weight plan: of the {rows} rows of {name} some are missing or sent twice: "
+            f"{ranges} came"
+        )
 
 
-def _merged(pieces: Pieces) -> list[str]:
-    """The names in an order that keeps every sender's own, and layers together as far as that allows: vLLM loads a
-    layer when it has all of it, and holds copies of what came until then. Sender by sender, experts that are spread out
-    would be held almost all at once."""
+def pieces_of_senders(pieces: Pieces, mode: str) -> dict[int, list[WeightPiece]]:
+    """Rank -> the pieces that it sends, for the ranks that send any.
+
+    Args:
+        pieces: per rank the pieces that it owns.
+        mode: weight_sync.sender. "sharded": each rank sends what it owns; "gather": rank 0 sends
+            all tensors, whole.
+    """
+    if mode == "sharded":
+        return {rank: owned for rank, owned in enumerate(pieces) if owned}
+    whole = []
+    for parts in pieces_by_tensor(pieces):
+        _, piece = parts[0]
+        rows = piece.shape[0] if piece.shape else 1
+        whole.append(replace(piece, start=0, stop=rows, dim=0))
+    return {0: whole}
+
+
+def _merged_order(pieces: Pieces) -> list[str]:
+    """The names in an order that keeps every sender's own order, and layers together as far as that
+    allows.
+
+    vLLM loads a layer when it has all of it, and holds copies of the parts that came before. In an
+    order sender by sender, experts that are distributed over the senders would be held almost all
+    at once.
+    """
     graph = networkx.DiGraph()
     for sent in pieces:
         networkx.add_path(graph, dict.fromkeys(piece.name for piece in sent))
-
+    layers = {name: _layer_of(name) for name in graph}
     try:
-        layer = {name: int((re.search(r"\.(\d+)\.", name) or (0, -1))[1]) for name in graph}
-        return list(networkx.lexicographical_topological_sort(graph, layer.get))
-    except networkx.NetworkXUnfeasible as e:
-        raise SyncError("weight plan: the senders have their pieces in different orders") from e
+        return list(networkx.lexicographical_topological_sort(graph, layers.get))
+    except networkx.NetworkXUnfeasible as error:
+        raise SyncError("weight plan: the senders have their pieces in different orders") from error
+
+
+def _layer_of(name: str) -> int:
+    """The number of the layer in a tensor's name; -1: it has none."""
+    match = re.search(r"\.(\d+)\.", name)
+    return int(match[1]) if match else -1
 
 
 def checksum(flat: torch.Tensor) -> torch.Tensor:
-    """Two int64 words over the bytes of a bucket, uint8 [n], n a multiple of 16; on its device. On CPUs XXH3 (128 bits).
-    On GPUs sums mod 2^64 weighted by odd numbers along rows and along lanes: they change with any word's value, row or
-    lane. No temporary as large as the bucket is made. Both ends of a stream are of one kind."""
+    """Two int64 words over the bytes of a bucket, on its device. Both ends of a stream have the
+    same kind of device.
+
+    On CPUs XXH3 (128 bits), on GPUs `weighted_sums`.
+
+    Args:
+        flat: uint8 [n], n a multiple of 16.
+    """
     if flat.device.type == "cpu":
         return torch.frombuffer(bytearray(xxhash.xxh3_128_digest(flat.numpy())), dtype=torch.int64)
     return weighted_sums(flat)
 
 
 def weighted_sums(flat: torch.Tensor) -> torch.Tensor:
-    """The checksum of GPUs."""
+    """The checksum on GPUs: sums mod 2^64, weighted by odd numbers along rows and along lanes.
+
+    They change with the value, the row or the lane of any word. No temporary is as large as the
+    bucket.
+    """
     words = flat.view(torch.int64)
-    whole = len(words) // _LANES * _LANES
-    out = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for block in (words[:whole].view(-1, _LANES), words[whole:].view(1, -1)):
-        if block.numel():
-            for i, sums in enumerate((block.sum(0), block.sum(1))):
-                odd = torch.arange(1, 2 * len(sums), 2, dtype=torch.int64, device=flat.device)
-                out[i] = out[i] * 31 + (sums * odd).sum()
-    return out
+    whole_rows = len(words) // _LANES * _LANES
+    sums = torch.zeros(2, dtype=torch.int64, device=flat.device)
+    for block in (words[:whole_rows].view(-1, _LANES), words[whole_rows:].view(1, -1)):
+        if not block.numel():
+            continue
+        for i, partial_sums in enumerate((block.sum(0), block.sum(1))):
+            odd_numbers = torch.arange(
+                1, 2 * len(partial_sums), 2, dtype=torch.int64, device=flat.device
+            )
+            sums[i] = sums[i] * 31 + (partial_sums * odd_numbers).sum()
+    return sums

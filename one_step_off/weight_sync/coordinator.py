@@ -1,55 +1,67 @@
-"""The trainer's weights into every replica: verified by checksum, by name and by canary, or the run stops.
+"""The driver's part in the weight sync: bring the trainer's weights to every replica, verified, or
+the run stops.
 
-Whatever fails in a sync ends it for all: the driver aborts the epoch, so that no process waits for one that failed. Then
-it asks every process on a thread that is never busy whether it is there, and decides:
+The weights are verified by checksum, by name and by the canary. A failure anywhere in a sync ends
+it for all: the driver aborts the epoch, so that no process waits for one that failed. Then it asks
+every process, on a thread that is never busy, whether it is alive, and decides:
 
-- a trainer is gone or hangs: ProcessDied, and the attempt ends;
-- replicas are gone or hang: they are restarted in the background, the groups are created again without them, and the
-  others receive the whole sync again, from whatever state the broken one left them in;
-- all processes are well: the failure itself is raised, since the sync is not exact (checksum, plan, canary).
+- a trainer is gone or hangs: TrainerDied, and the attempt ends;
+- replicas are gone or hang: they are restarted in the background, the groups are created again
+  without them, and the others receive the whole sync again, from whatever state the broken one left
+  them in;
+- all processes are alive: the failure itself is raised, since the sync is not exact (checksum,
+  plan, canary).
 
-A restarted replica gets the weights that were sent last, from what the senders keep of them, and serves when its canary
-has passed.
+A restarted replica gets the weights that were sent last, from the senders' copies, and serves when
+its canary has passed.
 """
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from typing import Any, Protocol
 
 import numpy as np
 
-from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout, ProcessDied, SyncError, TrainerDied
-from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, call_all, name_failures, not_alive
+from one_step_off.cluster.errors import ProcessDied, SyncError, TrainerDied
+from one_step_off.cluster.remote_calls import MAX_ATTEMPTS, call_all, not_alive
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Stamp
-from one_step_off.distributed_util import connect_limit
+from one_step_off.distributed_util import connect_timeout
+from one_step_off.weight_sync import report
 from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
+from one_step_off.weight_sync.canary import DEFAULT_TOLERANCE, compare_log_probs
+from one_step_off.weight_sync.sync_calls import (
+    ABORT_NOTICE_S,
+    BUSY_GRACE_S,
+    BrokenSync,
+    SyncCall,
+    await_quietly,
+    run_or_abort,
+)
 
-ABORT_S = 5.0  # for the trainers to take an abort
-QUICK_S = (
-    2.0  # after it, until processes that have not ended their part are asked whether they are there
-)
-SETTLE_S = (
-    12.0  # then, for those that are, to end what cannot be interrupted; one that does not hangs
-)
-SLOWEST_LINK = 50e6  # bytes/s: a sync slower than this counts as stuck
-MOST_TOLD = 64  # processes of one sync that are told of: those that took longest
-MOST_DRAWN = 1000  # spans of theirs in the timeline
-SENDING = "gather", "checksum", "encode", "keep", "wire"  # phases of a sender
-RECEIVING = "pause", "prepare", "wait", "apply", "verify", "load", "finish"  # and of a vLLM worker
+SLOWEST_LINK = 50e6
+"""Bytes per second: a sync slower than this counts as stuck."""
+
+CONNECT_GRACE_S = 5.0
+"""Seconds beyond `connect_timeout`, which each process keeps by itself, for one that hangs outside
+of its waits."""
+
+LogProbs = list[np.ndarray]
+"""float32 [tokens] of each sequence of the canary."""
 
 
 class Trainers(Protocol):
     """The part of the actor's `TrainGroup` that a sync uses."""
 
     ranks: list[Any]
+    """Ray actor handles."""
     cfg: Config
 
-    def score(self, sequences: list[np.ndarray]) -> Awaitable[list[np.ndarray]]:
-        """The trainer's log-probs of the canary's tokens at its current weights."""
+    def score(self, sequences: list[np.ndarray]) -> Awaitable[LogProbs]:
+        """The trainer's log-probs of the canary's tokens (int32 [tokens + 1] per sequence) at its
+        current weights."""
         ...
 
 
@@ -57,9 +69,12 @@ class Replicas(Protocol):
     """The part of `RolloutGroup` that a sync uses."""
 
     replicas: list[Any]
+    """Ray actor handles, by replica number."""
     cfg: Config
     syncing: bool
+    """While it is set, new prompts wait."""
     restore: Callable[[int], Awaitable[bool]] | None
+    """Brings verified weights to a restarted replica; set by the sync."""
 
     @property
     def active(self) -> list[int]:
@@ -87,26 +102,13 @@ class Replicas(Protocol):
         ...
 
 
-@dataclass
-class Call:
-    """What one process does for a sync. `replica`: its number; None: it is a trainer."""
-
-    who: str
-    actor: Any
-    answer: Awaitable[Any]
-    replica: int | None = None
-
-
-class BrokenSync(Exception):
-    """A part of a sync failed, and the sync was aborted. `error`: the first failure. `hanging`: those that did not end."""
-
-    def __init__(self, error: Exception, hanging: list[Call]) -> None:
-        super().__init__(str(error))
-        self.error, self.hanging = error, hanging
-
-
 class WeightSync:
-    """Brings every replica to the trainer's weights."""
+    """Brings every replica to the trainer's weights.
+
+    `connect` exchanges the metadata once. A call is one sync: it creates the groups if the replicas
+    have changed, transfers, and checks the canary. `restore` does the same for one restarted
+    replica.
+    """
 
     def __init__(
         self,
@@ -114,352 +116,331 @@ class WeightSync:
         rollout: Replicas,
         canary: list[np.ndarray],
         host: str,
-        near: list[list[int]],
+        same_device: list[list[int]],
     ) -> None:
-        """`near`: per rank of the actor the replicas on its device; they need no network."""
+        """Nothing is connected yet.
+
+        Args:
+            actor: the trainers of the actor.
+            rollout: the replicas.
+            canary: token ids of each sequence, int32 [tokens].
+            host: the address at which senders and receivers listen; empty: each node's own.
+            same_device: per rank of the actor the replicas on its device, which need no network.
+        """
         self.actor = actor
         self.rollout: Any = rollout
         self.canary = canary
         self.host = host
-        self.near = near
-        self.cfg, self.epoch = actor.cfg.weight_sync, 0
-        self.tolerance = (
-            self.cfg.canary_tolerance or {"float32": 1e-3, "bfloat16": 1.0}[actor.cfg.model.dtype]
-        )
-        self.lock = asyncio.Lock()  # one sync at a time: of all replicas, or of one that comes back
-        self.last_sent: tuple[Stamp, list[np.ndarray]] | None = (
-            None  # what replicas are to hold, and the trainer's canary
-        )
-        self.connected_replicas: list[Any] = []  # the replicas that the groups were made for
-        self.failures: dict[
-            int, int
-        ] = {}  # replica -> syncs in a row that it failed in, its own ones not counted
+        self.same_device = same_device
+        self.cfg = actor.cfg.weight_sync
+        self.tolerance = self.cfg.canary_tolerance or DEFAULT_TOLERANCE[actor.cfg.model.dtype]
+        self.lock = asyncio.Lock()
+        """Held by one sync at a time: of all replicas, or of one restarted replica."""
+        self.epoch = 0
+        """Counts the groups; receivers that come or go begin a new epoch."""
+        self.connected_replicas: list[Any] = []
+        """The actor handles that the groups were created for; empty: there are no groups."""
+        self.last_sent: tuple[Stamp, LogProbs] | None = None
+        """What replicas must hold, and the trainer's log-probs of the canary."""
+        self.failed_syncs: dict[int, int] = {}
+        """Replica -> syncs of all replicas that it failed in a row."""
+        self.on_trace: Callable[[list[report.Span]], None] = lambda spans: None
+        """Receives the spans of each sync for the timeline."""
         rollout.restore = self.restore
-        self.on_trace: Callable[[list[tuple[str, str, int, float, float]]], None] = lambda spans: (
-            None
-        )
 
     async def connect(self) -> None:
-        """Exchange the metadata, once."""
-        limit, size, what = (
-            self.cfg.timeout_s,
-            self.cfg.bucket_mb << 20,
-            "weight sync, trainer rank",
+        """Exchange the metadata, once: every rank's pieces, and the senders' addresses."""
+        timeout_s = self.cfg.timeout_s
+        bucket_bytes = self.cfg.bucket_mb << 20
+        who = "weight sync, trainer rank"
+        ranks = self.actor.ranks
+        plans = await call_all(timeout_s, who, ranks, "weight_plan")
+        addresses = await call_all(
+            timeout_s, who, ranks, "open_sender", plans, bucket_bytes, self.host, timeout_s
         )
-        plans = await call_all(limit, what, self.actor.ranks, "weight_plan")
-        found = await call_all(
-            limit, what, self.actor.ranks, "open_sender", plans, size, self.host, limit
-        )
-        sending = pieces_of_senders(plans, self.cfg.sender)
-        self.senders = [self.actor.ranks[i] for i in sending]
-        self.sending_ranks = self.actor.ranks if self.cfg.sender == "gather" else self.senders
-        self.near = [self.near[i] for i in sending]
-        self.total_bytes = BucketPlan.build([*sending.values()], size).total_bytes
-        self.info = {
-            "bucket_bytes": size,
-            "addresses": [found[i] for i in sending],
+        pieces_of_rank = pieces_of_senders(plans, self.cfg.sender)
+        pieces = list(pieces_of_rank.values())
+        self.senders = [ranks[i] for i in pieces_of_rank]
+        # With "gather" rank 0 sends, and all others must be called to give it their pieces.
+        self.sending_ranks = ranks if self.cfg.sender == "gather" else self.senders
+        self.same_device = [self.same_device[i] for i in pieces_of_rank]
+        self.total_bytes = BucketPlan.build(pieces, bucket_bytes).total_bytes
+        self.connect_info = {
+            "bucket_bytes": bucket_bytes,
+            "addresses": [addresses[i] for i in pieces_of_rank],
             "host": self.host,
-        }
-        self.info |= {
-            "timeout_s": limit,
-            "pieces": [[astuple(p) for p in sent] for sent in sending.values()],
+            "timeout_s": timeout_s,
+            "pieces": [[astuple(piece) for piece in sent] for sent in pieces],
         }
 
-    async def _regroup(self, numbers: list[int]) -> None:
-        """New groups, of the senders and these replicas. Raises BrokenSync."""
-        self.epoch, self.connected_replicas = self.epoch + 1, []
-        width = self.rollout.cfg.rollout.tensor_parallel_size
-        place = {number: i for i, number in enumerate(numbers)}
-        near = [[place[r] for r in those if r in place] for those in self.near]
-        receivers = len(place) * width
-        info = self.info | {"epoch": self.epoch, "receivers": receivers, "near": near}
-        what = f"weight sync, groups of epoch {self.epoch}"
-        calls = [
-            Call(
-                f"trainer rank {i}", sender, sender.connect_sync.remote(self.epoch, receivers, own)
-            )
-            for i, (sender, own) in enumerate(zip(self.senders, near, strict=True))
-        ]
-        for number, i in place.items():
-            replica = self.rollout.replicas[number]
-            calls.append(
-                Call(
-                    f"rollout {number}",
-                    replica,
-                    replica.connect_sync.remote(info, i * width),
-                    number,
-                )
-            )
-        # Each process keeps the limit itself; this one is for what hangs outside of its waits.
-        limit = 5.0 + connect_limit(self.cfg.timeout_s, len(self.senders), receivers)
-        await self._together(what, calls, limit, limit)
-        self.connected_replicas = [self.rollout.replicas[number] for number in numbers]
-
-    async def _together(
-        self, what: str, calls: list[Call], limit_s: float, rest_s: float
-    ) -> list[Any]:
-        """What all calls return, which are for `what`. As soon as one fails, or none has ended after `limit_s` seconds, or
-        some have not `rest_s` seconds after the first, the epoch is aborted, which ends the others. Raises BrokenSync then."""
-        tasks = {
-            asyncio.ensure_future(name_failures(f"{what}, {call.who}", call.answer)): call
-            for call in calls
-        }
-        try:
-            done, pending = await asyncio.wait(
-                tasks, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if done and pending and not any(task.exception() for task in done):
-                limit_s = rest_s
-                _, pending = await asyncio.wait(
-                    pending, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-                )
-                done = {task for task in tasks if task.done()}
-            errors = [error for task in tasks if task in done and (error := task.exception())]
-            if not errors and not pending:
-                return [task.result() for task in tasks]
-            if not errors:
-                late = ", ".join(call.who for task, call in tasks.items() if task in pending)
-                errors = [PhaseTimeout(f"{what}, {late}: no answer in {limit_s:g} s")]
-            await self._abort(errors[0])
-            hanging = await self._settle({task: tasks[task] for task in pending})
-            errors += [error for task in pending - hanging if (error := task.exception())]
-            first = next((error for error in errors if GIVEN_UP not in str(error)), errors[0])
-            raise BrokenSync(first, [tasks[task] for task in hanging])
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _settle(self, pending: dict[asyncio.Future, Call]) -> set[asyncio.Future]:
-        """Wait until the calls that an abort is to end have ended, but not for processes that are gone or stopped. Returns
-        those that have not."""
-        if not pending:
-            return set()
-        _, left = await asyncio.wait(pending, timeout=QUICK_S)
-        gone = await not_alive({pending[task].who: pending[task].actor for task in left})
-        busy = {task for task in left if pending[task].who not in gone}
-        if busy:
-            await asyncio.wait(busy, timeout=SETTLE_S)
-        return {task for task in left if not task.done()}
-
-    async def _abort(self, error: Exception) -> None:
-        """End every wait of the epoch's groups, at trainers and replicas alike."""
-        calls = [sender.abort_sync.remote(self.epoch, str(error)) for sender in self.senders]
-        await _quietly(calls)
-
-    async def fail(self, error: BaseException) -> None:
-        """Tell the trainers that wait for the end of the sync that the attempt ends: they raise SyncError."""
-        await _quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
-
-    def score_canary(self) -> Awaitable[list[np.ndarray]]:
-        """Ask the trainer for its half of the canary, by the weights that it has now."""
+    def score_canary(self) -> Awaitable[LogProbs]:
+        """Ask the trainer for its log-probs of the canary, at the weights that it has now."""
         return self.actor.score(self.canary)
 
     async def __call__(
-        self, stamp: Stamp, expected: Awaitable[list[np.ndarray]] | None = None
+        self, stamp: Stamp, expected: Awaitable[LogProbs] | None = None
     ) -> dict[str, Any]:
-        """Bring every replica to `stamp`. `expected`: of `expect`, if it was asked earlier. Returns metrics: sync/bytes,
-        sync/gb_per_s, seconds per phase, canary. Raises SyncError, naming who, which phase, bucket and version; ProcessDied
-        if a trainer is gone or hangs; NoReplica if all replicas are."""
+        """Bring every replica to `stamp`.
+
+        Args:
+            stamp: (incarnation, version) of the trainer's weights.
+            expected: from `score_canary`, if it was asked earlier.
+
+        Returns:
+            Metrics: sync/bytes, sync/gb_per_s, seconds per phase, the canary's differences.
+
+        Raises:
+            SyncError: the sync is not exact; names the process, phase, bucket and version.
+            ProcessDied: a trainer is gone or hangs.
+            NoReplica: all replicas are.
+        """
         begin = time.perf_counter()
-        metrics: dict[str, Any] = {}
-        trainer = await (expected or self.score_canary())
-        asked, self.last_sent = time.perf_counter() - begin, (stamp, trainer)
-        self.rollout.syncing = True  # prompts that come meanwhile wait
+        trainer_log_probs = await (expected or self.score_canary())
+        canary_wait_s = time.perf_counter() - begin
+        self.last_sent = (stamp, trainer_log_probs)
+        self.rollout.syncing = True
         self.rollout.mark_stale()
-        # Bounded: of each round that brings nothing at least one replica died, and each may do so MAX_ATTEMPTS times.
+        metrics: dict[str, Any] = {}
+        # Bounded: in each round without metrics at least one replica fails, and each may do so
+        # MAX_ATTEMPTS times.
         while not metrics:
-            await (
-                self.rollout.wait_for_any_replica()
-            )  # who comes back now may have these weights by then, from `restore`
-            metrics = await self._bring([])
+            # A replica that comes back now may have these weights already, from `restore`.
+            await self.rollout.wait_for_any_replica()
+            metrics = await self._sync_active()
         self.rollout.syncing = False
-        await self.release(stamp[1])
+        _, version = stamp
+        await self.release(version)
         # The replicas idle until the canary has passed, so it belongs to the sync.
-        metrics["time/canary_s"] += asked
+        metrics["time/canary_s"] += canary_wait_s
         return metrics | {"time/sync_s": time.perf_counter() - begin}
 
-    def release(self, version: int) -> Awaitable[Any]:
-        """Tell the trainer that these weights may change: nobody needs them any more."""
-        return call_all(
-            self.cfg.timeout_s, "weight sync, trainer rank", self.actor.ranks, "release", version
-        )
-
     async def restore(self, number: int) -> bool:
-        """Bring a replica that was started anew to the weights that were sent last; where nothing was sent yet, or it is
-        not kept, it gets the next. Returns whether it is still there."""
-        kept = self.last_sent and self.cfg.keep_sent and self.cfg.sender == "sharded"
-        return not kept or bool(await self._bring([number]))
+        """Bring a restarted replica to the weights that were sent last.
 
-    async def _bring(self, numbers: list[int]) -> dict[str, Any]:
-        """`last` into these replicas, none: all that take part, which are healthy then. Empty: some failed in it, and are
-        being restarted."""
+        If nothing was sent yet, or the senders keep nothing, it waits for the next sync. Returns
+        whether the replica is still alive.
+        """
+        can_resend = self.cfg.keep_sent and self.cfg.sender == "sharded"
+        if self.last_sent is None or not can_resend:
+            return True
         async with self.lock:
-            # Only now: while this waited, one may have come back, with what was the last before.
-            stamp, trainer = self.last_sent
-            alone, numbers = bool(numbers), numbers or self.rollout.active
+            metrics = await self._sync_replicas([number], is_restore=True)
+        return bool(metrics)
+
+    def release(self, version: int) -> Awaitable[Any]:
+        """Let the trainer change these weights: no replica needs them any more."""
+        who = "weight sync, trainer rank"
+        return call_all(self.cfg.timeout_s, who, self.actor.ranks, "release", version)
+
+    async def fail(self, error: BaseException) -> None:
+        """The attempt ends: trainers that wait for the end of the sync raise SyncError."""
+        await await_quietly([rank.fail_sync.remote(str(error)) for rank in self.actor.ranks])
+
+    async def _sync_active(self) -> dict[str, Any]:
+        """One sync of all active replicas; see `_sync_replicas`."""
+        async with self.lock:
+            # Only now: while this waited for the lock, a replica may have come back, with the
+            # version before.
+            numbers = self.rollout.active
             if not numbers:
                 return {}
-            # Now: when the sync has failed, another process may have taken the place of one that died.
-            replicas = {i: self.rollout.replicas[i] for i in numbers}
-            try:
-                if self.connected_replicas != [self.rollout.replicas[i] for i in numbers]:
-                    await self._regroup(numbers)
-                start = time.perf_counter()
-                metrics = self._metrics(numbers, start, *await self._transfer(stamp, numbers))
-                checked = time.perf_counter()
-                metrics |= await self._check_canary(stamp, trainer, numbers)
-                metrics["time/canary_s"] = time.perf_counter() - checked
-            except BrokenSync as broken:
-                self.connected_replicas = []
-                await self._give_up_failed(broken, stamp, replicas, alone)
-                return {}
-            except SyncError:
-                self.connected_replicas = []
-                raise
-        for i, replica in zip(numbers, self.connected_replicas, strict=True):
-            if not alone:
-                self.failures.pop(i, None)
-            self.rollout.mark_synced(i, replica)
+            return await self._sync_replicas(numbers, is_restore=False)
+
+    async def _sync_replicas(self, numbers: list[int], is_restore: bool) -> dict[str, Any]:
+        """Bring `last_sent` to these replicas.
+
+        Args:
+            numbers: of the replicas.
+            is_restore: the sync is for one restarted replica alone.
+
+        Returns:
+            Metrics; empty: some replicas failed, and are being restarted.
+
+        Raises:
+            SyncError, ProcessDied: as `__call__`.
+        """
+        stamp, trainer_log_probs = self.last_sent
+        # Looked up before the sync: after a failure, a restarted process may have taken the place
+        # of a dead one.
+        replicas = {number: self.rollout.replicas[number] for number in numbers}
+        try:
+            if self.connected_replicas != list(replicas.values()):
+                await self._regroup(numbers)
+            metrics = await self._transfer(stamp, numbers)
+            begin = time.perf_counter()
+            metrics |= await self._check_canary(stamp, trainer_log_probs, numbers)
+            metrics["time/canary_s"] = time.perf_counter() - begin
+        except BrokenSync as broken:
+            self.connected_replicas = []
+            await self._handle_broken_sync(broken, stamp, replicas, is_restore)
+            return {}
+        except SyncError:
+            self.connected_replicas = []
+            raise
+        for number, replica in replicas.items():
+            if not is_restore:
+                self.failed_syncs.pop(number, None)
+            self.rollout.mark_synced(number, replica)
         return metrics
 
-    async def _give_up_failed(
-        self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], alone: bool
-    ) -> None:
-        """Restart those of these replicas (number -> actor) that a broken sync has failed by. Raises TrainerDied if it was a
-        trainer, ProcessDied where no replica can be restarted by itself; the failure itself if all processes are well."""
-        what = f"weight sync of version {stamp[1]}"
-        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
-        names = {f"rollout {i}": i for i in replicas}
-        found = await asyncio.gather(
-            not_alive(ranks), not_alive({who: replicas[i] for who, i in names.items()})
+    async def _regroup(self, numbers: list[int]) -> None:
+        """Create new groups, of the senders and these replicas. Raises BrokenSync."""
+        self.epoch += 1
+        self.connected_replicas = []
+        workers_per_replica = self.rollout.cfg.rollout.tensor_parallel_size
+        receivers = len(numbers) * workers_per_replica
+        same_device = self._same_device_receivers(numbers)
+        connect_info = self.connect_info | {
+            "epoch": self.epoch,
+            "receivers": receivers,
+            "same_device": same_device,
+        }
+        calls = []
+        for i, sender in enumerate(self.senders):
+            answer = sender.connect_sync.remote(self.epoch, receivers, same_device[i])
+            calls.append(SyncCall(f"trainer rank {i}", sender, answer))
+        replicas = [self.rollout.replicas[number] for number in numbers]
+        for position, (number, replica) in enumerate(zip(numbers, replicas, strict=True)):
+            first_receiver = position * workers_per_replica
+            answer = replica.connect_sync.remote(connect_info, first_receiver)
+            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        limit_s = CONNECT_GRACE_S + connect_timeout(
+            self.cfg.timeout_s, len(self.senders), receivers
         )
-        dead_ranks, dead = found[0], {names[who]: why for who, why in found[1].items()}
-        gathers = self.cfg.sender == "gather"
-        for call in broken.hanging:
-            hangs = f"{call.who}: it hangs, and did not end {QUICK_S + SETTLE_S:g} s after an abort"
-            if call.replica is not None:
-                dead.setdefault(call.replica, hangs)
-            elif (
-                not gathers
-            ):  # other ranks of a gathering trainer wait for the first one, which has failed
-                dead_ranks.setdefault(call.who, hangs)
-        if dead_ranks:
-            raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
-        if not dead:
-            raise broken.error
-        if gathers:
-            raise ProcessDied(f"{what}: {'; '.join(dead.values())}") from broken.error
-        for i, why in dead.items():
-            self.failures[i] = self.failures.get(i, 0) + (not alone)
-            if self.failures[i] >= MAX_ATTEMPTS:
-                self.rollout.exclude(
-                    i, f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {why}"
-                )
-            else:
-                self.rollout.mark_failed(i, f"in the {what}: {why}")
+        what = f"weight sync, groups of epoch {self.epoch}"
+        await run_or_abort(what, calls, limit_s, limit_s, self._abort)
+        self.connected_replicas = replicas
 
-    async def _transfer(self, stamp: Stamp, replicas: list[int]) -> tuple[list[Any], list[Any]]:
-        """What senders and replicas report. Raises BrokenSync."""
-        what = f"weight sync of version {stamp[1]}"
-        calls = [
-            Call(f"trainer rank {i}", rank, rank.send_weights.remote(stamp[1]))
-            for i, rank in enumerate(self.sending_ranks)
-        ]
-        chosen = {i: self.rollout.replicas[i] for i in replicas}
-        calls += [
-            Call(f"rollout {i}", actor, actor.sync.remote(stamp), i) for i, actor in chosen.items()
-        ]
-        # Each wait inside has the limit timeout_s; this one is for what hangs outside of those.
-        slowest = self.total_bytes / SLOWEST_LINK
-        # All walk the buckets side by side: when one has ended, the others soon will.
-        reports = await self._together(
-            what, calls, 3 * self.cfg.timeout_s + slowest, self.cfg.timeout_s + slowest
-        )
-        return reports[: len(self.sending_ranks)], reports[len(self.sending_ranks) :]
+    def _same_device_receivers(self, numbers: list[int]) -> list[list[int]]:
+        """Per sender the receivers on its device. Only replicas with one worker share a device with
+        a trainer, so a replica's position is the number of its receiver."""
+        receiver_of = {number: receiver for receiver, number in enumerate(numbers)}
+        same_device = []
+        for replicas in self.same_device:
+            same_device.append([receiver_of[r] for r in replicas if r in receiver_of])
+        return same_device
 
-    def _metrics(
-        self, numbers: list[int], start: float, sent: list, received: list
+    async def _transfer(self, stamp: Stamp, numbers: list[int]) -> dict[str, Any]:
+        """Send and receive; returns the metrics. Raises BrokenSync."""
+        begin = time.perf_counter()
+        _, version = stamp
+        calls = []
+        for i, rank in enumerate(self.sending_ranks):
+            answer = rank.send_weights.remote(version)
+            calls.append(SyncCall(f"trainer rank {i}", rank, answer))
+        for number in numbers:
+            replica = self.rollout.replicas[number]
+            answer = replica.sync.remote(stamp)
+            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        # Each wait inside has the limit timeout_s; these limits are for what hangs outside of
+        # those. All processes walk the buckets side by side, so when one has ended, the others soon
+        # will.
+        slowest_s = self.total_bytes / SLOWEST_LINK
+        first_limit_s = 3 * self.cfg.timeout_s + slowest_s
+        rest_limit_s = self.cfg.timeout_s + slowest_s
+        what = f"weight sync of version {version}"
+        reports = await run_or_abort(what, calls, first_limit_s, rest_limit_s, self._abort)
+        sent = reports[: len(self.sending_ranks)]
+        received = dict(zip(numbers, reports[len(self.sending_ranks) :], strict=True))
+        return self._collect_metrics(sent, received, time.perf_counter() - begin)
+
+    def _collect_metrics(
+        self,
+        sent: list[report.Report],
+        received: dict[int, list[report.Report]],
+        seconds: float,
     ) -> dict[str, Any]:
-        seconds, size = time.perf_counter() - start, sum(report["bytes"] for report in sent)
-        ranks = {f"trainer {i}": report for i, report in enumerate(sent)}
-        for number, workers in zip(
-            numbers, received, strict=True
-        ):  # the first worker has no number of its own
-            ranks |= {
-                f"rollout {number}" + f".{k}" * (k > 0): report for k, report in enumerate(workers)
-            }
-        metrics = {
-            "sync/transfer_s": seconds,
-            "sync/bytes": size,
-            "sync/gb_per_s": size / seconds / 1e9,
-        }
-        changed = 2 * sum(report["changed"] for report in sent) / self.total_bytes
-        metrics |= {"sync/full_bytes": float(self.total_bytes), "sync/changed_share": changed}
-        workers = [worker for replica in received for worker in replica]
-        for names, reports in ((SENDING[:-1], sent), (RECEIVING, workers)):
-            metrics |= {f"sync/{name}_s": max(r.get(name, 0.0) for r in reports) for name in names}
-        # Either end's time includes its wait for the other, so the shorter one counts.
-        slowest = dict(
-            sorted((i, seconds) for report in sent for i, seconds in report["bucket_wire"])
-        )
-        metrics["sync/wire_s"], raw = max(
-            (sum(min(s, slowest[i]) for i, s in w["bucket_wire"]), w["bare_wire"]) for w in workers
-        )
-        if raw and size >= self.total_bytes:  # for the few bytes of changes both are mere latency
-            metrics |= {"sync/raw_s": raw, "sync/wire_ratio": metrics["sync/wire_s"] / raw}
-        # 1: changes go straight into every engine's parameters; 0: one of them keeps a mirror in host memory
-        if held := [w["in_place"] for w in workers if "in_place" in w]:
-            metrics["sync/in_place"] = min(held)
-        plain = ("bytes", *SENDING, *RECEIVING)
-        took = {
-            who: sum(report.get(phase, 0.0) for phase in plain[1:]) for who, report in ranks.items()
-        }
-        ranks = {who: ranks[who] for who in sorted(took, key=took.get)[-MOST_TOLD:]}
-        spans = [
-            (f"sync {who}", *s)
-            for who, r in ranks.items()
-            for s in r["spans"][: MOST_DRAWN // len(ranks)]
-        ]
-        self.on_trace(
-            [(who + lane, phase, self.last_sent[0][1], *when) for who, lane, phase, *when in spans]
-        )
-        metrics["sync/ranks"] = {
-            who: {k: v for k, v in r.items() if k in plain} for who, r in ranks.items()
-        }
+        """The metrics of a transfer; also passes its spans to the timeline. Arguments as
+        `report.sync_metrics`."""
+        (_, version), _ = self.last_sent
+        metrics = report.sync_metrics(sent, received, seconds, self.total_bytes)
+        slowest = report.slowest_processes(sent, received)
+        self.on_trace(report.timeline_spans(slowest, version))
+        metrics["sync/ranks"] = report.phase_table(slowest)
         return metrics
 
     async def _check_canary(
-        self, stamp: Stamp, trainer: list[np.ndarray], numbers: list[int]
+        self, stamp: Stamp, trainer_log_probs: LogProbs, numbers: list[int]
     ) -> dict[str, float]:
-        what = f"canary after the sync of version {stamp[1]}"
-        chosen = {i: self.rollout.replicas[i] for i in numbers}
-        calls = [
-            Call(f"rollout {i}", actor, actor.score.remote(self.canary), i)
-            for i, actor in chosen.items()
-        ]
-        replicas = await self._together(what, calls, self.cfg.timeout_s, self.cfg.timeout_s)
-        diffs = np.abs(np.concatenate(trainer) - np.stack([*map(np.concatenate, replicas)]))
-        # Noise of the dtype scatters, so its mean is far below its maximum; other weights shift the mean too.
-        found = {"max": diffs.max(1), "mean": diffs.mean(1)}
-        for (kind, sizes), share, shown in zip(
-            found.items(), (1.0, 0.1), ("", " / 10"), strict=True
-        ):
-            for i in np.flatnonzero(~(sizes <= share * self.tolerance)):  # NaN fails too
-                who = f"{what}: rollout replica {numbers[i]} and the trainer"
-                most = f"weight_sync.canary_tolerance{shown} = {share * self.tolerance:g}"
-                raise SyncError(
-                    f"{who} differ by {sizes[i]:.3g} nats on the same tokens ({kind}), more than {most}"
-                )
-        return {f"canary/logprob_diff_{kind}": float(sizes.max()) for kind, sizes in found.items()}
+        """Let these replicas score the canary; returns its metrics. Raises BrokenSync; SyncError:
+        they differ."""
+        _, version = stamp
+        what = f"canary after the sync of version {version}"
+        calls = []
+        for number in numbers:
+            replica = self.rollout.replicas[number]
+            answer = replica.score.remote(self.canary)
+            calls.append(SyncCall(f"rollout {number}", replica, answer, number))
+        limit_s = self.cfg.timeout_s
+        scores = await run_or_abort(what, calls, limit_s, limit_s, self._abort)
+        replica_log_probs = dict(zip(numbers, scores, strict=True))
+        return compare_log_probs(trainer_log_probs, replica_log_probs, self.tolerance, what)
 
+    async def _abort(self, error: Exception) -> None:
+        """End every wait of the epoch's groups, at trainers and replicas alike."""
+        reason = str(error)
+        await await_quietly([s.abort_sync.remote(self.epoch, reason) for s in self.senders])
 
-async def _quietly(calls: list[Awaitable[Any]]) -> None:
-    """Await these calls for ABORT_S seconds at most. A process that fails or hangs in one is found by `not_alive`."""
+    async def _handle_broken_sync(
+        self, broken: BrokenSync, stamp: Stamp, replicas: dict[int, Any], is_restore: bool
+    ) -> None:
+        """Find the processes that a broken sync failed by, and restart the replicas among them.
 
-    async def ended(call: Awaitable[Any]) -> None:
-        with suppress(Exception):
-            await call
+        Args:
+            broken: the failure.
+            stamp: of the sync.
+            replicas: number -> actor handle, of those in the sync.
+            is_restore: the sync was for one restarted replica alone.
 
-    with suppress(TimeoutError):
-        async with asyncio.timeout(ABORT_S):
-            await asyncio.gather(*(ended(call) for call in calls))
+        Raises:
+            TrainerDied: a trainer is gone or hangs.
+            ProcessDied: a replica is, and cannot be restarted by itself.
+            The failure itself: all processes are alive.
+        """
+        _, version = stamp
+        what = f"weight sync of version {version}"
+        dead_ranks, dead_replicas = await self._find_failed(broken, replicas)
+        if dead_ranks:
+            raise TrainerDied(f"{what}: {'; '.join(dead_ranks.values())}") from broken.error
+        if not dead_replicas:
+            raise broken.error
+        if self.cfg.sender == "gather":
+            raise ProcessDied(f"{what}: {'; '.join(dead_replicas.values())}") from broken.error
+        for number, reason in dead_replicas.items():
+            self._restart_replica(number, reason, what, is_restore)
+
+    async def _find_failed(
+        self, broken: BrokenSync, replicas: dict[int, Any]
+    ) -> tuple[dict[str, str], dict[int, str]]:
+        """The processes that are gone or hang: trainers (name -> reason) and replicas (number ->
+        reason)."""
+        ranks = {f"trainer rank {i}": rank for i, rank in enumerate(self.actor.ranks)}
+        number_of = {f"rollout {number}": number for number in replicas}
+        actors = {who: replicas[number] for who, number in number_of.items()}
+        dead_ranks, dead_by_name = await asyncio.gather(not_alive(ranks), not_alive(actors))
+        dead_replicas = {number_of[who]: reason for who, reason in dead_by_name.items()}
+        limit_s = ABORT_NOTICE_S + BUSY_GRACE_S
+        for call in broken.hanging:
+            reason = f"{call.who}: it hangs, and did not end {limit_s:g} s after an abort"
+            if call.replica is not None:
+                dead_replicas.setdefault(call.replica, reason)
+            elif self.cfg.sender != "gather":
+                # The ranks of a gathering trainer wait for the first one, which failed: they do not
+                # hang by themselves.
+                dead_ranks.setdefault(call.who, reason)
+        return dead_ranks, dead_replicas
+
+    def _restart_replica(self, number: int, reason: str, what: str, is_restore: bool) -> None:
+        """Restart a failed replica, or give it up after MAX_ATTEMPTS syncs of all replicas in a
+        row."""
+        failures = self.failed_syncs.get(number, 0)
+        if not is_restore:
+            failures += 1
+        self.failed_syncs[number] = failures
+        if failures >= MAX_ATTEMPTS:
+            self.rollout.exclude(
+                number,
+                f"it failed in {MAX_ATTEMPTS} weight syncs in a row; the last time: {reason}",
+            )
+        else:
+            self.rollout.mark_failed(number, f"in the {what}: {reason}")

@@ -1,115 +1,223 @@
 """What changed between two states of a weight bucket, exactly and in few bytes.
 
-A bucket is seen as 16-bit words, and what changed as two columns of small numbers: gaps between changed words, and
-differences of their bit patterns mod 2^16, folded to 0, 1, 2.. for 0, -1, 1.. After an optimiser step at a learning rate
-of RL most bf16 weights stay as they are and the rest move to a neighbour, so both columns mostly fit one byte.
+A bucket is read as 16-bit words. What changed is stored as two columns of small numbers: gaps
+between changed words, and differences of their bit patterns mod 2^16, folded to 0, 1, 2, ... for 0,
+-1, 1, ... (zigzag coding). After an optimizer step at a learning rate of RL most bf16 weights stay
+the same and the others move to a neighboring value, so both columns mostly fit one byte per number.
 
-A payload holds, in this order: the words of the bucket and of a block (int32); for each block the lengths of its six
-streams (int32); all int32 streams, all 16-bit streams, all 8-bit streams; zeros up to a multiple of 16 bytes. A number
-that does not fit a stream stands there as the stream's largest value, and itself in the next wider one. A column of
-which half would not fit begins in the 16-bit stream.
+A payload holds, in this order:
+
+1. the number of words in the bucket and in a block (int32);
+2. for each block the lengths of its six streams (int32);
+3. all int32 streams, all 16-bit streams, all 8-bit streams;
+4. zeros up to a multiple of 16 bytes.
+
+A number that does not fit a stream stands there as the stream's largest value, and itself in the
+next wider stream. A column of which half would not fit begins in the 16-bit stream.
 """
 
 import torch
 
-# Words: few enough for small temporaries, enough to hide what calling an operation costs.
-_BLOCK = {"cpu": 1 << 21, "cuda": 1 << 23}
-_WIDTHS = (torch.int32, torch.int16, torch.uint8)
+# Words per block: few enough for small temporaries, enough to hide the fixed cost of an operation.
+_BLOCK_WORDS = {"cpu": 1 << 21, "cuda": 1 << 23}
+_STREAM_DTYPES = (torch.int32, torch.int16, torch.uint8)
+_STREAMS_PER_BLOCK = 2 * len(_STREAM_DTYPES)
+_HEADER_BYTES = 8
+_ALIGNMENT = 16
+_MAX_WORDS = 2**31  # the header's numbers are int32
+_LARGEST_BYTE = 0xFF
+_LARGEST_WORD = 0xFFFF
+
+Streams = list[torch.Tensor]
+"""The three streams of one column, in the order of _STREAM_DTYPES."""
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def encode(new: torch.Tensor, base: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    """The payload (uint8 [m], m a multiple of 16, on the tensors' device) that makes `new` of `base` (both uint8 [n], n a
-    multiple of 16), or None if it would have n bytes or more: then sending all of `new` is cheaper. And how many words
-    differ. The largest temporaries, beside the payload's parts, are about 40 bytes for each word of a block, not of the
-    bucket."""
-    words, before, block = new.view(torch.int16), base.view(torch.int16), _BLOCK[new.device.type]
-    parts, changed = [], 0
-    for start in range(0, len(words), block):
-        gaps, steps = _changes(words[start : start + block], before[start : start + block])
-        parts += [*_split(gaps), *_split(steps)]
+    """The payload that turns `base` into `new`, and the number of words that differ.
+
+    The largest temporaries, beside the payload's streams, take about 40 bytes for each word of a
+    block.
+
+    Args:
+        new: uint8 [n], n a multiple of 16.
+        base: uint8 [n], on the same device.
+
+    Returns:
+        The payload, uint8 [m] with m a multiple of 16, on the tensors' device; None if it would
+        have n bytes or more, so that sending all of `new` is cheaper. And the number of changed
+        words.
+    """
+    new_words = new.view(torch.int16)
+    base_words = base.view(torch.int16)
+    block_words = _BLOCK_WORDS[new.device.type]
+    streams: Streams = []
+    changed = 0
+    for start in range(0, len(new_words), block_words):
+        stop = start + block_words
+        gaps, steps = _changes(new_words[start:stop], base_words[start:stop])
+        streams += [*_split(gaps), *_split(steps)]
         changed += len(gaps)
-    size = -(-(4 * (2 + len(parts)) + sum(part.nbytes for part in parts)) // 16) * 16
-    if size >= len(new) or len(words) >= 2**31:  # the header could not say so
+    stream_bytes = sum(stream.nbytes for stream in streams)
+    size = _align(_HEADER_BYTES + 4 * len(streams) + stream_bytes)
+    if size >= len(new) or len(new_words) >= _MAX_WORDS:
         return None, changed
-    header = torch.tensor([len(words), block, *map(len, parts)], dtype=torch.int32).to(new.device)
-    parts = [header, *sorted(parts, key=lambda part: -part.itemsize), new.new_zeros(16)]
-    return torch.cat([part.view(torch.uint8) for part in parts])[:size], changed
+    numbers = [len(new_words), block_words, *map(len, streams)]
+    header = torch.tensor(numbers, dtype=torch.int32).to(new.device)
+    widest_first = sorted(streams, key=lambda stream: -stream.itemsize)
+    padding = new.new_zeros(_ALIGNMENT)
+    payload = torch.cat([part.view(torch.uint8) for part in [header, *widest_first, padding]])
+    return payload[:size], changed
 
 
 def _changes(new: torch.Tensor, old: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gaps and folded differences (int32 [c] each) of the words (int16 [k]) that differ. Looks for rows of words first,
-    64 bytes where the block divides into such: finding single words costs much more than comparing."""
-    shift, seen = (3, torch.int16) if len(new) % 32 else (5, torch.int64)  # a row is 8 or 32 words
-    rows = (new.view(torch.int64) != old.view(torch.int64)).view(seen).nonzero().flatten()
-    new, old = (
-        words.view(torch.int64).view(-1, (1 << shift) // 4).index_select(0, rows)
-        for words in (new, old)
-    )
-    step = (new.view(torch.int16) - old.view(torch.int16)).flatten()
-    at = step.nonzero().flatten()
-    step = step.index_select(0, at).int()
-    at = ((rows << shift).index_select(0, at >> shift) + (at & (1 << shift) - 1)).int()
-    return torch.diff(at, prepend=at.new_full((1,), -1)) - 1, ((step << 1) ^ (step >> 15)) & 0xFFFF
+    """Gaps and folded differences (int32 [c] each) of the words (int16 [k]) that differ.
+
+    It looks for rows of words first, of 64 bytes if the block divides into such: finding single
+    words costs much more than comparing.
+    """
+    if len(new) % 32:
+        row_shift = 3  # a row is 8 words, compared as 2 int64: their equality as one int16
+        row_dtype = torch.int16
+    else:
+        row_shift = 5  # a row is 32 words, compared as 8 int64: their equality as one int64
+        row_dtype = torch.int64
+    int64_per_row = (1 << row_shift) // 4
+    differs = new.view(torch.int64) != old.view(torch.int64)
+    rows = differs.view(row_dtype).nonzero().flatten()
+    new_rows = new.view(torch.int64).view(-1, int64_per_row).index_select(0, rows)
+    old_rows = old.view(torch.int64).view(-1, int64_per_row).index_select(0, rows)
+    differences = (new_rows.view(torch.int16) - old_rows.view(torch.int16)).flatten()
+    index_in_rows = differences.nonzero().flatten()
+    steps = differences.index_select(0, index_in_rows).int()
+    row_starts = (rows << row_shift).index_select(0, index_in_rows >> row_shift)
+    positions = (row_starts + (index_in_rows & (1 << row_shift) - 1)).int()
+    gaps = torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
+    folded_steps = ((steps << 1) ^ (steps >> 15)) & _LARGEST_WORD
+    return gaps, folded_steps
 
 
-def _split(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The streams of a column (int32 [c], none negative), as `_WIDTHS` has them."""
-    wide = column[column >= 0xFF]
-    narrow, wide = (column, wide) if 2 * len(wide) < len(column) else (column[:0], column)
-    return (
-        wide[wide >= 0xFFFF],
-        wide.clamp(max=0xFFFF).to(torch.int16),
-        narrow.clamp(max=0xFF).to(torch.uint8),
-    )
+def _split(column: torch.Tensor) -> Streams:
+    """The streams of a column (int32 [c], none negative)."""
+    narrow = column
+    wide = column[column >= _LARGEST_BYTE]
+    if 2 * len(wide) >= len(column):
+        narrow = column[:0]
+        wide = column
+    return [
+        wide[wide >= _LARGEST_WORD],
+        wide.clamp(max=_LARGEST_WORD).to(torch.int16),
+        narrow.clamp(max=_LARGEST_BYTE).to(torch.uint8),
+    ]
 
 
 def apply(payload: torch.Tensor, words: torch.Tensor) -> None:
-    """Make of `words` (uint8 [n]), which holds `base`, the `new` that `payload` was encoded from. Raises ValueError, with
-    `words` as they were: the payload belongs to another size, or contradicts itself. It cannot tell another base, nor
-    damage that leaves a valid payload: compare checksums."""
-    blocks = _blocks(payload, words.view(torch.int16))
-    for write in (False, True):  # nothing is written before all blocks have been checked
-        for part, gaps, steps in blocks:
-            at, step = (_join(gaps).long() + 1).cumsum(0) - 1, _join(steps)
-            if len(at) != len(step) or not 0 <= int(at.min()) <= int(at.max()) < len(part):
-                raise ValueError("delta: its positions are not within a block")
-            if write:
-                step = ((step >> 1) ^ -(step & 1)).to(torch.int16)
-                part.scatter_(0, at, part.index_select(0, at) + step)
+    """Turn `words` from the base of `payload` into its new state, in place.
+
+    A wrong base, or damage that leaves a valid payload, is not detected: compare checksums.
+
+    Args:
+        payload: uint8 [m], of `encode`.
+        words: uint8 [n], the base.
+
+    Raises:
+        ValueError: the payload belongs to another size, or contradicts itself. `words` is unchanged
+            then.
+    """
+    blocks = _parse(payload, words.view(torch.int16))
+    # Nothing is written before all blocks have been checked.
+    for block, gaps, steps in blocks:
+        _decode(block, gaps, steps)
+    for block, gaps, steps in blocks:
+        positions, differences = _decode(block, gaps, steps)
+        block.scatter_(0, positions, block.index_select(0, positions) + differences)
 
 
-def _blocks(payload: torch.Tensor, words: torch.Tensor) -> list[tuple[torch.Tensor, list, list]]:
-    """Each block of `words` (int16 [k]) that has changes, with the streams of its two columns, as `_WIDTHS` has them.
-    Raises ValueError: the header fits neither the words nor the payload's size."""
-    whole = len(payload) >= 16 and len(payload) % 16 == 0
-    count, block = payload[:8].view(torch.int32).tolist() if whole else (-1, 1)
-    starts = range(0, len(words), max(block, 1))
-    at = 8 + 24 * len(starts)
-    lengths = payload[8:at].view(torch.int32).tolist() if whole else []
-    size = at + sum(length * _WIDTHS[i % 3].itemsize for i, length in enumerate(lengths))
-    real = (len(words), 6 * len(starts), len(payload))
-    if (count, len(lengths), -(-size // 16) * 16) != real or min(lengths, default=0) < 0:
+def _decode(
+    block: torch.Tensor, gaps: Streams, steps: Streams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions (int64 [c]) and differences (int16 [c]) of a block's changes. Raises ValueError:
+    they do not fit it."""
+    positions = (_join(gaps).long() + 1).cumsum(0) - 1
+    folded_steps = _join(steps)
+    if len(positions) != len(folded_steps) or not _within(positions, len(block)):
+        raise ValueError("delta: its positions are not within a block")
+    differences = ((folded_steps >> 1) ^ -(folded_steps & 1)).to(torch.int16)
+    return positions, differences
+
+
+def _within(positions: torch.Tensor, length: int) -> bool:
+    return 0 <= int(positions.min()) <= int(positions.max()) < length
+
+
+def _parse(
+    payload: torch.Tensor, words: torch.Tensor
+) -> list[tuple[torch.Tensor, Streams, Streams]]:
+    """Each block of `words` (int16 [k]) that has changes, with the streams of its gaps and of its
+    steps.
+
+    Raises:
+        ValueError: the header does not fit the words or the payload's size.
+    """
+    word_count = -1
+    block_words = 1
+    lengths: list[int] = []
+    is_aligned = len(payload) >= _ALIGNMENT and len(payload) % _ALIGNMENT == 0
+    if is_aligned:
+        word_count, block_words = payload[:_HEADER_BYTES].view(torch.int32).tolist()
+    starts = range(0, len(words), max(block_words, 1))
+    header_end = _HEADER_BYTES + 4 * _STREAMS_PER_BLOCK * len(starts)
+    if is_aligned:
+        lengths = payload[_HEADER_BYTES:header_end].view(torch.int32).tolist()
+    size = header_end
+    for i, length in enumerate(lengths):
+        size += length * _STREAM_DTYPES[i % len(_STREAM_DTYPES)].itemsize
+    claimed = (word_count, len(lengths), _align(size))
+    actual = (len(words), _STREAMS_PER_BLOCK * len(starts), len(payload))
+    if claimed != actual or min(lengths, default=0) < 0:
         raise ValueError(
-            f"delta: a payload of {len(payload)} bytes for {count} words does not fit {len(words)} words"
+            f"delta: a payload of {len(payload)} bytes for {word_count} words "
+            f"does not fit {len(words)} words"
         )
-    columns: list[list[torch.Tensor]] = [[] for _ in range(2 * len(starts))]
-    for i, dtype in enumerate(_WIDTHS):
-        for column, length in zip(columns, lengths[i::3], strict=True):
-            column.append(payload[at : at + length * dtype.itemsize].view(dtype))
-            at += length * dtype.itemsize
-    parts = (words[start : start + block] for start in starts)
-    rows = zip(parts, columns[::2], columns[1::2], strict=True)
-    return [(part, gaps, steps) for part, gaps, steps in rows if any(map(len, gaps + steps))]
+
+    columns = _columns(payload, header_end, lengths)
+    blocks = []
+    for i, start in enumerate(starts):
+        gaps = columns[2 * i]
+        steps = columns[2 * i + 1]
+        if any(len(stream) for stream in gaps + steps):
+            blocks.append((words[start : start + block_words], gaps, steps))
+    return blocks
 
 
-def _join(streams: list[torch.Tensor]) -> torch.Tensor:
-    """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong together."""
-    column, *narrower = streams
-    for stream, full in zip(narrower, (0xFFFF, 0xFF), strict=True):
-        numbers = stream.int() & full
-        escaped = numbers == full
-        if len(stream) or full == 0xFFFF:  # a column may begin in the 16-bit stream
-            if int(escaped.sum()) != len(column):
-                raise ValueError("delta: the streams of a column do not fit together")
-            column = numbers.masked_scatter_(escaped, column)
-    return column
+def _columns(payload: torch.Tensor, offset: int, lengths: list[int]) -> list[Streams]:
+    """The streams of every column, cut from the payload from `offset` on."""
+    column_count = len(lengths) // len(_STREAM_DTYPES)
+    columns: list[Streams] = [[] for _ in range(column_count)]
+    for i, dtype in enumerate(_STREAM_DTYPES):
+        for column, length in zip(columns, lengths[i :: len(_STREAM_DTYPES)], strict=True):
+            end = offset + length * dtype.itemsize
+            column.append(payload[offset:end].view(dtype))
+            offset = end
+    return columns
+
+
+def _join(streams: Streams) -> torch.Tensor:
+    """The column (int32 [c]) that was split into `streams`. Raises ValueError: they do not belong
+    together."""
+    column, words, numbers = streams
+    column = _insert_escaped(words.int() & _LARGEST_WORD, column, _LARGEST_WORD)
+    if not len(numbers):  # the column begins in the 16-bit stream
+        return column
+    return _insert_escaped(numbers.int() & _LARGEST_BYTE, column, _LARGEST_BYTE)
+
+
+def _insert_escaped(column: torch.Tensor, wider: torch.Tensor, escape: int) -> torch.Tensor:
+    """Replace each `escape` in a column by the next number of the wider stream."""
+    escaped = column == escape
+    if int(escaped.sum()) != len(wider):
+        raise ValueError("delta: the streams of a column do not fit together")
+    return column.masked_scatter_(escaped, wider)

@@ -1,21 +1,34 @@
-"""What a sender and a receiver share: links, abort signals, the wire thread, timing by phase.
+"""What the weight sender and the weight receiver share: transports, abort signals, the wire's
+thread, time by phase.
 
-Trainer ranks send the pieces they own; every vLLM worker receives all of them and assembles whole tensors:
+Trainer ranks send the pieces that they own; every vLLM worker receives all of them and assembles
+whole tensors:
 
-    plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)         once, the same on both sides
-    WeightSender(plan, rank, ...).connect(epoch, n_receivers);               .send(tensors, version)
-    WeightReceiver(plan, index, ...).connect(epoch, addresses, n_receivers); .receive(load, version)
+    # Once, the same on both sides:
+    plan = BucketPlan.build(pieces_of_each_sender, bucket_bytes)
+    # On each trainer rank:
+    sender = WeightSender(plan, rank, ...)
+    sender.connect(epoch, receivers)
+    sender.send(tensors, version)
+    # In each vLLM worker:
+    receiver = WeightReceiver(plan, index, ...)
+    receiver.connect(epoch, addresses, receivers)
+    receiver.receive(load, version)
 
-There is one group per sender, {sender} u receivers, made anew in every epoch, that is when receivers come or go. All
-receivers and senders walk the buckets in the order of the plan; the senders' parts of a bucket arrive side by side. Receivers that are `near` a sender, on the same device, are not in its group: they read its buckets where
-they lie (shared_memory.py). Both ends have a thread for the wire: while bucket k travels, k+1 is packed and k-1 loaded.
+There is one group per sender, with all receivers. It is created again in every epoch, that is, when
+receivers come or go. All receivers and senders walk the buckets in the order of the plan; the
+senders' parts of a bucket arrive side by side. Receivers on the same device as a sender are not in
+its group: they read its buckets directly (shared_memory.py). Both ends have a thread for the wire:
+while bucket k travels, k+1 is packed and k-1 is loaded.
 
-The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls no collective of
-the trainer's and touches no default group; it runs on a thread, a group and, on GPUs, streams of its own, and reads
-nothing but this rank's shard. So it goes on whatever the trainer's ranks wait for, and they go on whatever it waits for;
-what a send waits for are receivers, which walk the buckets in one order and wait for nothing else. (Trainers that gather
-a tensor, send it, and gather the next hang when one rank's next gather is queued behind another rank's send.) On a GPU
-both also need a queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up all that is launched later.
+The rule that keeps this and the trainer's own collectives from waiting for each other: a send calls
+no collective of the trainer and uses no default group. It runs on a thread, a group and, on GPUs,
+streams of its own, and reads only this rank's shard. So it continues whatever the trainer's ranks
+wait for, and they continue whatever it waits for. A send waits for receivers only, which walk the
+buckets in one order and wait for nothing else. (Trainers that gather a tensor, send it, and gather
+the next hang when one rank's next gather is queued behind another rank's send.) On a GPU both also
+need a hardware queue each: with CUDA_DEVICE_MAX_CONNECTIONS=1 a waiting send would hold up
+everything that is launched later.
 """
 
 import time
@@ -33,150 +46,178 @@ from one_step_off.cluster.core_binding import unpin
 from one_step_off.cluster.errors import GIVEN_UP, SyncError
 from one_step_off.distributed_util import DedicatedGroup
 from one_step_off.weight_sync.bucket_plan import BucketPlan
+from one_step_off.weight_sync.transfer_record import TransferRecord
 
 T = TypeVar("T")
 
+MEASURED_TRANSFERS = 2
+"""Transfers of the first bucket in `connect`, by which receivers measure the bare link; the second
+one counts."""
 
-MOST_SPANS = 200  # of one end in one sync; a picture of more shows nothing
 
-
-class _End:
-    """What both ends share: where they stand, seconds per phase of one sync, and the bucket that a failure was in."""
+class SyncEndpoint:
+    """The base of `WeightSender` and `WeightReceiver`."""
 
     role = "endpoint"  # in error messages
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
-        self.plan, self.index, self.device, self.host, self.timeout_s = (
-            plan,
-            index,
-            device,
-            host,
-            timeout_s,
-        )
-        self.who = f"{self.role} {self.index}"
-        self.links: list[Any] = []
-        self.signals: list[AbortSignal] = []  # one per sender's store that this end uses
-        # Its streams too: what is queued on the compute stream must not hold up the wire, nor the other way round.
-        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self.wire = WorkerThread("weight-wire", self._at_home)
-        self._begin()
+        """Start the wire's thread; nothing is connected yet.
 
-    def _at_home(self) -> None:
-        """On the wire's thread: CUDA's device and stream are kept per thread."""
+        Args:
+            plan: the same at all endpoints.
+            index: of this sender or receiver; a receiver's may change from epoch to epoch.
+            device: of the buckets.
+            host: the address at which this endpoint listens.
+            timeout_s: weight_sync.timeout_s, for one message.
+        """
+        self.plan = plan
+        self.index = index
+        self.device = device
+        self.host = host
+        self.timeout_s = timeout_s
+        self.transports: list[Any] = []  # DedicatedGroup, or one end of the shared-memory transport
+        self.abort_signals: list[AbortSignal] = []  # one per sender's store that this endpoint uses
+        self.stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            # What is queued on the compute stream must not hold up the wire, nor the other way
+            # round.
+            self.stream = torch.cuda.Stream(device)
+        self.wire_thread = self._start_wire_thread()
+        self._begin_sync()
+
+    @property
+    def name(self) -> str:
+        """In error messages: "sender 0" or "receiver 3"."""
+        return f"{self.role} {self.index}"
+
+    def close(self) -> None:
+        """Leave all groups; peers that wait for this endpoint fail."""
+        for transport in self.transports:
+            transport.close()
+        for signal in self.abort_signals:
+            signal.close()
+        self.transports = []
+        self.abort_signals = []
+
+    def give_up(self, error: BaseException) -> None:
+        """Leave all groups because of `error`. Every process that waits for this endpoint fails
+        soon, and names the cause."""
+        reason = " ".join(str(error).split()) or type(error).__name__
+        for signal in self.abort_signals:
+            with suppress(RuntimeError):  # the sender's process is gone, and its store with it
+                signal.set(reason)
+        self.close()
+        self.wire_thread.stop()
+        self.wire_thread = self._start_wire_thread()  # the old thread may hang
+
+    def _begin_sync(self) -> None:
+        self.record = TransferRecord()
+        self.bucket_number = 0  # of the bucket in work, counted from 1; 0 before the first
+
+    def _start_wire_thread(self) -> WorkerThread:
+        return WorkerThread("weight-wire", self._prepare_thread)
+
+    def _prepare_thread(self) -> None:
+        """Runs first on a new thread: CUDA's device and stream are kept per thread."""
         unpin()
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.set_stream(torch.cuda.Stream(self.device))
 
-    def _begin(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.each: list[list[float]] = []  # on the wire: [bucket, seconds]
-        self.spans: list[
-            list[Any]
-        ] = []  # for the timeline: [lane, phase, begin, end], of the clock on the wall
-        self.bytes = self.changed = 0
-        self.bucket = -1
-
-    def _check_signals(self) -> None:
-        for signal in self.signals:
+    def _check_abort_signals(self) -> None:
+        """Raises Aborted, DistNetworkError: as `AbortSignal.check`."""
+        for signal in self.abort_signals:
             signal.check()
 
-    def _until(self, deadline: float, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)` on a thread of its own, since nothing else bounds the creation of a group or a store: the
-        thread is given up at the deadline, or when the sync is. Also, gloo's threads may run where that one may."""
-        thread = WorkerThread("weight-connect", self._at_home)
-        made = thread.submit(function, *args)
+    def _on_wire(self, function: Callable[..., T], *args: Any) -> T:
+        """`function(*args)` on the wire's thread."""
+        return self._result_from_wire(self.wire_thread.submit(function, *args))
+
+    def _result_from_wire(self, future: Future[T]) -> T:
+        """The result of a call on the wire's thread. Waits inside the call have limits of their
+        own; the limit here is for a transport that hangs outside of them."""
+        return wait_for_result(future, 3 * self.timeout_s, self._check_abort_signals)
+
+    def _call_until(
+        self,
+        deadline: float,
+        function: Callable[..., T],
+        *args: Any,
+        discard: Callable[[Future], None] | None = None,
+    ) -> T:
+        """`function(*args)` on a thread of its own, since nothing else bounds the creation of a
+        group or a store.
+
+        gloo's threads, which such a call starts, may run on all cores then.
+
+        Args:
+            deadline: by `time.monotonic`; the thread is abandoned then, or when the sync is
+                aborted.
+            function: the call.
+            args: of the call.
+            discard: receives the future of an abandoned call when it ends.
+
+        Raises:
+            TimeoutError: not by the deadline.
+            Aborted, DistNetworkError: as `AbortSignal.check`.
+        """
+        thread = WorkerThread("weight-connect", self._prepare_thread)
+        future = thread.submit(function, *args)
         thread.stop()
         try:
-            return wait_for_result(made, deadline - time.monotonic(), self._check_signals)
+            return wait_for_result(future, deadline - time.monotonic(), self._check_abort_signals)
         except BaseException:
-            if function is DedicatedGroup:
-                made.add_done_callback(_close_late)
+            if discard is not None:
+                future.add_done_callback(discard)
             raise
 
-    def _join(self, store: dist.Store, rank: int, size: int, deadline: float) -> DedicatedGroup:
-        left = deadline - time.monotonic()
-        return self._until(
-            deadline,
-            DedicatedGroup,
-            store,
-            rank,
-            size,
-            self.device,
-            self.host,
-            self.timeout_s,
-            left,
+    def _join_group(
+        self, store: dist.Store, rank: int, world_size: int, deadline: float
+    ) -> DedicatedGroup:
+        """Join a group with these ranks; raises as `_call_until`."""
+        connect_timeout_s = deadline - time.monotonic()
+        group_args = (store, rank, world_size, self.device, self.host, self.timeout_s)
+        return self._call_until(
+            deadline, DedicatedGroup, *group_args, connect_timeout_s, discard=_close_late_group
         )
 
-    def _on_wire(self, function: Callable[..., T], *args: Any) -> T:
-        """`function(*args)` on the wire's thread. The waits in it have limits of their own; this one is for a transport
-        that hangs outside of them."""
-        return self._result(self.wire.submit(function, *args))
-
-    def _result(self, future: Future[T]) -> T:
-        return wait_for_result(future, 3 * self.timeout_s, self._check_signals)
-
-    def give_up(self, error: BaseException) -> None:
-        """Leave all groups because of `error`; every process that waits for this end fails soon, and names the cause."""
-        reason = " ".join(str(error).split()) or type(error).__name__
-        for signal in self.signals:
-            with suppress(RuntimeError):  # the sender's process is gone, and its store with it
-                signal.set(reason)
-        self.close()
-        self.wire.stop()
-        self.wire = WorkerThread("weight-wire", self._at_home)  # the other one may hang
-
-    def close(self) -> None:
-        """Leave all groups; peers that wait for this end fail."""
-        for link in self.links:
-            link.close()
-        for signal in self.signals:
-            signal.close()
-        self.links = []
-        self.signals = []
-
     @contextmanager
-    def _phase(self, name: str, bucket: int | None = None) -> Iterator[None]:
+    def _phase(self, name: str, bucket_number: int | None = None) -> Iterator[None]:
+        """Time the block as a phase, and raise its failures as SyncError with the place.
+
+        Args:
+            name: of the phase.
+            bucket_number: for the message; None: the bucket in work.
+        """
         start = time.perf_counter()
         try:
             yield
         except SyncError:
             raise
-        except Exception as e:
-            cause = next(iter(str(e).strip().splitlines()), type(e).__name__)
-            traceback.clear_frames(
-                e.__traceback__
-            )  # they hold the group's work: see DedicatedGroup.close
-            place = (self.bucket if bucket is None else bucket) + 1
-            where = f"phase {name}, bucket {place} of {len(self.plan.buckets)}"
-            given_up = GIVEN_UP if isinstance(e, Aborted) else ""
-            raise SyncError(f"{self.who}, {where}: {given_up}{cause}") from e
+        except Exception as error:
+            # The frames refer to the group's work, and gloo keeps its connections as long as
+            # anything does: see DedicatedGroup.close.
+            traceback.clear_frames(error.__traceback__)
+            if bucket_number is None:
+                bucket_number = self.bucket_number
+            raise SyncError(self._failure_message(name, bucket_number, error)) from error
         finally:
-            if self.stream:  # or the time of what was launched would show in a later phase
+            if self.stream:  # otherwise the time of what was launched would count in a later phase
                 torch.cuda.current_stream().synchronize()
-            self._timed("", name, time.perf_counter() - start)
+            self.record.add_phase(name, time.perf_counter() - start)
 
-    def _timed(self, lane: str, name: str, seconds: float) -> float:
-        """Note a phase that has just ended."""
-        now = time.time()
-        if not lane:
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-        if len(self.spans) < MOST_SPANS:
-            self.spans.append([lane, name, now - seconds, now])
-        return seconds
-
-    def _report(self) -> dict[str, Any]:
-        return {
-            **self.seconds,
-            "bytes": float(self.bytes),
-            "bucket_wire": self.each,
-            "spans": self.spans,
-        }
+    def _failure_message(self, phase: str, bucket_number: int, error: Exception) -> str:
+        lines = str(error).strip().splitlines()
+        cause = lines[0] if lines else type(error).__name__
+        if isinstance(error, Aborted):
+            cause = f"{GIVEN_UP}{cause}"
+        bucket = f"bucket {bucket_number} of {len(self.plan.buckets)}"
+        return f"{self.name}, phase {phase}, {bucket}: {cause}"
 
 
-def _close_late(joining: Future) -> None:
-    """A link that was made after the wait for it had ended."""
+def _close_late_group(joining: Future) -> None:
+    """Close a group that was created after the wait for it had ended."""
     if joining.exception() is None:
         joining.result().close()

@@ -1,13 +1,16 @@
-"""Where the bytes of Hugging Face tensors lie inside a vLLM model whose parameters are used as they were loaded.
+"""In-place updates: where the bytes of Hugging Face tensors lie inside a vLLM model whose
+parameters are used as loaded.
 
-A delta applies to HF tensors. Without this the receiver would have to mirror the model in HF layout; with it, the mirror is
-the model itself: `read` gathers a bucket out of the parameters, the delta is applied and the checksum compared there, and
-`write` puts it back. Which part goes where only the model's own `load_weights` knows (names, fused qkv, stacked experts), so
-that is watched once, with its writes held back.
+A delta applies to Hugging Face tensors. Without this module the receiver would need a mirror of the
+model in that layout. With it, the model itself serves as the mirror: a bucket is read from the
+parameters, the delta is applied and the checksum compared there, and the bucket is written back.
+Only the model's own `load_weights` knows which part goes where (names, fused qkv, stacked experts),
+so one call of it is recorded, with its writes held back.
 
-Not every model can do this: layers packed for CPU kernels, quantised or reordered ones, and tensor parallelism, where a
-worker holds only its part, are refused; what they need is a mirror. After writing, attention layers that derive
-something from weights must be processed again, as vLLM's reload does (`process_weights_after_loading`).
+Not every model can do this. Refused, because they need a mirror: layers packed for CPU kernels,
+quantized or reordered ones, and tensor parallelism, where a worker holds only its part. After
+writing, attention layers that derive something from weights must be processed again, as vLLM's
+reload does (`process_weights_after_loading`).
 """
 
 import itertools
@@ -20,169 +23,261 @@ from torch.utils._pytree import tree_leaves
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
 from one_step_off.weight_sync.mirror import Mirror
 
+NAN_BYTE = 0xFF
+"""A floating-point number of these bytes is NaN."""
+
 
 class NotInPlace(RuntimeError):
-    """The model's parameters do not hold these tensors as they were sent. The model is as it was."""
+    """The model's parameters do not hold the tensors as they were sent. The model is unchanged."""
 
 
 class InPlaceBucket:
-    """One bucket's way into the model, by parts of parameters (`live`) and of HF tensors (`held`) of one shape each."""
+    """The mapping of one bucket into the model: parts of parameters, and the parts of tensors that
+    they hold.
+
+    `parameter_parts[i]` and `tensor_parts[i]` are views of the same shape.
+    """
 
     @torch.no_grad()
     def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
-        """Find where `tensors` live: HF name -> view into the caller's buffer, of the shape and dtype that `load_weights`
-        takes; its bytes do not matter. The model must hold a completely loaded version, and stays as it is.
+        """Find where `tensors` lie in the model, which must hold a completely loaded version and
+        stays unchanged.
 
-        The parts are as many numbers as the tensors, and no two overlap in the parameters. The tensors are left as NaN,
-        which no model holds: after a `read` the caller sees, by bytes or checksum, whether every number was in a part,
-        and whether parameters were reordered after loading. It cannot see that while all of a tensor's numbers are equal,
-        as a fresh norm's; the canary can, later.
+        The parts hold as many numbers as the tensors, and no two overlap in the parameters. The
+        tensors are left as NaN, which no model holds. So after `read` the caller sees by checksum
+        whether every number was in a part, and whether parameters were reordered after loading. It
+        cannot see that while all numbers of a tensor are equal, as in a fresh norm; the canary can,
+        later.
+
+        Args:
+            model: a vLLM model.
+            tensors: Hugging Face name -> view into the caller's buffer, with the shape and dtype
+                that `load_weights` takes; the values do not matter.
 
         Raises:
-            NotInPlace: anything of this does not hold.
+            NotInPlace: any of this does not hold.
         """
-        # A CPU kernel that works on the parameter itself closes over nothing.
-        kernels = (
-            (name, getattr(module, "cpu_linear", None)) for name, module in model.named_modules()
-        )
-        if packed := next(
-            (name for name, kernel in kernels if getattr(kernel, "__closure__", None)), None
-        ):
-            raise NotInPlace(f"{packed} is packed for its CPU kernel")
-        watch = _Watch(model, tensors)
-        before = {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}
-        try:
-            with watch:
-                model.load_weights(list(tensors.items()))
-        except Exception as e:
-            raise NotInPlace(f"the model does not load as it is: {type(e).__name__}: {e}") from e
-        if before != {name: tensor.data_ptr() for name, tensor in _parameters(model).items()}:
-            raise RuntimeError(
-                "load_weights replaced parameters; the model cannot be used any more"
-            )
-        self.live, self.held = [live for live, _ in watch.pairs], [held for _, held in watch.pairs]
-        spans = sorted((live.data_ptr(), live.data_ptr() + live.nbytes) for live in self.live)
-        if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
-            raise NotInPlace("two parts share memory in the parameters")
-        if sum(held.numel() for held in self.held) != sum(
-            tensor.numel() for tensor in tensors.values()
-        ):
-            raise NotInPlace(
-                "the parameters hold other amounts of numbers than were sent: only a part, or some twice"
-            )
+        _refuse_packed_layers(model)
+        recorded = _record_load(model, tensors)
+        self.parameter_parts = [parameter_part for parameter_part, _ in recorded]
+        self.tensor_parts = [tensor_part for _, tensor_part in recorded]
+        self._check_parts(tensors)
         for tensor in tensors.values():
-            tensor.view(-1).view(torch.uint8).fill_(0xFF)
+            tensor.view(-1).view(torch.uint8).fill_(NAN_BYTE)
 
     def read(self) -> None:
-        """Parameters -> buffer."""
-        torch._foreach_copy_(self.held, self.live)
+        """Copy the parameters into the buffer."""
+        torch._foreach_copy_(self.tensor_parts, self.parameter_parts)
 
     def write(self) -> None:
-        """Buffer -> parameters."""
-        torch._foreach_copy_(self.live, self.held)
+        """Copy the buffer into the parameters."""
+        torch._foreach_copy_(self.parameter_parts, self.tensor_parts)
+
+    def _check_parts(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Raises NotInPlace: two parts overlap, or they are not all of the tensors."""
+        spans = []
+        for part in self.parameter_parts:
+            spans.append((part.data_ptr(), part.data_ptr() + part.nbytes))
+        spans.sort()
+        if any(start < end for (_, end), (start, _) in itertools.pairwise(spans)):
+            raise NotInPlace("two parts share memory in the parameters")
+        numbers_found = sum(part.numel() for part in self.tensor_parts)
+        numbers_sent = sum(tensor.numel() for tensor in tensors.values())
+        if numbers_found != numbers_sent:
+            raise NotInPlace(
+                "the parameters hold other amounts of numbers than were sent: only a part, "
+                "or some twice"
+            )
 
 
 class InPlaceModel(Mirror):
-    """The model's own parameters in place of a mirror: what `distributed_util.Receiver` keeps as `live`. It needs a
-    buffer as large as the largest bucket, on the model's device."""
+    """The model's own parameters, used instead of a mirror.
+
+    It needs one buffer as large as the largest bucket, on the model's device, for all buckets.
+    """
 
     def __init__(
-        self, plan: BucketPlan, room: torch.Tensor, sums: torch.Tensor, model: torch.nn.Module
+        self,
+        plan: BucketPlan,
+        join_buffer: torch.Tensor,
+        checksums: torch.Tensor,
+        model: torch.nn.Module,
     ) -> None:
-        """`room` (uint8 [plan.room]): where tensors of several slots are joined. `sums` (int64 [senders, buckets, 2]): the
-        checksums of what the `model` must hold. Raises NotInPlace."""
-        self.plan, self.room, self.device = plan, room, room.device
-        self.flats = [torch.zeros(plan.largest, dtype=torch.uint8, device=room.device)] * len(
-            plan.buckets
-        )
-        self.live: list[InPlaceBucket] = []
-        for i, bucket in enumerate(plan.buckets):
-            if bucket.ends:  # with the strips before it
-                strips = range(len(self.live), i + 1)
-                tensors = {name: tensor for name, tensor, _ in bucket.whole(super().held(i), room)}
-                self.live += [InPlaceBucket(model, tensors)] * len(strips)
-                if not all(
-                    torch.equal(checksum(p), sums[s, k])
-                    for k in strips
-                    for s, p in self.held(k).items()
-                ):
-                    raise NotInPlace("the parameters hold other bytes than were sent")
+        """Find every bucket in the model.
 
-    def held(self, i: int) -> Parts:
-        """As `Mirror.held`, in the buffer, out of the model; a tensor in strips is read with its first one."""
-        if not i or self.plan.buckets[i - 1].ends:
-            self.live[i].read()
-        parts = super().held(i)
-        self.plan.buckets[i].split(parts, self.room)
+        Args:
+            plan: of both ends.
+            join_buffer: uint8 [plan.join_bytes], where tensors with several slots are joined; on
+                the model's device.
+            checksums: int64 [senders, buckets, 2], of what the model must hold.
+            model: a vLLM model.
+
+        Raises:
+            NotInPlace: the model does not hold what was sent, as it was sent.
+        """
+        self.plan = plan
+        self.join_buffer = join_buffer
+        self.device = join_buffer.device
+        bucket_buffer = torch.zeros(
+            plan.largest_bucket_bytes, dtype=torch.uint8, device=self.device
+        )
+        self.buckets = [bucket_buffer] * len(plan.buckets)
+        self.mappings: list[InPlaceBucket] = []
+        for index, bucket in enumerate(plan.buckets):
+            if bucket.completes_tensors:
+                self._map_buckets(range(len(self.mappings), index + 1), checksums, model)
+
+    def parts(self, index: int) -> Parts:
+        """As `Mirror.parts`, read from the model into the buffer. A tensor in strips is read with
+        its first strip."""
+        continues_tensor = index > 0 and not self.plan.buckets[index - 1].completes_tensors
+        if not continues_tensor:
+            self.mappings[index].read()
+        parts = super().parts(index)
+        self.plan.buckets[index].unjoin(parts, self.join_buffer)
         return parts
 
-    def write(self, i: int) -> None:
-        """The bucket that `update` has made, into the model; a tensor in strips goes with its last one."""
-        self.plan.buckets[i].join(super().held(i), self.room)
-        if self.plan.buckets[i].ends:
-            self.live[i].write()
+    def write(self, index: int) -> None:
+        """Write the bucket that `update` has made into the model. A tensor in strips is written
+        with its last strip."""
+        bucket = self.plan.buckets[index]
+        bucket.join(super().parts(index), self.join_buffer)
+        if bucket.completes_tensors:
+            self.mappings[index].write()
+
+    def _map_buckets(self, indices: range, checksums: torch.Tensor, model: torch.nn.Module) -> None:
+        """Find one bucket in the model, or all buckets with the strips of one tensor. Raises
+        NotInPlace."""
+        last = indices[-1]
+        tensors = {}
+        for name, tensor, _ in self.plan.buckets[last].tensors(
+            super().parts(last), self.join_buffer
+        ):
+            tensors[name] = tensor
+        mapping = InPlaceBucket(model, tensors)
+        self.mappings += [mapping] * len(indices)
+        for index in indices:
+            for sender, part in self.parts(index).items():
+                if not torch.equal(checksum(part), checksums[sender, index]):
+                    raise NotInPlace("the parameters hold other bytes than were sent")
 
 
-def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters and buffers that hold anything, by name."""
-    return {
-        name: tensor
-        for name, tensor in (*model.named_parameters(), *model.named_buffers())
-        if tensor.numel()
-    }
+def _refuse_packed_layers(model: torch.nn.Module) -> None:
+    """Raises NotInPlace: a linear layer works on a packed copy of its weight.
+
+    Such a kernel is a closure over the copy; a CPU kernel that works on the parameter itself closes
+    over nothing.
+    """
+    for name, module in model.named_modules():
+        kernel = getattr(module, "cpu_linear", None)
+        if getattr(kernel, "__closure__", None):
+            raise NotInPlace(f"{name} is packed for its CPU kernel")
 
 
-def _home(tensor: torch.Tensor) -> int:
+def _record_load(
+    model: torch.nn.Module, tensors: dict[str, torch.Tensor]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The copies (parameter part, tensor part) that `model.load_weights(tensors)` would make.
+    Raises NotInPlace."""
+    recorder = _LoadRecorder(model, tensors)
+    addresses_before = _addresses(model)
+    try:
+        with recorder:
+            model.load_weights(list(tensors.items()))
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise NotInPlace(f"the model does not load as it is: {cause}") from error
+    if _addresses(model) != addresses_before:
+        raise RuntimeError("load_weights replaced parameters; the model cannot be used any more")
+    return recorder.copies
+
+
+def _stored_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and buffers that hold any number, by name."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: tensor for name, tensor in named if tensor.numel()}
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in _stored_tensors(model).items()}
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class _Watch(TorchDispatchMode):
-    """Holds back all writes to the model's parameters, and notes in `pairs` those that copy out of `tensors`."""
+class _LoadRecorder(TorchDispatchMode):
+    """Holds back all writes to the model's parameters, and records those that copy from
+    `tensors`."""
 
     def __init__(self, model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
-        self.homes = {_home(tensor): name for name, tensor in _parameters(model).items()}
-        self.sources = {_home(tensor) for tensor in tensors.values()}
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.parameter_names: dict[int, str] = {}  # by the address of their storage
+        for name, tensor in _stored_tensors(model).items():
+            self.parameter_names[_storage_address(tensor)] = name
+        self.source_addresses = {_storage_address(tensor) for tensor in tensors.values()}
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = {
-            **{a.name: value for a, value in zip(func._schema.arguments, args, strict=False)},
-            **kwargs,
-        }
-        names = [
-            a.name
-            for a in func._schema.arguments
-            if a.alias_info is not None and a.alias_info.is_write
-        ]
-        written = [
-            x
-            for x in tree_leaves([given.get(n) for n in names])
-            if isinstance(x, torch.Tensor) and x.numel()
-        ]
-        hit = next((self.homes[_home(x)] for x in written if _home(x) in self.homes), None)
-        if hit is None:
+        written = _written_tensors(func, args, kwargs)
+        written_names = []
+        for tensor in written:
+            if _storage_address(tensor) in self.parameter_names:
+                written_names.append(self.parameter_names[_storage_address(tensor)])
+        if not written_names:
             return func(*args, **kwargs)
-        live, fills = (
-            written[0],
-            func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default),
-        )
-        if func is torch.ops.aten.copy_.default and _home(args[1]) in self.sources:
-            self._note(hit, live, args[1])
-        elif not fills or bool((live != [*args, 0][1]).any()):
+        name = written_names[0]
+        target = written[0]
+        if self._is_copy_from_source(func, args):
+            self._record(name, target, args[1])
+        elif not _changes_nothing(func, args, target):
             raise NotInPlace(
-                f"loading {hit} writes something else than a part of what was sent ({func})"
+                f"loading {name} writes something else than a part of what was sent ({func})"
             )
-        return live
+        return target
 
-    def _note(self, name: str, live: torch.Tensor, held: torch.Tensor) -> None:
-        if live.shape != held.shape or not live.is_contiguous():
+    def _is_copy_from_source(self, func: Any, args: tuple) -> bool:
+        if func is not torch.ops.aten.copy_.default:
+            return False
+        return _storage_address(args[1]) in self.source_addresses
+
+    def _record(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Note a copy into parameter `name`. Raises NotInPlace: the parameter cannot give back what
+        was copied."""
+        if target.shape != source.shape or not target.is_contiguous():
             raise NotInPlace(f"{name} does not hold a part of what was sent in one piece")
-        if live.device != held.device or torch.promote_types(live.dtype, held.dtype) != live.dtype:
+        keeps_values = torch.promote_types(target.dtype, source.dtype) == target.dtype
+        if target.device != source.device or not keeps_values:
             raise NotInPlace(
-                f"{name} holds {live.dtype} on {live.device}, and {held.dtype} on {held.device} is sent"
+                f"{name} holds {target.dtype} on {target.device}, "
+                f"and {source.dtype} on {source.device} is sent"
             )
-        self.pairs.append((live.detach(), held.detach()))
+        self.copies.append((target.detach(), source.detach()))
+
+
+def _written_tensors(func: Any, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """The tensors that an operation of torch writes, by its schema."""
+    arguments = func._schema.arguments
+    values = {argument.name: value for argument, value in zip(arguments, args, strict=False)}
+    values |= kwargs
+    written_values = []
+    for argument in arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written_values.append(values.get(argument.name))
+    leaves = tree_leaves(written_values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.numel()]
+
+
+def _changes_nothing(func: Any, args: tuple, target: torch.Tensor) -> bool:
+    """Whether an operation fills `target` with the number that it already holds, as padding is
+    filled again."""
+    if func is torch.ops.aten.fill_.Scalar:
+        number = args[1]
+    elif func is torch.ops.aten.zero_.default:
+        number = 0
+    else:
+        return False
+    return not bool((target != number).any())

@@ -7,30 +7,47 @@ from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts
 
 
 class Mirror:
-    """What a receiver got from each sender last, bucket by bucket, in the checkpoint's layout: a copy of the model in
-    host memory. What changed is applied here, where no engine has packed or fused anything."""
+    """What a receiver got from each sender last, bucket by bucket, in the checkpoint's layout.
+
+    Deltas are applied here, where no engine has packed or fused anything.
+    """
 
     def __init__(self, plan: BucketPlan, device: torch.device) -> None:
-        self.plan, self.device = plan, device
-        # A block for each bucket, not each part: large ones go back to the system when they are given up.
-        self.flats = [torch.zeros(sum(b.nbytes), dtype=torch.uint8) for b in plan.buckets]
+        """`device`: the receiver's, on which `update` returns the buckets."""
+        self.plan = plan
+        self.device = device
+        # One block per bucket and not per part: large blocks go back to the system when they are
+        # freed.
+        self.buckets = [torch.zeros(bucket.nbytes, dtype=torch.uint8) for bucket in plan.buckets]
 
     def pin(self) -> None:
-        """Make it faster to read for a GPU. Not at once: pinned memory would not be given back where a mirror turns out not
-        to be needed."""
-        for i, flat in enumerate(self.flats) if self.device.type == "cuda" else ():
-            self.flats[i] = flat.pin_memory()
+        """Pin the memory, so that a GPU reads it faster.
 
-    def held(self, i: int) -> Parts:
-        """Each sender's part of bucket `i` as it was sent last, to be changed."""
-        return self.plan.buckets[i].parts(self.flats[i])
+        Not in the constructor: pinned memory would not go back to the system if the mirror turns
+        out not to be needed.
+        """
+        if self.device.type == "cuda":
+            self.buckets = [bucket.pin_memory() for bucket in self.buckets]
 
-    def update(self, i: int, messages: Parts) -> Parts:
-        """Each sender's part of bucket `i` after its message: uint8, on the receiver's device."""
-        parts = self.held(i)
+    def parts(self, index: int) -> Parts:
+        """Each sender's part of bucket `index` as it was sent last; the caller may change it."""
+        return self.plan.buckets[index].split_parts(self.buckets[index])
+
+    def update(self, index: int, messages: Parts) -> Parts:
+        """Apply the messages to bucket `index`.
+
+        Args:
+            index: of the bucket.
+            messages: sender -> its whole part, or a delta payload, which is always shorter; uint8.
+
+        Returns:
+            Sender -> its whole new part: uint8, on the receiver's device.
+        """
+        parts = self.parts(index)
         for sender, message in messages.items():
-            if len(message) == len(parts[sender]):  # a payload is shorter
-                parts[sender].copy_(message)
+            part = parts[sender]
+            if len(message) == len(part):
+                part.copy_(message)
             else:
-                delta.apply(message.to(parts[sender].device), parts[sender])
+                delta.apply(message.to(part.device), part)
         return {sender: part.to(self.device, non_blocking=True) for sender, part in parts.items()}

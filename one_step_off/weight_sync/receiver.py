@@ -9,184 +9,297 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, _open_client, connect_limit
-from one_step_off.weight_sync.bucket_plan import Parts, checksum
-from one_step_off.weight_sync.endpoint import _End
+from one_step_off.distributed_util import DedicatedGroup, connect_store, connect_timeout
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Parts, checksum
+from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
+from one_step_off.weight_sync.in_place import InPlaceModel
 from one_step_off.weight_sync.mirror import Mirror
 from one_step_off.weight_sync.shared_memory import SharedMemoryReceiver
 
+RECEIVE_BUFFERS = 2
+"""One is filled while the other is loaded."""
 
-class WeightReceiver(_End):
-    """The receiving end in one vLLM worker. Where only changes travel it needs what it got before: a `mirror`, made by
-    the first sync, or `live`, an object that has it in the model itself (`Mirror.update`, and `write(i)` in place of
-    loading bucket `i`)."""
+LoadTensors = Callable[[list[tuple[str, torch.Tensor]]], None]
+"""Receives the whole tensors of a bucket, by their names."""
+
+
+class WeightReceiver(SyncEndpoint):
+    """Receives the pieces of all senders, and assembles whole tensors.
+
+    Deltas apply to what was received before. It is held in `mirror`, which the first sync with
+    deltas creates, or in the model itself: `in_place`, which the caller sets.
+    """
 
     role = "receiver"
+
     mirror: Mirror | None = None
-    live: Any = None
+    in_place: InPlaceModel | None = None
+
+    def __init__(
+        self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
+    ) -> None:
+        """As `SyncEndpoint`."""
+        super().__init__(plan, index, device, host, timeout_s)
+        self.buffers: list[torch.Tensor] = []
+        self.join_buffer = torch.zeros(0, dtype=torch.uint8)
+        self.uses_network = False
+        self.wire_seconds_per_byte = 0.0  # of the bare link; 0: not measured
+        self.checksums: torch.Tensor | None = None  # int64 [senders, buckets, 2] of the last sync
 
     def connect(
-        self, epoch: int, addresses: Sequence[Any], receivers: int, near: Sequence[Any] = ()
+        self,
+        epoch: int,
+        addresses: Sequence[Any],
+        receivers: int,
+        same_device: Sequence[Sequence[int]] = (),
     ) -> None:
-        """Join every sender's group, in the order of the plan. `addresses`: (host, port) each. `near`: per sender the
-        receivers on its device. An earlier epoch's groups are given up, and what it was sent in them. Raises SyncError: not
-        all is there within `connect_limit`, or the epoch was given up."""
+        """Join every sender's group, in the order of the plan.
+
+        An earlier epoch's groups are closed, and what was received in them is forgotten.
+
+        Args:
+            epoch: counts the groups.
+            addresses: (host, port) of each sender's store.
+            receivers: how many there are.
+            same_device: per sender the receivers on its device; empty: none.
+
+        Raises:
+            SyncError: not all joined within `connect_timeout`, or the epoch was aborted.
+        """
         self.close()
-        self.mirror = self.live = None
-        deadline = time.monotonic() + connect_limit(self.timeout_s, len(addresses), receivers)
+        self._forget_received()
+        limit_s = connect_timeout(self.timeout_s, len(addresses), receivers)
+        deadline = time.monotonic() + limit_s
         try:
             with self._phase("connect"):
-                for s, address in enumerate(addresses):
-                    self._join_sender(epoch, address, receivers, near[s] if near else (), deadline)
+                for sender, address in enumerate(addresses):
+                    neighbors = same_device[sender] if same_device else ()
+                    self._join_sender(epoch, address, receivers, neighbors, deadline)
                 self._prepare_buffers()
-                self._measure()
+                self._measure_link()
         except BaseException as error:
             self.give_up(error)
             raise
+
+    def receive(self, load: LoadTensors, version: int) -> dict[str, Any]:
+        """Receive one sync. Each bucket's whole tensors go to `load`, or into the model if
+        `in_place` is set.
+
+        When this returns, the bytes equal the senders' by checksum; before that the model must not
+        be used.
+
+        Args:
+            load: receives views into reused buffers, so it must copy what it keeps.
+            version: that the senders must send.
+
+        Returns:
+            Seconds per phase (wait, apply, verify, load), "bytes", "bucket_wire": [index, seconds
+            on the wire] of each bucket, "spans", and "bare_wire": the seconds that the bare link
+            would take for all bytes (0: not measured).
+
+        Raises:
+            SyncError: another plan or version, a time limit, a broken peer, or a checksum that
+                differs. The groups are closed then.
+        """
+        self._begin_sync()
+        try:
+            if not self.transports:
+                raise SyncError(f"{self.name} is in no group; it must connect first")
+            self._receive_buckets(load, version)
+        except BaseException as error:
+            self._forget_received()
+            self.give_up(error)
+            raise
+        bare_wire = self.wire_seconds_per_byte * self.record.wire_bytes
+        return self.record.report() | {"bare_wire": bare_wire}
+
+    def _forget_received(self) -> None:
+        self.mirror = None
+        self.in_place = None
 
     def _join_sender(
-        self, epoch: int, address: Any, receivers: int, near: Sequence[int], deadline: float
+        self,
+        epoch: int,
+        address: Any,
+        receivers: int,
+        same_device: Sequence[int],
+        deadline: float,
     ) -> None:
-        store = dist.PrefixStore(
-            f"{epoch}", self._until(deadline, _open_client, *address, self.timeout_s)
-        )
-        self.signals.append(AbortSignal(store))
-        self._check_signals()
-        far = [r for r in range(receivers) if r not in near]
-        if self.index in far:
-            self.links.append(self._join(store, 1 + far.index(self.index), len(far) + 1, deadline))
+        """Connect to one sender. `same_device`: the receivers on its device."""
+        sender_store = self._call_until(deadline, connect_store, *address, self.timeout_s)
+        store = dist.PrefixStore(f"{epoch}", sender_store)
+        self.abort_signals.append(AbortSignal(store))
+        self._check_abort_signals()
+        remote = [receiver for receiver in range(receivers) if receiver not in same_device]
+        if self.index in remote:
+            rank = 1 + remote.index(self.index)
+            transport = self._join_group(store, rank, len(remote) + 1, deadline)
         else:
-            inlet = self._until(
+            transport = self._call_until(
                 deadline, SharedMemoryReceiver, store, self.index, self.device, self.timeout_s
             )
-            self.links.append(inlet)
+        self.transports.append(transport)
+
+    def _is_remote(self, sender: int) -> bool:
+        """Whether a sender's data comes over the network."""
+        return isinstance(self.transports[sender], DedicatedGroup)
 
     def _prepare_buffers(self) -> None:
-        self.far = any(isinstance(link, DedicatedGroup) for link in self.links)
-        where = (
-            self.device if self.far else "meta"
-        )  # where all is read out of the senders', there need be none
-        # Two: one fills up while the other is loaded. And where tensors of several senders, or strips, are joined.
+        self.uses_network = any(self._is_remote(sender) for sender in range(self.plan.senders))
+        # Without a network all buckets are read from the senders' buffers: no memory is needed
+        # here.
+        buffer_device = self.device if self.uses_network else "meta"
+        largest = self.plan.largest_bucket_bytes
         self.buffers = [
-            torch.zeros(self.plan.largest, dtype=torch.uint8, device=where) for _ in range(2)
+            torch.zeros(largest, dtype=torch.uint8, device=buffer_device)
+            for _ in range(RECEIVE_BUFFERS)
         ]
-        self.room = torch.zeros(self.plan.room, dtype=torch.uint8, device=self.device)
+        self.join_buffer = torch.zeros(self.plan.join_bytes, dtype=torch.uint8, device=self.device)
 
-    def _measure(self) -> None:
-        """Seconds per byte of the bare link: the first bucket as it will travel, twice; the second time counts."""
-        parts = self.plan.buckets[0].parts(self.buffers[0])
-        far = {s: room for s, room in parts.items() if isinstance(self.links[s], DedicatedGroup)}
-        for _ in range(2):
+    def _measure_link(self) -> None:
+        """Seconds per byte of the bare link: the first bucket as it will travel, MEASURED_TRANSFERS
+        times; the last time counts. Not measured if a sender with a part of it is on the same
+        device."""
+        parts = self.plan.buckets[0].split_parts(self.buffers[0])
+        remote_parts = {sender: part for sender, part in parts.items() if self._is_remote(sender)}
+        seconds = 0.0
+        for _ in range(MEASURED_TRANSFERS):
             begin = time.perf_counter()
-            self._on_wire(self._take, far)
-        self.raw = (
-            (time.perf_counter() - begin) / sum(map(len, far.values()))
-            if len(far) == len(parts)
-            else 0.0
-        )
+            self._on_wire(self._receive_messages, remote_parts)
+            seconds = time.perf_counter() - begin
+        self.wire_seconds_per_byte = 0.0
+        if len(remote_parts) == len(parts):
+            remote_bytes = sum(len(part) for part in remote_parts.values())
+            self.wire_seconds_per_byte = seconds / remote_bytes
 
-    def receive(
-        self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int
-    ) -> dict[str, Any]:
-        """Receive one sync and hand each bucket's whole tensors to `load`, or have `live` write them.
-
-        The tensors are views into reused buffers: `load` must copy what it keeps. When this returns, the bytes equal
-        the senders' by checksum; before that the model must not be used. Returns seconds per phase (wait, apply,
-        verify, load), "bytes", "bucket_wire" bucket's time on the wire, and "bare_wire", the time that the bare link would take for all
-        of them; `sums` (int64 [senders, buckets, 2]) are the checksums then. Raises SyncError: other plan or version, time limit, broken peer, or a checksum that differs; the groups are
-        given up then."""
-        self._begin()
-        try:
-            if not self.links:
-                raise SyncError(f"{self.who} is in no group; it must connect first")
-            self._receive(load, version)
-        except BaseException as error:
-            self.mirror = self.live = None
-            self.give_up(error)
-            raise
-        return self._report() | {"bare_wire": self.raw * self.bytes}
-
-    def _receive(
-        self, load: Callable[[list[tuple[str, torch.Tensor]]], None], version: int
-    ) -> None:
+    def _receive_buckets(self, load: LoadTensors, version: int) -> None:
         buckets = self.plan.buckets
-        changes = self._headers(version)
-        if changes and not self.live and not self.mirror:
+        has_deltas = self._receive_headers(version)
+        if has_deltas and not self.in_place and not self.mirror:
             self.mirror = Mirror(self.plan, self.device)
-        base = self.live or self.mirror
-        sums = torch.zeros(
+        checksums = torch.zeros(
             self.plan.senders, len(buckets), 2, dtype=torch.int64, device=self.device
         )
-        coming = self.wire.submit(self._fill, 0, changes)
-        for i, bucket in enumerate(buckets):
-            self.bucket = i
+        next_parts = self.wire_thread.submit(self._receive_bucket, 0, has_deltas)
+        for index in range(len(buckets)):
+            self.bucket_number = index + 1
             with self._phase("wait"):
-                parts = self._result(coming)
-                if i + 1 < len(buckets):
-                    coming = self.wire.submit(self._fill, i + 1, changes)
+                messages = self._result_from_wire(next_parts)
+                if index + 1 < len(buckets):
+                    next_parts = self.wire_thread.submit(
+                        self._receive_bucket, index + 1, has_deltas
+                    )
             with self._phase("apply"):
-                full = base.update(i, parts) if base else parts
+                parts = self._apply(index, messages)
             with self._phase("verify"):
-                for s, part in full.items():
-                    sums[s, i] = checksum(part)
+                for sender, part in parts.items():
+                    checksums[sender, index] = checksum(part)
             with self._phase("load"):
-                if self.live:
-                    self.live.write(i)
-                elif (tensors := bucket.join(full, self.room)) and bucket.ends:
-                    load(tensors)
-                for s in parts:
-                    self.links[s].release()
-        self._check_sums(sums)
-        self.sums = sums
+                self._load_bucket(index, parts, load)
+                for sender in messages:
+                    self.transports[sender].release()
+        self._verify_checksums(checksums)
+        self.checksums = checksums
 
-    def _headers(self, version: int) -> bool:
-        """Whether messages tell their size, after checking that every sender sends what is expected."""
+    def _receive_headers(self, version: int) -> bool:
+        """Whether messages may be deltas and so announce their size, after checking every sender's
+        header.
+
+        Raises:
+            SyncError: a sender follows another plan or sends another version.
+        """
         with self._phase("header"):
-            headers = self._on_wire(self._numbers, range(self.plan.senders), 3)
-        for s, header in headers.items():
-            digest, sent, changes = header.tolist()
+            headers = self._on_wire(self._receive_numbers, range(self.plan.senders), 3)
+        has_deltas = 0
+        for sender, header in headers.items():
+            digest, sent_version, has_deltas = header.tolist()
             if digest != self.plan.digest:
-                raise SyncError(f"{self.who}: sender {s} follows another bucket plan")
-            if sent != version:
-                raise SyncError(f"{self.who}: sender {s} sends version {sent}, expected {version}")
-        return bool(changes)
+                raise SyncError(f"{self.name}: sender {sender} follows another bucket plan")
+            if sent_version != version:
+                raise SyncError(
+                    f"{self.name}: sender {sender} sends version {sent_version}, expected {version}"
+                )
+        return bool(has_deltas)
 
-    def _fill(self, i: int, changes: bool) -> Parts:
-        """On the wire's thread: what the senders have of bucket `i`, side by side, until it is released."""
-        begin, rooms = time.perf_counter(), self.plan.buckets[i].parts(self.buffers[i % 2])
-        if changes:
-            sizes = self._numbers(rooms, 1)
-            rooms = {s: room[: int(sizes[s])] for s, room in rooms.items()}
-        parts = self._take(rooms)
-        self.bytes += sum(map(len, parts.values()))
-        seconds = self._timed(" wire", "wire", time.perf_counter() - begin)
-        self.each += [[i, seconds]] * self.far
-        return parts
+    def _receive_bucket(self, index: int, has_deltas: bool) -> Parts:
+        """On the wire's thread: the senders' messages of one bucket, valid until they are
+        released."""
+        begin = time.perf_counter()
+        buffer = self.buffers[index % RECEIVE_BUFFERS]
+        targets = self.plan.buckets[index].split_parts(buffer)
+        if has_deltas:
+            sizes = self._receive_numbers(targets, 1)
+            targets = {sender: target[: int(sizes[sender])] for sender, target in targets.items()}
+        messages = self._receive_messages(targets)
+        seconds = time.perf_counter() - begin
+        self.record.wire_bytes += sum(len(message) for message in messages.values())
+        self.record.add_wire_span(seconds)
+        if self.uses_network:
+            self.record.bucket_wire.append([index, seconds])
+        return messages
 
-    def _take(self, rooms: Parts) -> Parts:
-        """The next message of each of these senders, of all at once: in its room, or of a near one where that has it."""
-        links = (
-            self.links
-        )  # a thread that was given up and comes back late must not touch those of another epoch
-        for s, room in rooms.items():
-            links[s].ask(room)
-        return {s: links[s].take(room) for s, room in rooms.items()}
+    def _receive_messages(self, targets: Parts) -> Parts:
+        """On the wire's thread: the next message of each of these senders, from all at once.
 
-    def _numbers(self, senders: Iterable[int], count: int) -> Parts:
-        """The same of a message of a few numbers, int64 [count]."""
-        return self._take(
-            {s: torch.zeros(count, dtype=torch.int64, device=self.device) for s in senders}
-        )
+        Args:
+            targets: sender -> where its message goes.
 
-    def _check_sums(self, mine: torch.Tensor) -> None:
-        """Compare with every sender's table; all are read first, so that no sender is left waiting for us."""
-        theirs = torch.zeros_like(mine)
+        Returns:
+            Sender -> its message: `targets`, or a view of its buffer if the sender is on the same
+            device.
+        """
+        # A thread that was abandoned and comes back late must not touch the transports of another
+        # epoch.
+        transports = self.transports
+        for sender, target in targets.items():
+            transports[sender].start_receive(target)
+        messages = {}
+        for sender, target in targets.items():
+            messages[sender] = transports[sender].finish_receive(target)
+        return messages
+
+    def _receive_numbers(self, senders: Iterable[int], count: int) -> Parts:
+        """On the wire's thread: a message of a few numbers from each of these senders, int64
+        [count]."""
+        targets = {}
+        for sender in senders:
+            targets[sender] = torch.zeros(count, dtype=torch.int64, device=self.device)
+        return self._receive_messages(targets)
+
+    def _apply(self, index: int, messages: Parts) -> Parts:
+        """Each sender's whole part of a bucket, after its message."""
+        delta_base = self.in_place or self.mirror
+        if delta_base is None:
+            return messages
+        return delta_base.update(index, messages)
+
+    def _load_bucket(self, index: int, parts: Parts, load: LoadTensors) -> None:
+        if self.in_place:
+            self.in_place.write(index)
+            return
+        bucket = self.plan.buckets[index]
+        tensors = bucket.join(parts, self.join_buffer)
+        if tensors and bucket.completes_tensors:
+            load(tensors)
+
+    def _verify_checksums(self, received: torch.Tensor) -> None:
+        """Compare with every sender's checksums. All are read first, so that no sender waits for
+        this receiver.
+
+        Args:
+            received: int64 [senders, buckets, 2].
+
+        Raises:
+            SyncError: one differs; names the first such bucket and its sender.
+        """
+        sent = torch.zeros_like(received)
         with self._phase("verify"):
-            self._on_wire(self._take, dict(enumerate(theirs)))
-        wrong = (mine != theirs).any(dim=2).nonzero().tolist()
-        if wrong:
-            sender, bucket = wrong[0]
-            where = f"bucket {bucket + 1} of {mine.shape[1]} from sender {sender}"
+            self._on_wire(self._receive_messages, dict(enumerate(sent)))
+        different = (received != sent).any(dim=2).nonzero().tolist()
+        if different:
+            sender, index = different[0]
+            bucket = f"bucket {index + 1} of {received.shape[1]} from sender {sender}"
             raise SyncError(
-                f"{self.who}, phase verify: checksum of {where} differs ({len(wrong)} buckets in all)"
+                f"{self.name}, phase verify: checksum of {bucket} differs "
+                f"({len(different)} buckets in all)"
             )

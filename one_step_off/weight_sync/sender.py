@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
-from datetime import timedelta
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -14,174 +15,295 @@ import torch.distributed as dist
 
 from one_step_off.cluster.bounded_waits import AbortSignal
 from one_step_off.cluster.errors import SyncError
-from one_step_off.distributed_util import DedicatedGroup, connect_limit, open_store
+from one_step_off.distributed_util import DedicatedGroup, connect_timeout, open_store
 from one_step_off.weight_sync import delta
 from one_step_off.weight_sync.bucket_plan import BucketPlan, Slot, checksum
-from one_step_off.weight_sync.endpoint import _End
+from one_step_off.weight_sync.endpoint import MEASURED_TRANSFERS, SyncEndpoint
 from one_step_off.weight_sync.shared_memory import SharedMemorySender
 
+SEND_BUFFERS = 2
+"""The next bucket is packed while one is on the wire."""
 
-class WeightSender(_End):
-    """The sending end on one trainer rank: rank 0 of its group. `address`: (host, port) of its store. `full_every`: 0
-    sends everything each time; n > 0 what changed since the last time, and everything every n-th. `keep`: hold what was
-    sent in host memory, to send it again when the model has changed; `kept`: the version that is held, whole, or -1."""
+
+class SendKind(Enum):
+    """What one sync sends."""
+
+    FULL = "full"
+    """All bytes of the model."""
+    DELTA = "delta"
+    """What changed since the last sync of the same epoch."""
+    RESEND = "resend"
+    """All bytes of the version that was sent last, from the sender's copy in host memory."""
+
+
+@dataclass
+class BucketOnWire:
+    """A bucket that the wire's thread is sending."""
+
+    index: int
+    seconds: Future[float]
+    """The time on the wire, when it has reached every receiver."""
+
+
+class WeightSender(SyncEndpoint):
+    """Sends the pieces of one trainer rank. It is rank 0 of its group, and its store is the
+    group's."""
 
     role = "sender"
-    full_every, keep, kept = 0, False, -1
+
+    full_every = 0
+    """0: every sync sends all bytes; n > 0: it sends what changed, and all bytes in every n-th
+    sync."""
+    keep_sent = False
+    """Keep what was sent in host memory, to send it again after the model has changed."""
+    kept_version: int | None = None
+    """The version that is kept, completely; None: none."""
 
     def __init__(
         self, plan: BucketPlan, index: int, device: torch.device, host: str, timeout_s: float
     ) -> None:
+        """As `SyncEndpoint`; also opens the store at which receivers meet, at `address` (host,
+        port)."""
         super().__init__(plan, index, device, host, timeout_s)
-        self.slots = [
-            [slot for slot in b.slots if slot.sender == self.index] for b in self.plan.buckets
-        ]
-        limit = timedelta(seconds=self.timeout_s)
-        self.store = open_store(self.host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        self.control = self.store.clone()  # for `abort`, while a send waits in the other one
-        self.address = (self.host, self.store.port)
-        self.sizes = [b.nbytes[self.index] for b in self.plan.buckets]
+        self.slots_of_bucket: list[list[Slot]] = []
+        for bucket in plan.buckets:
+            own_slots = [slot for slot in bucket.slots if slot.sender == index]
+            self.slots_of_bucket.append(own_slots)
+        self.part_sizes = [bucket.part_bytes[index] for bucket in plan.buckets]
+        self.store = open_store(host, timeout_s)
+        self.abort_store = self.store.clone()  # for `abort`, while a send waits in the other one
+        self.address = (host, self.store.port)
         self.buffers: list[torch.Tensor] = []
-        self.base: list[torch.Tensor] = []  # what was sent last, bucket by bucket
-        self.since_full = -1  # receivers hold nothing of it
+        self.kept_parts: list[torch.Tensor] = []  # what was sent last, bucket by bucket
+        self.deltas_since_full: int | None = None  # None: receivers hold nothing of this epoch
+        self.tensor_in_work: torch.Tensor | None = None  # of which a strip is still to be packed
 
-    def connect(self, epoch: int, receivers: int, near: Sequence[int] = ()) -> None:
-        """Form the group with `receivers` vLLM workers, which must call `WeightReceiver.connect` meanwhile. `near`: the
-        receivers that are on this sender's device. An earlier epoch's group is given up. Raises SyncError: not all are
-        there within `connect_limit`, or the epoch was given up."""
+    def connect(self, epoch: int, receivers: int, same_device: Sequence[int] = ()) -> None:
+        """Form the group with the vLLM workers, which must call `WeightReceiver.connect` meanwhile.
+
+        An earlier epoch's group is closed.
+
+        Args:
+            epoch: counts the groups.
+            receivers: how many there are.
+            same_device: the numbers of those on this sender's device, which need no network.
+
+        Raises:
+            SyncError: not all joined within `connect_timeout`, or the epoch was aborted.
+        """
         self.close()
-        self.since_full = -1
-        # A connection of its own: a group that is given up may still hold an earlier epoch's.
+        self.deltas_since_full = None
+        # A separate connection: a group that was abandoned may still hold an earlier epoch's.
         store = dist.PrefixStore(f"{epoch}", self.store.clone())
-        self.signals = [AbortSignal(store)]
-        deadline = time.monotonic() + connect_limit(self.timeout_s, self.plan.senders, receivers)
+        self.abort_signals = [AbortSignal(store)]
+        limit_s = connect_timeout(self.timeout_s, self.plan.senders, receivers)
+        deadline = time.monotonic() + limit_s
         try:
             with self._phase("connect"):
-                self._check_signals()
-                self._connect(store, receivers, near, deadline)
+                self._check_abort_signals()
+                self._connect_transports(store, receivers, same_device, deadline)
         except BaseException as error:
             self.give_up(error)
             raise
 
-    def _connect(
-        self, store: dist.Store, receivers: int, near: Sequence[int], deadline: float
-    ) -> None:
-        # Two buffers: the next bucket is packed while one is on the wire. Zeros, so that their pages are touched.
-        room = [max(self.sizes, default=0)] * 2
-        if near:
-            self.links = [SharedMemorySender(store, room, list(near), self.device)]
-            self.buffers = self.links[0].buffers
-        elif not self.buffers:
-            self.buffers = [torch.zeros(n, dtype=torch.uint8, device=self.device) for n in room]
-        if receivers > len(near):
-            link = self._join(store, 0, receivers - len(near) + 1, deadline)
-            self.links.append(link)
-            for _ in range(2 if self.sizes[0] else 0):  # for the receivers' `raw`
-                self._on_wire(self._measure, link)
-
-    def _measure(self, link: DedicatedGroup) -> None:
-        """Send the first bucket as it is, for receivers to measure the bare link."""
-        link.publish(self.buffers[0][: self.sizes[0]])
-        link.wait(self.timeout_s)
-
     def abort(self, epoch: int, reason: str) -> None:
-        """From any thread: let every wait of an epoch end, at this sender and at its receivers."""
-        signal = AbortSignal(dist.PrefixStore(f"{epoch}", self.control))
+        """End every wait of an epoch, at this sender and at its receivers. For any thread."""
+        signal = AbortSignal(dist.PrefixStore(f"{epoch}", self.abort_store))
         signal.set(reason)
         signal.close()
 
     def send(self, tensors: Iterable[torch.Tensor], version: int) -> dict[str, Any]:
-        """Send this rank's pieces, in the order of its plan, as weight version `version`; the `kept` one without
-        looking at them. Returns seconds per phase (gather, checksum, encode, keep, wire), "bytes" that travelled, how many 16-bit words "changed" (NaN where all were sent)
-        and "bucket_wire" bucket's time on the wire. Raises SyncError naming this sender, phase and bucket; the group is given
-        up then, and receivers do not wait for it any longer."""
-        self._begin()
+        """Send this rank's pieces as weight version `version`.
+
+        Args:
+            tensors: the pieces' data, in the order of the plan; not read for `kept_version`.
+            version: of the weights.
+
+        Returns:
+            Seconds per phase (gather, checksum, encode, keep, wire), "bytes" on the wire, "changed"
+            16-bit words (NaN unless a delta was sent), "bucket_wire": [index, seconds on the wire]
+            of each bucket, and "spans".
+
+        Raises:
+            SyncError: names this sender, phase and bucket. The group is closed then, and receivers
+                do not wait for it any longer.
+        """
+        self._begin_sync()
         try:
-            if not self.links:
-                raise SyncError(f"{self.who} is in no group; it must connect first")
+            if not self.transports:
+                raise SyncError(f"{self.name} is in no group; it must connect first")
             with torch.cuda.stream(self.stream) if self.stream else nullcontext():
-                self._send(iter(tensors), version)
-                return self._report() | {
-                    "changed": float(self.changed) if self.since_full else math.nan
-                }
+                kind = self._send_buckets(iter(tensors), version)
         except BaseException as error:
-            self.since_full = -1  # what receivers hold is unknown
+            self.deltas_since_full = None  # what receivers hold is unknown
             self.give_up(error)
             raise
+        changed_words = math.nan
+        if kind is SendKind.DELTA:
+            changed_words = float(self.record.changed_words)
+        return self.record.report() | {"changed": changed_words}
 
-    def _send(self, data: Iterator[torch.Tensor], version: int) -> None:
-        changes, again = self.full_every > 0, self.kept == version
-        # The first of an epoch is full.
-        self.since_full = (self.since_full + 1) % max(self.full_every, 1)
-        if (changes or self.keep) and not self.base:
-            pinned = self.device.type == "cuda"
-            self.base = [torch.zeros(n, dtype=torch.uint8, pin_memory=pinned) for n in self.sizes]
-        self.kept = version if again else -1
-        sums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
+    def _connect_transports(
+        self, store: dist.Store, receivers: int, same_device: Sequence[int], deadline: float
+    ) -> None:
+        """Open the shared-memory transport for receivers on the same device, and the group for the
+        remote ones."""
+        buffer_sizes = [max(self.part_sizes, default=0)] * SEND_BUFFERS
+        if same_device:
+            shared = SharedMemorySender(store, buffer_sizes, list(same_device), self.device)
+            self.transports = [shared]
+            self.buffers = shared.buffers
+        elif not self.buffers:
+            # Zeros and not empty, so that the pages are touched before the first sync.
+            self.buffers = [
+                torch.zeros(size, dtype=torch.uint8, device=self.device) for size in buffer_sizes
+            ]
+        remote_receivers = receivers - len(same_device)
+        if remote_receivers > 0:
+            group = self._join_group(store, 0, remote_receivers + 1, deadline)
+            self.transports.append(group)
+            if self.part_sizes[0]:
+                for _ in range(MEASURED_TRANSFERS):
+                    self._on_wire(self._send_first_bucket, group)
+
+    def _send_first_bucket(self, group: DedicatedGroup) -> None:
+        """Send the first bucket without its content, for receivers to measure the bare link."""
+        group.start_send(self.buffers[0][: self.part_sizes[0]])
+        group.wait(self.timeout_s)
+
+    def _choose_kind(self, version: int) -> SendKind:
+        if version == self.kept_version:
+            return SendKind.RESEND
+        if self.full_every == 0 or self.deltas_since_full is None:
+            return SendKind.FULL
+        if self.deltas_since_full + 1 >= self.full_every:
+            return SendKind.FULL
+        return SendKind.DELTA
+
+    def _count_send(self, kind: SendKind) -> None:
+        if kind is SendKind.DELTA:
+            self.deltas_since_full += 1
+        else:
+            self.deltas_since_full = 0
+
+    def _send_buckets(self, tensors: Iterator[torch.Tensor], version: int) -> SendKind:
+        """Send header, buckets and checksums; returns what was sent."""
+        kind = self._choose_kind(version)
+        self._count_send(kind)
+        sends_deltas = self.full_every > 0
+        keeps_parts = sends_deltas or self.keep_sent
+        if keeps_parts and not self.kept_parts:
+            self._allocate_kept_parts()
+        if kind is not SendKind.RESEND:
+            self.kept_version = None  # until all parts are kept
+        header = [self.plan.digest, version, int(sends_deltas)]
         with self._phase("header"):
-            self._on_wire(
-                self._carry,
-                torch.tensor([self.plan.digest, version, int(changes)], device=self.device),
-            )
-        buffers, flying = itertools.cycle(self.buffers), None
-        for i, size in enumerate(self.sizes):
-            if not size:  # a bucket may hold nothing of this sender
-                continue
-            self.bucket, flat = i, next(buffers)[:size]
-            with self._phase("gather"):
-                flat.copy_(self.base[i], non_blocking=True) if again else self._pack(
-                    flat, self.slots[i], data
-                )
-            with self._phase("checksum"):
-                sums[i] = checksum(flat)
-            payload = None
-            if self.since_full:
-                with self._phase("encode"):
-                    payload, changed = delta.encode(
-                        flat, self.base[i].to(self.device, non_blocking=True)
-                    )
-                    self.changed += changed
-            if self.base and not again:
-                with self._phase("keep"):
-                    self.base[i].copy_(flat, non_blocking=True)
-            if payload is not None:
-                flat = flat[: len(payload)].copy_(payload)
-            size = [torch.tensor([len(flat)], device=self.device)] if changes else []
-            self._settle(flying)
-            flying = i, self.wire.submit(self._carry, *size, flat)
-        self.tensor = None  # it may be a copy
-        self._settle(flying)
-        with self._phase("wire"):
-            self._on_wire(self._carry, sums)
-        self.kept = version if self.base else -1
+            self._on_wire(self._broadcast, torch.tensor(header, device=self.device))
 
-    def _carry(self, *messages: torch.Tensor) -> float:
-        """To every receiver; returns the seconds it took."""
+        checksums = torch.zeros(len(self.plan.buckets), 2, dtype=torch.int64, device=self.device)
+        buffers = itertools.cycle(self.buffers)
+        on_wire: BucketOnWire | None = None
+        for index, size in enumerate(self.part_sizes):
+            if not size:  # the bucket holds nothing of this sender
+                continue
+            self.bucket_number = index + 1
+            part = next(buffers)[:size]
+            message = self._prepare_message(index, part, tensors, kind, checksums)
+            messages = [message]
+            if sends_deltas:
+                size_message = torch.tensor([len(message)], device=self.device)
+                messages = [size_message, message]
+            self._finish_bucket(on_wire)
+            on_wire = BucketOnWire(index, self.wire_thread.submit(self._broadcast, *messages))
+        self.tensor_in_work = None  # it may be a copy, whose memory is free now
+        self._finish_bucket(on_wire)
+        with self._phase("wire"):
+            self._on_wire(self._broadcast, checksums)
+        if self.kept_parts:
+            self.kept_version = version
+        return kind
+
+    def _allocate_kept_parts(self) -> None:
+        pinned = self.device.type == "cuda"
+        for size in self.part_sizes:
+            part = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+            self.kept_parts.append(part)
+
+    def _prepare_message(
+        self,
+        index: int,
+        part: torch.Tensor,
+        tensors: Iterator[torch.Tensor],
+        kind: SendKind,
+        checksums: torch.Tensor,
+    ) -> torch.Tensor:
+        """Fill `part` (uint8 [n], inside a send buffer) with the message of one bucket, and note
+        its checksum.
+
+        Returns:
+            `part`, or its beginning if a delta payload is shorter.
+        """
+        with self._phase("gather"):
+            if kind is SendKind.RESEND:
+                part.copy_(self.kept_parts[index], non_blocking=True)
+            else:
+                self._pack(part, self.slots_of_bucket[index], tensors)
+        with self._phase("checksum"):
+            checksums[index] = checksum(part)
+        payload = None
+        if kind is SendKind.DELTA:
+            with self._phase("encode"):
+                base = self.kept_parts[index].to(self.device, non_blocking=True)
+                payload, changed_words = delta.encode(part, base)
+                self.record.changed_words += changed_words
+        if self.kept_parts and kind is not SendKind.RESEND:
+            with self._phase("keep"):
+                self.kept_parts[index].copy_(part, non_blocking=True)
+        if payload is None:
+            return part
+        return part[: len(payload)].copy_(payload)
+
+    def _pack(self, part: torch.Tensor, slots: list[Slot], tensors: Iterator[torch.Tensor]) -> None:
+        """Copy the pieces of one bucket into `part`. Raises SyncError: a tensor is not as
+        planned."""
+        for slot in slots:
+            is_first_strip = slot.piece.start == slot.source.start
+            if is_first_strip:
+                self.tensor_in_work = next(tensors)
+                self._check_shape(self.tensor_in_work, slot)
+            source = slot.piece.slice_of(self.tensor_in_work, slot.source.start)
+            slot.view(part).copy_(source, non_blocking=True)
+            slot.zero_padding(part)
+
+    def _check_shape(self, tensor: torch.Tensor, slot: Slot) -> None:
+        planned = slot.source.block_shape
+        if tensor.shape != planned:
+            raise SyncError(
+                f"{self.name}: {slot.source.name} is {tuple(tensor.shape)}, planned {planned}"
+            )
+
+    def _broadcast(self, *messages: torch.Tensor) -> float:
+        """On the wire's thread: send messages to every receiver, one after another. Returns the
+        seconds it took."""
         if self.stream:
             self.stream.synchronize()  # what packed them
         begin = time.perf_counter()
         for message in messages:
-            for link in self.links:
-                link.publish(message)
-            for link in self.links:
-                link.wait(self.timeout_s)
-        self.bytes += sum(m.nbytes for m in messages if m.dtype == torch.uint8)
-        return self._timed(" wire", "wire", time.perf_counter() - begin)
+            for transport in self.transports:
+                transport.start_send(message)
+            for transport in self.transports:
+                transport.wait(self.timeout_s)
+        seconds = time.perf_counter() - begin
+        for message in messages:
+            if message.dtype == torch.uint8:  # bucket parts; all other messages are a few numbers
+                self.record.wire_bytes += message.nbytes
+        self.record.add_wire_span(seconds)
+        return seconds
 
-    def _settle(self, flying: tuple[int, Future] | None) -> None:
-        """Until the bucket on the wire has reached everybody."""
-        if flying:
-            with self._phase("wire", flying[0]):
-                self.each.append([flying[0], self._result(flying[1])])
-
-    def _pack(self, flat: torch.Tensor, slots: list[Slot], data: Iterator[torch.Tensor]) -> None:
-        for slot in slots:
-            if slot.piece.start == slot.source.start:  # the others are strips of the same tensor
-                self.tensor = next(data)
-                if self.tensor.shape != slot.source.block_shape:
-                    shape, planned = tuple(self.tensor.shape), slot.source.block_shape
-                    raise SyncError(f"{self.who}: {slot.source.name} is {shape}, planned {planned}")
-            slot.view(flat).copy_(
-                slot.piece.slice_of(self.tensor, slot.source.start), non_blocking=True
-            )
-            slot.seal(flat)
+    def _finish_bucket(self, on_wire: BucketOnWire | None) -> None:
+        """Wait until the bucket on the wire has reached every receiver."""
+        if on_wire is None:
+            return
+        with self._phase("wire", on_wire.index + 1):
+            seconds = self._result_from_wire(on_wire.seconds)
+            self.record.bucket_wire.append([on_wire.index, seconds])

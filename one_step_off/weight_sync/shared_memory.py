@@ -1,8 +1,10 @@
-"""The weight stream without a network, between processes on one device: the sender's buckets, mapped by receivers.
+"""The shared-memory transport of the weight stream, between processes on the same device: receivers
+map the sender's buckets, and nothing is copied.
 
-On CPU a bucket is shared memory, on a GPU it goes by CUDA IPC. A message says which bucket is full and an answer that it
-may be packed anew; both go over the sender's store. Nothing is copied on the way: a receiver loads out of the sender's
-buffer. Shared memory has no name, so whatever dies leaves nothing behind.
+On CPUs a bucket is shared memory, on a GPU it is passed by CUDA IPC. A message says which bucket is
+full, and an answer that it may be overwritten. Both travel through the sender's store. A receiver
+loads directly from the sender's buffer. The shared memory has no name, so a process that dies
+leaves nothing behind.
 """
 
 import os
@@ -15,105 +17,168 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from one_step_off.cluster.bounded_waits import AbortSignal, wait_for_keys
 
+HANDLES_KEY = "buffers"
+"""The store's key with the handles of the sender's buffers."""
 
-def shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
-    """Zeros, uint8 [size], and the handle by which other processes of this user on this device map them. Raises OSError:
-    there is not so much memory."""
+
+def _message_key(number: int) -> str:
+    return f"message{number}"
+
+
+def _answer_key(number: int, receiver: int) -> str:
+    return f"answer{number}.{receiver}"
+
+
+def create_shared_buffer(size: int, device: torch.device) -> tuple[torch.Tensor, bytes]:
+    """Allocate a buffer that other processes of this user on this device can map.
+
+    Returns:
+        The buffer, zeros, uint8 [size]; and its handle: a pickled (function, arguments) that maps
+        it.
+
+    Raises:
+        OSError: there is not enough memory.
+    """
     if device.type == "cuda":
         buffer = torch.zeros(size, dtype=torch.uint8, device=device)
         return buffer, pickle.dumps(reduce_tensor(buffer))
     file = os.fdopen(os.memfd_create("weight_sync"))
-    os.posix_fallocate(
-        file.fileno(), 0, max(size, 1)
-    )  # or a lack of memory would show as a bus error, much later
-    where = f"/proc/{os.getpid()}/fd/{file.fileno()}", size
-    buffer: Any = _mapped(*where)
-    buffer.file = file  # open as long as the buffer is there, for others to map
-    return buffer, pickle.dumps((_mapped, where))
+    # Allocated now: otherwise a lack of memory would show as a bus error, much later.
+    os.posix_fallocate(file.fileno(), 0, max(size, 1))
+    location = (f"/proc/{os.getpid()}/fd/{file.fileno()}", size)
+    shared: Any = _map_file(*location)
+    shared.file = file  # stays open as long as the buffer exists, so that others can map it
+    return shared, pickle.dumps((_map_file, location))
 
 
-def _mapped(path: str, size: int) -> torch.Tensor:
+def _map_file(path: str, size: int) -> torch.Tensor:
     return torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
 
 
 class SharedMemorySender:
-    """The sender's end. `buffers`: uint8, to be packed in turn; every message waits for all `readers` (numbers)."""
+    """The sender's end of the shared-memory transport. Every message waits for all receivers."""
 
     def __init__(
-        self, store: dist.Store, sizes: list[int], readers: list[int], device: torch.device
+        self,
+        store: dist.Store,
+        buffer_sizes: list[int],
+        receivers: list[int],
+        device: torch.device,
     ) -> None:
-        self.store, self.readers, self.count = store, readers, 0
-        self.signal = AbortSignal(store)
-        made = [shared_buffer(size, device) for size in sizes]
-        self.buffers = [buffer for buffer, _ in made]
-        store.set("buffers", pickle.dumps([handle for _, handle in made]))
+        """Allocate `buffers` (uint8, of these sizes), which the caller fills one after another.
 
-    def publish(self, tensor: torch.Tensor) -> None:
-        """Tell all readers: of one of the buffers only which it is, of any other tensor its bytes. It must be there: readers
-        look at once, on streams of their own."""
-        starts = [buffer.data_ptr() for buffer in self.buffers]
-        here = tensor.data_ptr()
-        self.count += 1
-        message = (
-            str(starts.index(here)).encode() if here in starts else tensor.cpu().numpy().tobytes()
-        )
-        self.store.set(f"message{self.count}", message)
+        Args:
+            store: the sender's, with the prefix of the epoch.
+            buffer_sizes: in bytes.
+            receivers: the numbers of the receivers on this device.
+            device: where the buffers are.
+        """
+        self.store = store
+        self.receivers = receivers
+        self.messages_sent = 0
+        self.abort_signal = AbortSignal(store)
+        self.buffers: list[torch.Tensor] = []
+        handles = []
+        for size in buffer_sizes:
+            buffer, handle = create_shared_buffer(size, device)
+            self.buffers.append(buffer)
+            handles.append(handle)
+        store.set(HANDLES_KEY, pickle.dumps(handles))
+
+    def start_send(self, tensor: torch.Tensor) -> None:
+        """Announce a message to all receivers: the number of a buffer if `tensor` begins one of
+        `buffers`, otherwise the tensor's bytes.
+
+        A buffer must be completely written: receivers read it at once, on CUDA streams of their
+        own.
+        """
+        buffer_starts = [buffer.data_ptr() for buffer in self.buffers]
+        if tensor.data_ptr() in buffer_starts:
+            message = str(buffer_starts.index(tensor.data_ptr())).encode()
+        else:
+            message = tensor.cpu().numpy().tobytes()
+        self.messages_sent += 1
+        self.store.set(_message_key(self.messages_sent), message)
 
     def wait(self, timeout_s: float) -> None:
-        """Until every reader is done with the last message. Raises TimeoutError after `timeout_s` seconds, Aborted as soon
-        as the sync was given up."""
-        keys = [
-            f"message{self.count}",
-            *(f"answer{self.count}.{reader}" for reader in self.readers),
-        ]
-        wait_for_keys(self.store, keys, timeout_s, self.signal)
+        """Wait until every receiver has released the last message.
+
+        Raises:
+            TimeoutError: not within `timeout_s` seconds.
+            Aborted: another process gave up the sync.
+        """
+        keys = [_message_key(self.messages_sent)]
+        keys += [_answer_key(self.messages_sent, receiver) for receiver in self.receivers]
+        wait_for_keys(self.store, keys, timeout_s, self.abort_signal)
         for key in keys:
             self.store.delete_key(key)
 
     def close(self) -> None:
-        """Give the memory back, once no reader uses it."""
-        self.signal.close()
+        """Give the memory back, as soon as no receiver has it mapped."""
+        self.abort_signal.close()
         self.buffers = []
 
 
 class SharedMemoryReceiver:
-    """A receiver's end, as reader `number`; its peer must hold a SharedMemorySender. `timeout_s`: for any message."""
+    """A receiver's end of the shared-memory transport. Its peer must be a `SharedMemorySender`."""
 
     def __init__(
-        self, store: dist.Store, number: int, device: torch.device, timeout_s: float
+        self, store: dist.Store, receiver: int, device: torch.device, timeout_s: float
     ) -> None:
-        self.store, self.number, self.device, self.count = store, number, device, 0
-        self.answers = store.clone()  # a store lets no other thread in while one waits
-        self.timeout_s, self.signal = timeout_s, AbortSignal(store)
-        self.buffers = [
-            rebuild(*args)
-            for rebuild, args in map(pickle.loads, pickle.loads(store.get("buffers")))
-        ]
+        """Map the sender's buffers.
 
-    def ask(self, room: torch.Tensor) -> None:
-        """Messages come unasked."""
+        Args:
+            store: the sender's, with the prefix of the epoch.
+            receiver: this receiver's number, one of the sender's `receivers`.
+            device: where the buffers are.
+            timeout_s: for one message.
+        """
+        self.store = store
+        self.receiver = receiver
+        self.device = device
+        self.timeout_s = timeout_s
+        self.messages_received = 0
+        self.answer_store = store.clone()  # while one thread waits in a store, no other can use it
+        self.abort_signal = AbortSignal(store)
+        self.buffers: list[torch.Tensor] = []
+        for handle in pickle.loads(store.get(HANDLES_KEY)):
+            rebuild, arguments = pickle.loads(handle)
+            self.buffers.append(rebuild(*arguments))
 
-    def take(self, room: torch.Tensor) -> torch.Tensor:
-        """The next message. Bytes stand for a bucket of as many as `room`, which is the sender's own and stays as it is until
-        `release`; any other goes into `room`. Raises as `SharedMemorySender.wait`."""
-        key = f"message{self.count + 1}"
-        wait_for_keys(self.store, [key], self.timeout_s, self.signal)
-        message, self.count = (
-            self.store.get(key),
-            self.count + 1,
-        )  # now, for what is still in use was the one before
-        if room.dtype == torch.uint8:
-            return self.buffers[int(message)][: len(room)]
-        room.copy_(torch.frombuffer(bytearray(message), dtype=room.dtype).view(room.shape))
+    def start_receive(self, buffer: torch.Tensor) -> None:
+        """Nothing to do: messages arrive in the store by themselves."""
+
+    def finish_receive(self, buffer: torch.Tensor) -> torch.Tensor:
+        """The next message.
+
+        Args:
+            buffer: of the shape and dtype of the message. uint8 stands for a bucket.
+
+        Returns:
+            For a bucket a view of the sender's buffer, with as many bytes as `buffer`; it stays as
+            it is until `release`. For any other tensor `buffer`, filled.
+
+        Raises:
+            TimeoutError, Aborted: as `SharedMemorySender.wait`.
+        """
+        key = _message_key(self.messages_received + 1)
+        wait_for_keys(self.store, [key], self.timeout_s, self.abort_signal)
+        message = self.store.get(key)
+        # Counted only now: until here `release` may still be called for the message before.
+        self.messages_received += 1
+        if buffer.dtype == torch.uint8:
+            return self.buffers[int(message)][: len(buffer)]
+        values = torch.frombuffer(bytearray(message), dtype=buffer.dtype)
+        buffer.copy_(values.view(buffer.shape))
         self.release()
-        return room
+        return buffer
 
     def release(self) -> None:
         """Answer that the last message may be overwritten."""
         if self.device.type == "cuda":
             torch.cuda.current_stream().synchronize()
-        self.answers.set(f"answer{self.count}.{self.number}", b"")
+        self.answer_store.set(_answer_key(self.messages_received, self.receiver), b"")
 
     def close(self) -> None:
-        """There is nothing to break."""
-        self.signal.close()
+        """No connection to break."""
+        self.abort_signal.close()

@@ -1,10 +1,12 @@
-"""A training worker's end of the weight sync, over its `weight_plan` and `weight_tensors`.
+"""A training worker's part in the weight sync, on top of its `weight_plan` and `weight_tensors`.
 
-With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass run: the sync has a
-thread of its own beside the worker's, and the optimiser waits until the driver knows that every replica has them. (That
-this rank has sent them is not enough: they are sent again when a replica dies before its end of it.)
+With `weight_sync.overlap` the weights leave while the next step's first forward and backward pass
+run. The sync has a thread beside the worker's, and the optimizer waits until the driver knows that
+every replica has the weights. (It is not enough that this rank has sent them: they are sent again
+when a replica dies before it has finished.)
 
-What ends a wait has a second thread, "control": a send or a connect may hold the first one for minutes.
+The calls that end a wait run on another thread, "control", because a send or a connect may hold its
+thread for minutes.
 """
 
 import threading
@@ -23,9 +25,10 @@ from one_step_off.weight_sync.sender import WeightSender
 
 
 class WeightSenderMixin:
-    """Mixed into a worker, before its class. `threads`: what runs beside the worker's own calls."""
+    """Mixed into a worker, before its class: gives the worker a `WeightSender` and the calls that
+    drive it."""
 
-    # The worker's own.
+    # Of the worker.
     cfg: Config
     rank: int
     device: str
@@ -34,81 +37,104 @@ class WeightSenderMixin:
     gathered: Callable[..., Iterator[tuple[str, torch.Tensor]]]
 
     threads = {"control": 1, "sync": 1, "saving": 1}
-    released = -1  # the version that need not be read any more
-    sync_failure = ""  # why no sync will release the weights any more
+    """Ray's concurrency groups, beside the worker's own calls."""
+    released = -1
+    """The latest version that every replica has, so that the weights may change; -1: none."""
+    sync_failure = ""
+    """Why no sync will release the weights any more."""
 
     @ray.method(concurrency_group="sync")
     def open_sender(
         self, pieces: Pieces, bucket_bytes: int, host: str, timeout_s: float
     ) -> tuple[str, int] | None:
-        """Build the plan over all ranks' pieces and listen. Returns (host, port), or None from a rank that sends
-        nothing itself."""
-        self.pieces, self.changing, own = pieces, threading.Condition(), self.cfg.weight_sync
-        sent = pieces_of_senders(pieces, own.sender)
-        if self.rank not in sent:
+        """Build the plan over all ranks' pieces, and listen for receivers.
+
+        Args:
+            pieces: of every rank, from its `weight_plan`.
+            bucket_bytes: weight_sync.bucket_mb.
+            host: the address at which to listen; empty: this node's address on the network.
+            timeout_s: weight_sync.timeout_s.
+
+        Returns:
+            (host, port) of the sender, or None on a rank that sends nothing itself.
+        """
+        self.pieces = pieces
+        self.release_changed = threading.Condition()
+        sync_cfg = self.cfg.weight_sync
+        pieces_of_sender = pieces_of_senders(pieces, sync_cfg.sender)
+        if self.rank not in pieces_of_sender:
             return None
-        plan, device = BucketPlan.build([*sent.values()], bucket_bytes), torch.device(self.device)
-        self.sender = WeightSender(
-            plan, [*sent].index(self.rank), device, reachable_host(host), timeout_s
-        )
-        self.sender.full_every = own.full_every if own.mode == "delta" else 0
-        self.sender.keep = own.keep_sent and own.sender == "sharded"
+        plan = BucketPlan.build(list(pieces_of_sender.values()), bucket_bytes)
+        sender_index = list(pieces_of_sender).index(self.rank)
+        device = torch.device(self.device)
+        self.sender = WeightSender(plan, sender_index, device, reachable_host(host), timeout_s)
+        self.sender.full_every = sync_cfg.full_every if sync_cfg.mode == "delta" else 0
+        self.sender.keep_sent = sync_cfg.keep_sent and sync_cfg.sender == "sharded"
         return self.sender.address
 
     @ray.method(concurrency_group="sync")
-    def connect_sync(self, epoch: int, receivers: int, near: list[int]) -> None:
-        """Form this sender's group; the receivers join meanwhile. `near`: those on its device."""
-        self.sender.connect(epoch, receivers, near)
+    def connect_sync(self, epoch: int, receivers: int, same_device: list[int]) -> None:
+        """Form this sender's group; the receivers join meanwhile. See `WeightSender.connect`."""
+        self.sender.connect(epoch, receivers, same_device)
 
     @ray.method(concurrency_group="sync")
     def send_weights(self, version: int) -> dict[str, Any]:
-        """As `WeightSender.send`; it refuses (SyncError) a version that is neither the worker's nor kept. With weight_sync.sender=gather
-        every rank is called, and gives rank 0 its pieces (collective)."""
+        """As `WeightSender.send`. With weight_sync.sender=gather every rank is called, and gives
+        rank 0 its pieces (collective).
+
+        Raises:
+            SyncError: `version` is neither the worker's nor kept by the sender; or as
+                `WeightSender.send`.
+        """
         unpin()
-        own = self.cfg.weight_sync.sender == "sharded"
-        if version != self.version and not (own and self.sender.kept == version):
+        is_sharded = self.cfg.weight_sync.sender == "sharded"
+        is_kept = is_sharded and self.sender.kept_version == version
+        if version != self.version and not is_kept:
             raise SyncError(
                 f"trainer rank {self.rank} holds version {self.version}, asked to send {version}"
             )
-        if own:
+        if is_sharded:
             return self.sender.send(self.weight_tensors(), version)
         gathered = self.gathered(self.pieces, self.device)
         if self.rank == 0:
             return self.sender.send((tensor for _, tensor in gathered), version)
-        return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []} | dict(
-            gathered
-        )  # which has nothing here
+        for _ in gathered:  # the collectives; nothing is yielded on this rank
+            pass
+        return {"bytes": 0.0, "changed": 0.0, "bucket_wire": [], "spans": []}
 
     @ray.method(concurrency_group="control")
     def release(self, version: int) -> None:
-        """Every replica has these weights: they may change."""
-        with self.changing:
+        """Every replica has version `version`: the weights may change."""
+        with self.release_changed:
             self.released = version
-            self.changing.notify_all()
+            self.release_changed.notify_all()
 
     @ray.method(concurrency_group="control")
     def abort_sync(self, epoch: int, reason: str) -> None:
-        """End all waits of this epoch's groups, here and at the receivers: one of their processes failed."""
+        """End all waits of this epoch's groups, here and at the receivers: one of their processes
+        failed."""
         if hasattr(self, "sender"):
             self.sender.abort(epoch, reason)
 
     @ray.method(concurrency_group="control")
     def fail_sync(self, reason: str) -> None:
-        """The attempt ends: `before_step` raises SyncError with this reason instead of waiting for a release."""
-        with self.changing:
+        """The attempt ends: `before_step` raises SyncError with this reason, and does not wait for
+        a release."""
+        with self.release_changed:
             self.sync_failure = reason
-            self.changing.notify_all()
+            self.release_changed.notify_all()
 
     def before_step(self) -> None:
-        """Wait until these weights may change. Raises SyncError: they did not get to the replicas."""
-        if not (self.cfg.weight_sync.overlap and hasattr(self, "changing")):
+        """Wait until the weights may change. Raises SyncError: they did not reach the replicas."""
+        sync_is_open = hasattr(self, "release_changed")
+        if not self.cfg.weight_sync.overlap or not sync_is_open:
             return
         limit_s = self.cfg.trainer.step_timeout_s
-        who = f"trainer rank {self.rank}: version {self.version}"
-        with self.changing:
-            ended = self.changing.wait_for(
+        with self.release_changed:
+            ended = self.release_changed.wait_for(
                 lambda: self.sync_failure or self.released >= self.version, limit_s
             )
+        who = f"trainer rank {self.rank}: version {self.version}"
         if self.sync_failure:
             raise SyncError(f"{who} did not reach the replicas: {self.sync_failure}")
         if not ended:

@@ -1,12 +1,14 @@
-"""The engine's side of the weight sync, inside each vLLM worker process.
+"""Weights into vLLM: the engine's part in the weight sync, inside each vLLM worker process.
 
-vLLM imports this module through `worker_extension_cls`, which registers the transfer engine `one_step_off`
-with vLLM's factory. The extension runs a whole update in one RPC: with vLLM's three separate calls an engine
-step may fall between them and meet half-loaded layers. An update that broke leaves half-loaded layers too: nothing is
-generated with them, and the next update begins by giving them up.
+vLLM imports this module through `worker_extension_cls`, before the worker creates its process
+groups. The import registers the transfer engine `one_step_off` with vLLM's factory.
+`SyncWorkerExtension` runs a whole update in one RPC: with vLLM's three separate calls an engine
+step may run between them and meet half-loaded layers. A failed update leaves half-loaded layers
+too: nothing is generated with them, and the next update begins by discarding them.
 
-With weight_sync.mode=delta that is so for the first update of an epoch only, where the model's parameters are used as
-they were loaded: all further ones are then written straight into them (live_weights.py), and no layer is loaded anew.
+With weight_sync.mode=delta this holds for the first update of an epoch only, if the model's
+parameters are used as they were loaded: all later updates are in place (in_place.py), and no layer
+is loaded again.
 """
 
 import time
@@ -29,16 +31,20 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from one_step_off.cluster.errors import SyncError
+from one_step_off.distributed_util import bind_rendezvous_to_its_host
 from one_step_off.weight_sync.bucket_plan import BucketPlan
 from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.weight_piece import WeightPiece
 
-logger = init_logger("vllm.one_step_off")  # below "vllm", so that it is shown
+MISSING_NAMES_SHOWN = 3
+
+logger = init_logger("vllm.one_step_off")  # below "vllm", so that its messages are shown
 
 
 class OneStepOffTransferEngine(base.WeightTransferEngine):
-    """Receives HF-named tensors and loads them in place, by vLLM's layerwise reload or directly."""
+    """Receives tensors by their Hugging Face names and loads them, by vLLM's layerwise reload or in
+    place."""
 
     def init_transfer_engine(  # ty: ignore[incompatible-method-override]  (only connect_sync calls it)
         self,
@@ -49,115 +55,162 @@ class OneStepOffTransferEngine(base.WeightTransferEngine):
         timeout_s: float,
         **groups: Any,
     ) -> None:
-        """Build the plan and join the senders' groups; an earlier epoch's are given up. Plain data only, since it crosses
-        process borders: `pieces[s]` are the fields of sender s's WeightPieces. `groups`: for `WeightReceiver.connect`."""
-        pieces = [[WeightPiece(n, d, tuple(s), *cut) for n, d, s, *cut in sent] for sent in pieces]
-        plan, index = (
-            BucketPlan.build(pieces, bucket_bytes),
-            first_receiver + get_tensor_model_parallel_rank(),
-        )
+        """Build the plan and join the senders' groups; an earlier epoch's are closed.
+
+        Plain data only, since the arguments cross process borders.
+
+        Args:
+            pieces: per sender the fields of its WeightPieces.
+            bucket_bytes: weight_sync.bucket_mb.
+            first_receiver: number of this replica's first worker.
+            host: the address at which this process listens.
+            timeout_s: weight_sync.timeout_s.
+            groups: for `WeightReceiver.connect`.
+        """
+        plan = BucketPlan.build([_weight_pieces(sent) for sent in pieces], bucket_bytes)
+        index = first_receiver + get_tensor_model_parallel_rank()
         if not hasattr(self, "receiver"):  # one for all epochs: it has a thread and buffers
-            self.receiver = WeightReceiver(plan, index, torch.device(self.device), host, timeout_s)
-            # Names as vLLM's own loader checks them: every parameter of the model must be loaded by every sync. Taken while
-            # it is whole: after an update that broke, a tied head stands there under a name of its own.
-            self.expected = {name for name, _ in self.model.named_parameters()}
-        self.receiver.index, self.receiver.who = index, f"receiver {index}"
+            device = torch.device(self.device)
+            self.receiver = WeightReceiver(plan, index, device, host, timeout_s)
+            # The names that vLLM's own loader checks: every sync must load every parameter. Taken
+            # from the whole model: after a failed update, a tied head has a name of its own.
+            self.expected_names = {name for name, _ in self.model.named_parameters()}
+        self.receiver.index = index
         self.receiver.connect(**groups)
-        self.tried = False  # whether it can do without a mirror
+        self.in_place_tried = False  # in this epoch
 
     def start_weight_update(self) -> None:
-        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for oneDNN)."""
+        """Bring the layers back to the form in which checkpoints load (on CPU they are packed for
+        oneDNN)."""
         self.report: dict[str, Any] = {}
-        if (
-            self.receiver.live
-        ):  # it writes all that the epoch's first update has loaded: `loaded` stays true
+        if self.receiver.in_place:
+            # It writes everything that the epoch's first update has loaded, so `loaded_names` stays
+            # valid.
             return
-        self.loaded: set[str] = set()
+        self.loaded_names: set[str] = set()
         start = time.perf_counter()
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if (
-                info.can_load()
-            ):  # what an update that broke has left: the reload would take it for its own
-                _place_kernel_tensors(layer, info)
-                info.reset()
+        self._discard_failed_update()
         initialize_layerwise_reload(self.model)
-        for method in (getattr(layer, "quant_method", None) for layer in self.model.modules()):
-            if self.device.type == "cpu" and hasattr(method, "moe_kernel"):
-                method.moe_kernel = (
-                    None  # vLLM packs experts for CPUs only while it makes their kernel
-                )
+        if self.device.type == "cpu":
+            self._drop_expert_kernels()
         self.report = {"prepare": time.perf_counter() - start}
 
     def receive_weights(self, update_info: dict[str, int]) -> None:
-        """Receive all buckets of "version"; verified by checksum and by name when this returns."""
+        """Receive all buckets of "version"; verified by checksum and by name when this returns.
+
+        Raises:
+            SyncError: as `WeightReceiver.receive`, or parameters were not loaded.
+        """
         self.report |= self.receiver.receive(self._load, **update_info)
-        if missing := sorted(self.expected - self.loaded):
+        missing = sorted(self.expected_names - self.loaded_names)
+        if missing:
             raise SyncError(
-                f"{self.receiver.who}: {len(missing)} parameters were not loaded, as {missing[:3]}"
+                f"{self.receiver.name}: {len(missing)} parameters were not loaded, "
+                f"as {missing[:MISSING_NAMES_SHOWN]}"
             )
 
-    update_weights = receive_weights  # the receiver has synchronised what there is to
+    # vLLM's wrapper of `receive_weights` would synchronize the device, which the receiver does
+    # where needed.
+    update_weights = receive_weights
 
     def finish_weight_update(self) -> None:
-        """Pack the layers again; or, after an update in place, derive again what attention layers derive from weights."""
+        """Pack the layers again; after an in-place update, let attention layers derive again what
+        they derive from weights."""
         start = time.perf_counter()
-        if self.receiver.live:
+        if self.receiver.in_place:
             for layer in filter(is_deferred_attention_layer, self.model.modules()):
                 layer.process_weights_after_loading(self.model_config.dtype)
         else:
             finalize_layerwise_reload(self.model, self.model_config)
-            # A tied lm_head owns no weight of its own, so the reload passes it over, and on CPU its packed copy would
-            # stay at the old version behind a mere warning.
-            head = getattr(self.model, "lm_head", None)
-            tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-            if self.device.type == "cpu" and tied and hasattr(head, "quant_method"):
-                head.quant_method.process_weights_after_loading(head)
-        if self.receiver.mirror and not self.tried:
-            self._leave_mirror()
-        if self.receiver.live or self.receiver.mirror:
-            self.report["in_place"] = float(self.receiver.live is not None)
+            self._pack_tied_head()
+        if self.receiver.mirror and not self.in_place_tried:
+            self._switch_to_in_place()
+        if self.receiver.in_place or self.receiver.mirror:
+            self.report["in_place"] = float(self.receiver.in_place is not None)
         self.report["finish"] = time.perf_counter() - start
-
-    def _leave_mirror(self) -> None:
-        """After the first update of an epoch: from now on the model itself instead of its mirror, if it can be that."""
-        self.tried, receiver = True, self.receiver
-        try:
-            if self.model_config.enable_sleep_mode:
-                raise NotInPlace("an engine that sleeps gives its weights away")
-            receiver.live = InPlaceModel(receiver.plan, receiver.room, receiver.sums, self.model)
-            receiver.mirror = None
-        except NotInPlace as e:
-            logger.info("weight sync: a mirror of the model stays in host memory, because %s", e)
-            receiver.mirror.pin()
 
     def shutdown(self) -> None:
         """The groups end with the process."""
 
+    def _discard_failed_update(self) -> None:
+        """Reset layers that a failed update has left half-loaded: the reload would take what they
+        hold for its own."""
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                _place_kernel_tensors(layer, info)
+                info.reset()
+
+    def _drop_expert_kernels(self) -> None:
+        """vLLM packs experts for CPUs only while it creates their kernel, so it must create it
+        again."""
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if hasattr(method, "moe_kernel"):
+                method.moe_kernel = None
+
+    def _pack_tied_head(self) -> None:
+        """Pack a tied lm_head on CPUs. It owns no weight, so the reload passes it over, and its
+        packed copy would stay at the old version with no more than a warning."""
+        head = getattr(self.model, "lm_head", None)
+        is_tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        if self.device.type == "cpu" and is_tied and hasattr(head, "quant_method"):
+            head.quant_method.process_weights_after_loading(head)
+
+    def _switch_to_in_place(self) -> None:
+        """After the first update of an epoch: use the model itself instead of its mirror, if the
+        model can do that."""
+        self.in_place_tried = True
+        receiver = self.receiver
+        try:
+            if self.model_config.enable_sleep_mode:
+                raise NotInPlace("an engine that sleeps gives its weights away")
+            receiver.in_place = InPlaceModel(
+                receiver.plan, receiver.join_buffer, receiver.checksums, self.model
+            )
+            receiver.mirror = None
+        except NotInPlace as error:
+            logger.info(
+                "weight sync: a mirror of the model stays in host memory, because %s", error
+            )
+            receiver.mirror.pin()
+
     def _load(self, tensors: list[tuple[str, torch.Tensor]]) -> None:
-        """Load a bucket, and copy what the reload still holds of it, since the buffer is about to be reused. The reload
-        processes a fused layer (qkv, gate and up) when its last part has come; parts that came earlier wait as
-        references into the bucket."""
-        self.loaded |= self.model.load_weights(tensors)
-        for layer in self.model.modules() if len(self.receiver.plan.buckets) > 1 else ():
-            for _, bound in get_layerwise_info(layer).loaded_weights:
-                for key, value in bound.arguments.items():
-                    if (
-                        isinstance(value, torch.Tensor)
-                        and not value.is_meta
-                        and not hasattr(value, "is_own_copy")
-                    ):
-                        bound.arguments[key] = value.clone()
-                        bound.arguments[key].is_own_copy = True
+        """Load the tensors of a bucket, and copy what the reload still refers to.
+
+        The reload processes a fused layer (qkv, gate and up) when its last part has come. Parts
+        that came earlier wait as references into the bucket, whose buffer is about to be reused.
+        """
+        self.loaded_names |= self.model.load_weights(tensors)
+        if len(self.receiver.plan.buckets) > 1:
+            for layer in self.model.modules():
+                _copy_waiting_parts(layer)
 
 
-WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)
+def _weight_pieces(fields_of_pieces: list) -> list[WeightPiece]:
+    """The pieces of one sender, from the fields of each."""
+    pieces = []
+    for name, dtype, shape, *cut in fields_of_pieces:
+        pieces.append(WeightPiece(name, dtype, tuple(shape), *cut))
+    return pieces
+
+
+def _copy_waiting_parts(layer: torch.nn.Module) -> None:
+    """Replace the tensors that wait in a layer's reload by copies, once each."""
+    for _, bound in get_layerwise_info(layer).loaded_weights:
+        for key, value in bound.arguments.items():
+            if not isinstance(value, torch.Tensor) or value.is_meta:
+                continue
+            if not hasattr(value, "is_own_copy"):
+                copy = value.clone()
+                copy.is_own_copy = True
+                bound.arguments[key] = copy
 
 
 class SyncWorkerExtension:
     """Mixed into vLLM's worker; `collective_rpc` reaches its methods."""
 
-    # The worker's own. Declared only: vLLM refuses an extension that sets what its worker has.
+    # Of the worker. Declared only: vLLM refuses an extension that sets what its worker has.
     device: torch.device
     vllm_config: Any
     model_runner: Any
@@ -178,7 +231,11 @@ class SyncWorkerExtension:
         try:
             self.finish_weight_update()
         except BaseException:
-            # Or vLLM would refuse the next update: it ends one that has failed only where `update_weights` did.
+            # vLLM ends a failed update only in `update_weights`, and would refuse the next one.
             self._weight_update_active = False
             raise
         return self.weight_transfer_engine.report
+
+
+bind_rendezvous_to_its_host()
+WeightTransferEngineFactory.register_engine("one_step_off", OneStepOffTransferEngine)

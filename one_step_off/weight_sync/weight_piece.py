@@ -10,36 +10,40 @@ from typing import Any
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """The block [start, stop) along dimension `dim` of one HF-named tensor, owned by one trainer rank.
+    """The block [start, stop) along dimension `dim` of one tensor, owned by one trainer rank.
 
-    `shape` is the shape of the whole tensor, `dtype` the torch dtype's name ("bfloat16") on the wire.
-    A 0-dimensional tensor counts as one row. Pieces of all ranks together cover every tensor once, cut along one
-    dimension: 0 everywhere but where tensor parallelism splits what goes in.
+    The pieces of all ranks together cover every tensor once, cut along one dimension: 0 everywhere,
+    except where tensor parallelism splits the input. A 0-dimensional tensor counts as one row.
     """
 
     name: str
+    """The tensor's name in the Hugging Face checkpoint."""
     dtype: str
+    """Name of the torch dtype on the wire, as "bfloat16"."""
     shape: tuple[int, ...]
+    """Shape of the whole tensor."""
     start: int
     stop: int
     dim: int = 0
 
     @property
     def block_shape(self) -> tuple[int, ...]:
-        """The shape of the piece itself."""
+        """Shape of the piece itself."""
         if not self.shape:
             return ()
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
 
-    def part(self, i: int, count: int) -> "WeightPiece":
-        """The `i`-th of `count` parts, as equal as they can be, along the dimension in which it is cut."""
-        first, size = self.start, self.stop - self.start
-        return replace(self, start=first + size * i // count, stop=first + size * (i + 1) // count)
+    def strip(self, i: int, count: int) -> "WeightPiece":
+        """The `i`-th of `count` strips of almost equal size, along the dimension in which the piece
+        is cut."""
+        size = self.stop - self.start
+        strip_start = self.start + size * i // count
+        strip_stop = self.start + size * (i + 1) // count
+        return replace(self, start=strip_start, stop=strip_stop)
 
-    def slice_of(self, tensor: Any, first: int = 0) -> Any:
-        """Where the piece lies in the whole tensor, or in another piece of it that starts at `first`: a view."""
-        return (
-            tensor.narrow(self.dim, self.start - first, self.stop - self.start)
-            if self.shape
-            else tensor
-        )
+    def slice_of(self, tensor: Any, tensor_start: int = 0) -> Any:
+        """A view of this piece inside the whole tensor, or inside a larger piece that starts at
+        `tensor_start`."""
+        if not self.shape:
+            return tensor
+        return tensor.narrow(self.dim, self.start - tensor_start, self.stop - self.start)

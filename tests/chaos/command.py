@@ -1,4 +1,4 @@
-"""The real command as a process of its own, what it writes, and how it is started again after it was killed."""
+"""The real command in a process of its own, what it writes, and its restart after a kill."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from typing import Any
 from tests.chaos.watch import MARK, Belongings, end_all, marked, wait_until_gone
 
 ROOT = Path(__file__).parents[2]
-GONE_S = 15.0  # so long processes may outlive their driver
+PR_SET_PDEATHSIG = 1
+GONE_S = 15.0
+"""Seconds that processes may outlive their driver."""
 
-# Tiny, and every process has a partner that may die while it lives. With two buckets at least there is a "between".
+# Tiny, and every process has a partner that may die while it lives. There are two buckets at least,
+# so that a kill can come between them.
 TINY = {
     "data.val_files": "",
     "data.train_batch_size": 8,
@@ -36,7 +39,7 @@ TINY = {
     "trainer.keep_checkpoints": 2,
     "trainer.overwrite": "true",  # a kill may come before the first checkpoint
     "reward.workers": 2,
-    "rollout.heartbeat_s": 1,  # the limits of what hangs: short, for nothing here takes seconds
+    "rollout.heartbeat_s": 1,  # short limits for what hangs: nothing here takes seconds
     "rollout.heartbeat_timeout_s": 15,
     "rollout.progress_timeout_s": 30,
 }
@@ -45,8 +48,10 @@ TINY = {
 def settings(
     folder: Path, steps: int, ranks: int = 1, critic: bool = False, more: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments of a run: `ranks` of the actor, two replicas, perhaps a critic in a pool of its own."""
-    pools = f"placement.pools={{rollout: [2], actor: [{ranks}]{', critic: [1]' if critic else ''}}}"
+    """The arguments of a run: `ranks` of the actor, two replicas, and a critic in its own pool if
+    asked for. `more`: further keys."""
+    critic_pool = ", critic: [1]" if critic else ""
+    pools = f"placement.pools={{rollout: [2], actor: [{ranks}]{critic_pool}}}"
     keys = [f"{key}={value}" for key, value in TINY.items()]
     keys += [f"trainer.total_steps={steps}", f"trainer.output_dir={folder}", pools]
     if critic:
@@ -56,19 +61,19 @@ def settings(
 
 
 def rows(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The whole lines of a file that may be being written."""
+    """The complete lines of a file that the run may still be writing."""
     path = folder / name
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
 
 
 def _end_with_parent() -> None:
-    """In the new process: if whoever started it is killed, so is this."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    """In the new process: it is killed when its parent is."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Command:
-    """One run: its command, started as often as needed. `marks` tells its processes from all others."""
+    """One run: its command, started as often as needed. `mark` identifies its processes."""
 
     def __init__(
         self,
@@ -77,25 +82,38 @@ class Command:
         inject: bool = True,
         module: str = "one_step_off.main_ppo",
     ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            out: the folder for everything that the chaos run writes.
+            arguments: of the command.
+            inject: whether its processes can be hit at points.
+            module: the command.
+        """
         self.module = module
-        self.out, self.folder, self.arguments, self.inject = out, out / "run", arguments, inject
-        self.mark, self.starts = f"{os.getpid()}-{time.time_ns()}", 0
+        self.out = out
+        self.folder = out / "run"
+        self.arguments = arguments
+        self.inject = inject
+        self.mark = f"{os.getpid()}-{time.time_ns()}"
+        self.starts = 0
         self.process: subprocess.Popen | None = None
         self.belongings = Belongings()
-        self.temporary = Path(
-            tempfile.mkdtemp(prefix="chaos_", dir="/tmp")
-        )  # short, as sockets need it
+        # A short path, because sockets need one.
+        self.temporary = Path(tempfile.mkdtemp(prefix="chaos_", dir="/tmp"))
         self.out.mkdir(parents=True, exist_ok=True)
 
     @property
     def log(self) -> Path:
-        """What the command has said, all its starts one after the other."""
+        """The output of the command, of all its starts."""
         return self.out / "said.log"
 
     def start(self) -> None:
         """Start it, or start it again."""
         self.starts += 1
-        paths = [str(ROOT / "tests/chaos/inject")] * self.inject + [str(ROOT)]
+        paths = [str(ROOT)]
+        if self.inject:
+            paths.insert(0, str(ROOT / "tests/chaos/inject"))
         env = os.environ | {
             MARK: f"{self.mark}.{self.starts}.",
             "SPT_NOENV": "1",
@@ -112,30 +130,34 @@ class Command:
             log.write(f"--- start {self.starts}, {time.strftime('%H:%M:%S')}\n")
             log.flush()
             command = [sys.executable, "-m", self.module, *self.arguments]
-            how = {
-                "env": env,
-                "cwd": ROOT,
-                "stdout": log,
-                "stderr": subprocess.STDOUT,
-                "start_new_session": True,
-            }
-            self.process = subprocess.Popen(command, preexec_fn=_end_with_parent, **how)
+            self.process = subprocess.Popen(
+                command,
+                preexec_fn=_end_with_parent,
+                env=env,
+                cwd=ROOT,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
     def steps(self) -> int:
-        """The last step that has a row; -1 without one."""
-        found = rows(self.folder, "metrics.jsonl")
-        return found[-1]["step"] if found else -1
+        """The last step that has a row; -1: there is none."""
+        metrics = rows(self.folder, "metrics.jsonl")
+        return metrics[-1]["step"] if metrics else -1
 
     def processes(self) -> dict[int, str]:
-        """Those of the present start."""
+        """Of the latest start: process id -> command line."""
         return marked(f"{self.mark}.{self.starts}.")
 
     def look(self) -> None:
-        """Note which memory and ports they hold."""
+        """Note the ports that its processes hold."""
         self.belongings.look(list(self.processes()))
 
     def end(self, number: signal.Signals, limit_s: float = 60.0) -> int | None:
-        """Send a signal to the driver and wait for its end; kill it after `limit_s`. Returns its exit code."""
+        """Send a signal to the driver and wait for its end; kill it after `limit_s` seconds.
+
+        Returns its exit code; None: it had to be killed.
+        """
         self.process.send_signal(number)
         try:
             return self.process.wait(limit_s)
@@ -145,11 +167,12 @@ class Command:
             return None
 
     def wait_until_gone(self) -> tuple[float, dict[int, str]]:
-        """After the driver's end: seconds until no process is left, and those that are left after GONE_S."""
+        """After the driver's end: the seconds until no process was left, and the processes that are
+        left after GONE_S."""
         return wait_until_gone(f"{self.mark}.{self.starts}.", GONE_S, self.belongings)
 
     def clear(self) -> None:
-        """Kill all that is left of all starts."""
+        """Kill what is left of all starts."""
         if self.process and self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -158,35 +181,55 @@ class Command:
 
 
 def complaints(command: Command, steps: int, expected: list[list]) -> list[str]:
-    """What is wrong with the files of a finished run of `steps` steps, whose ledger should say `expected`."""
+    """What is wrong with the files of a finished run.
+
+    Args:
+        command: of the run.
+        steps: that it should have.
+        expected: the prompts of each step, as ledger.jsonl should have them.
+    """
     found = []
-    ledger, metrics = rows(command.folder, "ledger.jsonl"), rows(command.folder, "metrics.jsonl")
-    for name, have in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
-        if [row["step"] for row in have] != list(range(steps)):
-            found.append(
-                f"{name}: steps are {_ranges([row['step'] for row in have])}, not 0 to {steps - 1} once each"
-            )
+    ledger = rows(command.folder, "ledger.jsonl")
+    metrics = rows(command.folder, "metrics.jsonl")
+    for name, file_rows in (("ledger.jsonl", ledger), ("metrics.jsonl", metrics)):
+        file_steps = [row["step"] for row in file_rows]
+        if file_steps != list(range(steps)):
+            ranges = _ranges(file_steps)
+            found.append(f"{name}: steps are {ranges}, not 0 to {steps - 1} once each")
     prompts = [row["prompts"] for row in ledger]
-    wrong = [
-        i for i, (mine, theirs) in enumerate(zip(prompts, expected, strict=False)) if mine != theirs
-    ]
-    if wrong:
+    other_steps = []
+    for step, (found_prompts, wanted_prompts) in enumerate(zip(prompts, expected, strict=False)):
+        if found_prompts != wanted_prompts:
+            other_steps.append(step)
+    if other_steps:
         found.append(
-            f"ledger.jsonl: other prompts, or in another order, in steps {wrong[:5]} ({len(wrong)} in all)"
+            "ledger.jsonl: other prompts, or in another order, "
+            f"in steps {other_steps[:5]} ({len(other_steps)} in all)"
         )
-    seen = [tuple(prompt) for step in prompts for prompt in step]
-    if len(seen) != len(set(seen)):
-        found.append(f"ledger.jsonl: {len(seen) - len(set(seen))} prompts stand there twice")
-    stale = [row["step"] for row in metrics if row["staleness/max"] > 1]
-    if stale:
-        found.append(f"metrics.jsonl: staleness above 1 in steps {stale[:5]}")
+    all_prompts = [tuple(prompt) for prompts_of_step in prompts for prompt in prompts_of_step]
+    repeated = len(all_prompts) - len(set(all_prompts))
+    if repeated:
+        found.append(f"ledger.jsonl: {repeated} prompts stand there twice")
+    stale_steps = [row["step"] for row in metrics if row["staleness/max"] > 1]
+    if stale_steps:
+        found.append(f"metrics.jsonl: staleness above 1 in steps {stale_steps[:5]}")
     return found
 
 
 def _ranges(steps: list[int]) -> str:
+    """Steps as ranges of consecutive ones, as "0-4, 6-7"."""
     breaks = [i for i in range(1, len(steps)) if steps[i] != steps[i - 1] + 1]
-    parts = [steps[a:b] for a, b in zip([0, *breaks], [*breaks, len(steps)], strict=True)]
-    return ", ".join(f"{part[0]}-{part[-1]}" for part in parts if part) or "none"
+    starts = [0, *breaks]
+    stops = [*breaks, len(steps)]
+    ranges = []
+    for start, stop in zip(starts, stops, strict=True):
+        if stop > start:
+            ranges.append(f"{steps[start]}-{steps[stop - 1]}")
+    return ", ".join(ranges) or "none"
+
+
+CACHES = ("torchinductor_",)
+"""Beginnings of the names of temporary folders that are meant to stay."""
 
 
 def left_behind(command: Command) -> list[str]:
@@ -194,14 +237,14 @@ def left_behind(command: Command) -> list[str]:
     _, processes = wait_until_gone(command.mark, GONE_S, command.belongings)
     found = [f"process {pid} {line[:80]}" for pid, line in processes.items()]
     found += command.belongings.left()
-    known = ("torchinductor_",)  # a cache, meant to stay
-    return found + [
-        f"{path}" for path in sorted(command.temporary.iterdir()) if not path.name.startswith(known)
-    ]
+    for path in sorted(command.temporary.iterdir()):
+        if not path.name.startswith(CACHES):
+            found.append(str(path))
+    return found
 
 
 def expected_prompts(arguments: list[str], steps: int) -> list[list]:
-    """The prompts of each step of a run that nothing disturbs, by its own data and order, without any engine."""
+    """The prompts of each step of an undisturbed run, from its data alone, without any engine."""
     from one_step_off.config.loading import load_config
     from one_step_off.runtime.launch import prepare
 

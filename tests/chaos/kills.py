@@ -1,4 +1,4 @@
-"""Kills at named points, one after the other, and the proof that the run goes on after each."""
+"""Kills at named points, one after another, and the proof that the run recovers after each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -14,7 +15,9 @@ from typing import Any
 from tests.chaos.command import Command, rows
 from tests.chaos.points import POINTS, RARE
 
-ANYWHERE = "anywhere"  # a point of every kind: whenever it comes, by the process's number
+ANYWHERE = "anywhere"
+"""A point of every kind: at any moment, by the process id."""
+
 TITLES = {
     "replica": "ray::RolloutReplica",
     "engine": "VLLM::EngineCore",
@@ -22,7 +25,16 @@ TITLES = {
     "critic": "ray::CriticWorker",
     "scorer": "ray::Scorer",
 }
+"""Kind -> the beginning of its processes' command lines."""
+
+STOPPABLE = ("replica", "engine", "trainer")
+STOP_SHARE = 0.2
+"""The share of kills that stop a process instead."""
+
+MOST_SKIPPED_CALLS = 3
 POLL_S = 0.1
+LOOK_INTERVAL_S = 2.0
+"""Seconds between two looks at the ports of the run."""
 
 
 @dataclass
@@ -33,18 +45,23 @@ class Kill:
     kind: str
     point: str
     signal: str = "SIGKILL"
-    skip: int = 0  # calls to let pass
-    time: float = 0.0  # of the clock on the wall, when it was hit; 0: the point was not reached
+    skip: int = 0
+    """Calls that pass the point before."""
+    time: float = 0.0
+    """By `time.time`; 0: the point was not reached."""
     pid: int = 0
-    step: int = -1  # the last row by then
+    step: int = -1
+    """The last step that had a row by then."""
     recovered_s: float | None = None
-    gone_s: float | None = None  # of the driver: until its other processes had ended
-    left: tuple[str, ...] = ()  # of the driver: processes that had not
+    gone_s: float | None = None
+    """Of the driver: seconds until its other processes had ended."""
+    left: tuple[str, ...] = ()
+    """Of the driver: the processes that had not."""
     wrong: str = ""
 
 
 class Chaos:
-    """Arms, waits, and starts the driver again. `limit_s`: for one recovery; `reach_s`: for a point to be reached."""
+    """Kills processes of one run, waits for its recovery, and starts the driver again."""
 
     def __init__(
         self,
@@ -54,35 +71,41 @@ class Chaos:
         reach_s: float,
         say: Callable[[str], None] = print,
     ) -> None:
-        self.command, self.random, self.limit_s, self.reach_s, self.say = (
-            command,
-            random.Random(seed),
-            limit_s,
-            reach_s,
-            say,
-        )
+        """`limit_s`: for one recovery. `reach_s`: for a point to be reached. `say`: prints a
+        line."""
+        self.command = command
+        self.random = random.Random(seed)
+        self.limit_s = limit_s
+        self.reach_s = reach_s
+        self.say = say
         self.kills: list[Kill] = []
         self.replicas = 2
 
     @property
     def done(self) -> list[Kill]:
-        """Those that hit."""
+        """The kills that hit."""
         return [kill for kill in self.kills if kill.time]
 
     def choose(self, kinds: list[str], points: list[str], stop: bool) -> Kill:
-        """A random kind, and a random point of that kind."""
+        """A random kind, and a random point of that kind.
+
+        Args:
+            kinds: to choose from.
+            points: to choose from; empty: all.
+            stop: whether some processes are stopped instead.
+        """
         kind = self.random.choice(kinds)
-        known = [p.name for p in POINTS if p.kind == kind] + [ANYWHERE]
-        point = self.random.choice([name for name in known if not points or name in points])
-        name = (
-            "SIGSTOP"
-            if stop and kind in ("replica", "engine", "trainer") and self.random.random() < 0.2
-            else "SIGKILL"
-        )
-        return Kill(len(self.kills), kind, point, name, self.random.randrange(3))
+        names = [point.name for point in POINTS if point.kind == kind]
+        names.append(ANYWHERE)
+        point = self.random.choice([name for name in names if not points or name in points])
+        signal_name = "SIGKILL"
+        if stop and kind in STOPPABLE and self.random.random() < STOP_SHARE:
+            signal_name = "SIGSTOP"
+        skip = self.random.randrange(MOST_SKIPPED_CALLS)
+        return Kill(len(self.kills), kind, point, signal_name, skip)
 
     def wait_for_steps(self, more_than: int, limit_s: float) -> bool:
-        """Whether a row beyond this step has come while the driver lived."""
+        """Whether a row beyond this step comes while the driver lives."""
         deadline = time.monotonic() + limit_s
         while time.monotonic() < deadline and self.command.process.poll() is None:
             if self.command.steps() > more_than:
@@ -91,134 +114,166 @@ class Chaos:
         return False
 
     def once(self, kill: Kill) -> None:
-        """Do it, and wait for the proof; what goes wrong is noted in it. The run lives afterwards, by a new start if need
-        be. A rare point is passed only by what comes back: so another one of that kind is killed first."""
+        """Kill, and wait for the recovery; what goes wrong is noted in `kill`.
+
+        The run lives afterwards, if necessary by a restart. A rare point is passed only by a
+        process that comes back, so another process of that kind is killed first.
+        """
         self.kills.append(kill)
-        first, rare = None, kill.point in RARE
+        preparing_kill = None
         if kill.point == ANYWHERE:
-            self._directly(kill)
+            self._kill_directly(kill)
         else:
             self._arm(kill)
-            if rare:
-                first = Kill(len(self.kills), kill.kind, ANYWHERE)
-                self.kills.append(first)
-                self._directly(first)
-                if kill.kind == "driver":
-                    self._start_again(first)
-            self._await_hit(kill, self.limit_s if rare else self.reach_s)
+            reach_s = self.reach_s
+            if kill.point in RARE:
+                preparing_kill = self._kill_first(kill.kind)
+                reach_s = self.limit_s
+            self._await_hit(kill, reach_s)
         if not kill.time:
             self._disarm()
             self.say(f"{kill.number:3d} {kill.kind}, {kill.point}: not reached")
         elif kill.kind == "driver":
-            self._start_again(kill)
-        if first and kill.time:
-            first.recovered_s = kill.time - first.time  # so far that it could be hit again
-        last = kill if kill.time else first
-        if last and last.time:
-            self._await_recovery(last)
-            self.say(describe(last))
+            self._restart_driver(kill)
+        if preparing_kill and kill.time:
+            # It had recovered so far that its successor could be hit.
+            preparing_kill.recovered_s = kill.time - preparing_kill.time
+        last_hit = kill if kill.time else preparing_kill
+        if last_hit and last_hit.time:
+            self._await_recovery(last_hit)
+            self.say(describe(last_hit))
+
+    def _kill_first(self, kind: str) -> Kill:
+        """Kill any process of a kind, so that a rare point is passed."""
+        kill = Kill(len(self.kills), kind, ANYWHERE)
+        self.kills.append(kill)
+        self._kill_directly(kill)
+        if kind == "driver":
+            self._restart_driver(kill)
+        return kill
 
     def _path(self, name: str) -> Any:
         return self.command.out / name
 
     def _arm(self, kill: Kill) -> None:
+        """Write the order that `inject/sitecustomize.py` executes, in one step."""
         if kill.point in RARE:
             kill.skip = 0
-        wish = {
+        order = {
             "id": kill.number,
             "kind": kill.kind,
             "point": kill.point,
             "skip": kill.skip,
             "signal": kill.signal,
         }
-        new = self._path("armed.new")
-        new.write_text(json.dumps(wish))
-        os.replace(new, self._path("armed"))
+        new_path = self._path("armed.new")
+        new_path.write_text(json.dumps(order))
+        os.replace(new_path, self._path("armed"))
 
     def _disarm(self) -> None:
         self._path("armed").unlink(missing_ok=True)
 
-    def _directly(self, kill: Kill) -> None:
-        found = [
-            pid
-            for pid, line in self.command.processes().items()
-            if line.startswith(TITLES.get(kill.kind, "\0"))
-        ]
-        pid = (
-            self.command.process.pid if kill.kind == "driver" else self.random.choice(found or [0])
-        )
-        if pid:
-            kill.pid, kill.step, kill.time = pid, self.command.steps(), time.time()
-            os.kill(pid, getattr(signal, kill.signal))
+    def _kill_directly(self, kill: Kill) -> None:
+        """Kill any process of the kind now, if there is one."""
+        if kill.kind == "driver":
+            pid = self.command.process.pid
+        else:
+            title = TITLES[kill.kind]
+            processes = self.command.processes().items()
+            pids = [pid for pid, command_line in processes if command_line.startswith(title)]
+            if not pids:
+                return
+            pid = self.random.choice(pids)
+        kill.pid = pid
+        kill.step = self.command.steps()
+        kill.time = time.time()
+        os.kill(pid, getattr(signal, kill.signal))
 
     def _await_hit(self, kill: Kill, limit_s: float) -> None:
-        hit, deadline = self._path(f"hit_{kill.number}"), time.monotonic() + limit_s
-        while time.monotonic() < deadline and not hit.exists():
+        """Wait until the point is reached, and note it."""
+        hit_path = self._path(f"hit_{kill.number}")
+        deadline = time.monotonic() + limit_s
+        while time.monotonic() < deadline and not hit_path.exists():
             if self.command.process.poll() is not None and kill.kind != "driver":
                 return
             time.sleep(POLL_S)
-        if hit.exists():
-            found = json.loads(hit.read_text())
-            kill.pid, kill.time, kill.step = found["pid"], found["time"], self.command.steps()
+        if hit_path.exists():
+            hit = json.loads(hit_path.read_text())
+            kill.pid = hit["pid"]
+            kill.time = hit["time"]
+            kill.step = self.command.steps()
 
-    def _start_again(self, kill: Kill) -> None:
-        """After the driver's death: its processes must go by themselves, then the same command."""
+    def _restart_driver(self, kill: Kill) -> None:
+        """After the driver's death: its processes must end by themselves, then the same command."""
         try:
             self.command.process.wait(10)
-        except Exception:  # a stopped one
+        except subprocess.TimeoutExpired:  # it was stopped
             self.command.process.kill()
             self.command.process.wait()
         kill.gone_s, left = self.command.wait_until_gone()
         kill.left = tuple(left.values())
         self.command.start()
 
-    def _recovered(self, kill: Kill) -> bool:
-        found = rows(self.command.folder, "metrics.jsonl")
-        last = found[-1] if found else {"step": -1}
+    def _has_recovered(self, kill: Kill) -> bool:
+        metrics = rows(self.command.folder, "metrics.jsonl")
+        last_row = metrics[-1] if metrics else {"step": -1}
+        if kill.kind == "driver":
+            return last_row["step"] > kill.step
         if kill.kind not in ("replica", "engine"):
-            return last["step"] > kill.step + (kill.kind != "driver")
-        # The step that ran then, and its sync, may have been before it: the next sync counts, with all replicas.
-        serving = [name for name in last.get("sync/ranks", {}) if name.startswith("rollout")]
-        return last["step"] >= kill.step + 2 and len(serving) == self.replicas
+            return last_row["step"] > kill.step + 1
+        # The sync of the step that ran then may have been before the kill: the next one counts, and
+        # must have all replicas.
+        replicas = [name for name in last_row.get("sync/ranks", {}) if name.startswith("rollout")]
+        return last_row["step"] >= kill.step + 2 and len(replicas) == self.replicas
 
     def _await_recovery(self, kill: Kill) -> None:
-        deadline, look = kill.time + self.limit_s, 0.0
-        while time.time() < deadline:
-            if self._recovered(kill):
-                kill.recovered_s = time.time() - kill.time
-                return
-            if (code := self.command.process.poll()) is not None:
-                kill.wrong = f"the run ended with exit code {code}: {self._last_words()}"
-                break
-            if time.time() - look > 2:
-                self.command.look()
-                look = time.time()
-            time.sleep(POLL_S)
-        else:
-            kill.wrong = f"no recovery within {self.limit_s:g} s"
-            self.command.process.kill()
-        # Not what is promised, but the other kills are to be seen too.
+        """Wait for the recovery. Without one the driver is started again, so that the other kills
+        are seen, too."""
+        kill.wrong = self._wait_until_recovered(kill)
+        if not kill.wrong:
+            kill.recovered_s = time.time() - kill.time
+            return
         step = self.command.steps()
-        self._start_again(kill)
+        self._restart_driver(kill)
         if not self.wait_for_steps(step, self.limit_s):
             kill.wrong += "; nor after another start"
 
-    def _last_words(self) -> str:
+    def _wait_until_recovered(self, kill: Kill) -> str:
+        """Why the run did not recover; "" if it did."""
+        deadline = kill.time + self.limit_s
+        next_look = 0.0
+        while time.time() < deadline:
+            if self._has_recovered(kill):
+                return ""
+            code = self.command.process.poll()
+            if code is not None:
+                return f"the run ended with exit code {code}: {self._last_error()}"
+            if time.time() > next_look:
+                self.command.look()
+                next_look = time.time() + LOOK_INTERVAL_S
+            time.sleep(POLL_S)
+        self.command.process.kill()
+        return f"no recovery within {self.limit_s:g} s"
+
+    def _last_error(self) -> str:
+        """The last line of the run's output that is an error, or the last line."""
         lines = [line for line in self.command.log.read_text().splitlines() if line.strip()]
+        if not lines:
+            return "no output"
         errors = [line for line in lines[-30:] if line.startswith("error")]
-        return (errors or lines or ["nothing said"])[-1][:300]
+        last_line = errors[-1] if errors else lines[-1]
+        return last_line[:300]
 
 
 def describe(kill: Kill) -> str:
     """One line."""
-    how = (
-        f"recovered in {kill.recovered_s:.1f} s"
-        if kill.recovered_s is not None and not kill.wrong
-        else kill.wrong
-    )
+    outcome = kill.wrong
+    if kill.recovered_s is not None and not kill.wrong:
+        outcome = f"recovered in {kill.recovered_s:.1f} s"
     gone = "" if kill.gone_s is None else f", processes gone after {kill.gone_s:.1f} s"
     left = f", LEFT: {kill.left}" if kill.left else ""
-    return f"{kill.number:3d} {kill.signal} {kill.kind}, {kill.point}, after step {kill.step}: {how}{gone}{left}"
+    place = f"{kill.signal} {kill.kind}, {kill.point}, after step {kill.step}"
+    return f"{kill.number:3d} {place}: {outcome}{gone}{left}"
 
 
 def table(kills: list[Kill]) -> str:
@@ -232,10 +287,11 @@ def table(kills: list[Kill]) -> str:
         if kill.time:
             name = kill.point + (" (stopped)" if kill.signal == "SIGSTOP" else "")
             groups.setdefault((kill.kind, name), []).append(kill)
-    for (kind, point), own in sorted(groups.items()):
-        seconds = sorted(k.recovered_s for k in own if k.recovered_s is not None and not k.wrong)
+    for (kind, point), group in sorted(groups.items()):
+        recovered = [kill for kill in group if kill.recovered_s is not None and not kill.wrong]
+        seconds = sorted(kill.recovered_s for kill in recovered)
         times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else ""
-        lines.append(f"| {kind} | {point} | {len(own)} | {len(seconds)} | {times} |")
+        lines.append(f"| {kind} | {point} | {len(group)} | {len(seconds)} | {times} |")
     return "\n".join(lines)
 
 

@@ -1,9 +1,11 @@
-"""Where a process can be hit: which function of which module, in which process, and when in it.
+"""Where a process can be hit: in which function of which module, in which process, and when.
 
-No product code knows of this: `inject/sitecustomize.py` wraps these functions, when their module is imported, in every
-process that has the folder `inject` on its PYTHONPATH. Only the standard library here, for it runs in all of them.
+No product code knows of this: `inject/sitecustomize.py` wraps these functions when their modules
+are imported, in every process that has the folder `inject` on its PYTHONPATH. This module imports
+the standard library only, for it runs in all of them.
 
-What happens there is the runner's choice: a signal to the process (SIGKILL, SIGSTOP), or one of `ACTIONS` inside it.
+The runner chooses what happens there: a signal to the process (SIGKILL, SIGSTOP), or one of
+`ACTIONS` inside it.
 """
 
 from __future__ import annotations
@@ -13,28 +15,35 @@ from dataclasses import dataclass
 
 Test = Callable[[tuple, dict], bool]
 
-ACTIONS = (
-    "raise",
-    "hang",
-    "corrupt",
-)  # an exception, a call that never returns, a wrong number in what is compared
+ACTIONS = ("raise", "hang", "corrupt")
+"""An exception, a call that never returns, a wrong number in what is compared."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """`name`: what the runner asks for. `kind`: the process that dies there; "engine" at a replica's function means its
-    child. `where`: "module:Class.method" or "module:function". `when`: before, after, or idle (a moment after). `only`:
-    of the arguments (self first), whether this call counts. `version`: of the arguments, the weight version that this
-    process is busy with from here on; a fault may be meant for one version only. `corrupt`: of the arguments, what the
-    action of that name changes."""
+    """One place where a process can be hit."""
 
     name: str
+    """What the runner asks for."""
     kind: str
+    """The process that is hit."""
     where: str
+    """module:Class.method or module:function."""
     when: str = "before"
+    """before, after, or idle (a moment after)."""
     only: Test | None = None
+    """Of the arguments (self first): whether this call counts."""
     version: Callable[[tuple], int] | None = None
+    """Of the arguments: the weight version that this process is busy with from here on. A fault may
+    be meant for one version only."""
     corrupt: Callable[[tuple], None] | None = None
+    """Of the arguments: makes the change of the action "corrupt"."""
+
+    @property
+    def hits_child(self) -> bool:
+        """Whether the process that is hit is the child of the one that passes here: an engine, at a
+        function of its replica."""
+        return self.kind == "engine" and self.where.startswith(f"{ROLLOUT}:")
 
 
 def _role(name: str) -> Test:
@@ -42,26 +51,28 @@ def _role(name: str) -> Test:
 
 
 def _later_bucket(args: tuple, kwargs: dict) -> bool:
-    return args[0].bucket >= 1
+    return args[0].bucket_number >= 2
 
 
-def _second(args: tuple) -> int:
+def _second_argument(args: tuple) -> int:
     return args[1]
 
 
-def _stamped(args: tuple) -> int:
-    return args[1][1]
+def _version_of_stamp(args: tuple) -> int:
+    _, version = args[1]
+    return version
 
 
-def _other_plan(args: tuple) -> None:
+def _change_plan(args: tuple) -> None:
     args[0].plan.digest ^= 1
 
 
-def _other_sum(args: tuple) -> None:
-    args[1][0, 0, 0] ^= 1  # as if one bit of the first bucket had changed on the way
+def _change_checksum(args: tuple) -> None:
+    """As one changed bit of the first bucket would."""
+    args[1][0, 0, 0] ^= 1
 
 
-def _other_log_probs(args: tuple) -> None:
+def _change_log_probs(args: tuple) -> None:
     args[2][0] = args[2][0] + 9.0
 
 
@@ -84,16 +95,16 @@ COORDINATOR = "one_step_off.weight_sync.coordinator"
 
 POINTS = [
     # The driver.
-    Point("generating", "driver", f"{PIPELINE}:Pipeline._collect"),
+    Point("generating", "driver", "one_step_off.rollout.batch_sources:BatchSource.batch"),
     Point("training", "driver", f"{PIPELINE}:Pipeline._train"),
     Point("before the sync", "driver", f"{COORDINATOR}:WeightSync.__call__"),
-    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._metrics"),
+    Point("in the sync", "driver", f"{COORDINATOR}:WeightSync._collect_metrics"),
     Point(
         "in the canary",
         "driver",
         f"{COORDINATOR}:WeightSync._check_canary",
-        version=_stamped,
-        corrupt=_other_log_probs,
+        version=_version_of_stamp,
+        corrupt=_change_log_probs,
     ),
     Point("checkpoint: begins", "driver", f"{CHECKPOINT}:Checkpointer.save"),
     Point("checkpoint: samples", "driver", f"{SAMPLE_FILES}:write_samples"),
@@ -108,36 +119,38 @@ POINTS = [
     # A replica: the Ray actor.
     Point("generating", "replica", f"{ROLLOUT}:RolloutReplica._generate"),
     Point("idle", "replica", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
-    Point("before the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", version=_stamped),
+    Point(
+        "before the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", version=_version_of_stamp
+    ),
     Point("after the sync", "replica", f"{ROLLOUT}:RolloutReplica.sync", "after"),
     Point("in the canary", "replica", f"{ROLLOUT}:RolloutReplica.score"),
     Point("starting", "replica", f"{ROLLOUT}:RolloutReplica.start"),
     Point("joining the sync", "replica", f"{ROLLOUT}:RolloutReplica.connect_sync"),
-    # Its engine: vLLM's process.
+    # The replica's engine: vLLM's process.
     Point("generating", "engine", f"{ROLLOUT}:RolloutReplica._generate", "after"),
     Point("idle", "engine", f"{ROLLOUT}:RolloutReplica.rollout", "idle"),
     Point("in the canary", "engine", f"{ROLLOUT}:RolloutReplica.score"),
     Point(
         "in the header",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
-        version=_second,
-        corrupt=_other_plan,
+        f"{RECEIVER}:WeightReceiver._receive_headers",
+        version=_second_argument,
+        corrupt=_change_plan,
     ),
     Point(
         "before the first bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._headers",
+        f"{RECEIVER}:WeightReceiver._receive_headers",
         "after",
-        version=_second,
+        version=_second_argument,
     ),
     Point("between buckets", "engine", "one_step_off.weight_sync.bucket_plan:Bucket.join", "after"),
     Point("loading", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine._load"),
     Point(
         "after the last bucket",
         "engine",
-        f"{RECEIVER}:WeightReceiver._check_sums",
-        corrupt=_other_sum,
+        f"{RECEIVER}:WeightReceiver._verify_checksums",
+        corrupt=_change_checksum,
     ),
     Point(
         "packing layers", "engine", f"{VLLM_RECEIVER}:OneStepOffTransferEngine.finish_weight_update"
@@ -145,14 +158,14 @@ POINTS = [
     Point("joining the sync", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.connect_sync"),
     # A rank of the actor.
     Point("forward", "trainer", f"{FSDP}:FsdpBackend._forward", only=_role("actor")),
-    Point("optimiser", "trainer", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("actor")),
+    Point("optimizer", "trainer", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("actor")),
     Point("idle", "trainer", f"{TRAINED_WORKER}:TrainedWorker.update", "idle", _role("actor")),
     Point("joining the sync", "trainer", f"{TRAINER_SENDER}:WeightSenderMixin.connect_sync"),
     Point(
         "before the first bucket",
         "trainer",
         f"{TRAINER_SENDER}:WeightSenderMixin.send_weights",
-        version=_second,
+        version=_second_argument,
     ),
     Point("between buckets", "trainer", f"{SENDER}:WeightSender._pack", only=_later_bucket),
     Point(
@@ -178,14 +191,22 @@ POINTS = [
     ),
     # A rank of the critic.
     Point("forward", "critic", f"{FSDP}:FsdpBackend._forward", only=_role("critic")),
-    Point("optimiser", "critic", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("critic")),
+    Point("optimizer", "critic", f"{FSDP}:FsdpBackend._clip_and_step", only=_role("critic")),
     Point("idle", "critic", f"{TRAINED_WORKER}:TrainedWorker.update", "idle", _role("critic")),
     Point("checkpoint", "critic", f"{FSDP}:FsdpBackend._write_state", only=_role("critic")),
     # A reward worker.
     Point("scoring", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch"),
     Point("idle", "scorer", "one_step_off.rewards.scoring:Scorer.score_batch", "idle"),
 ]
-# Nothing happens there; the process notes its weight version.
-NOTES = [Point("", "engine", f"{VLLM_RECEIVER}:SyncWorkerExtension.sync_weights", version=_second)]
-KINDS = tuple(dict.fromkeys(p.kind for p in POINTS))
-RARE = ("starting", "resuming", "joining the sync")  # only while something else comes back
+VERSION_POINTS = [
+    Point(
+        "",
+        "engine",
+        f"{VLLM_RECEIVER}:SyncWorkerExtension.sync_weights",
+        version=_second_argument,
+    )
+]
+"""Nothing happens there: the process notes its weight version."""
+KINDS = tuple(dict.fromkeys(point.kind for point in POINTS))
+RARE = ("starting", "resuming", "joining the sync")
+"""Points that are passed only while another process comes back."""

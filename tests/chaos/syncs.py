@@ -1,8 +1,9 @@
-"""Break weight syncs on purpose, in every phase and at every version, and time how soon the run ends or goes on.
+"""Break weight syncs on purpose, in every phase and at every version, and time the reaction.
 
-Real Ray, vLLM, FSDP2 and gloo. The processes of one layout (ranks of the trainer x replicas) are started once; each case
-is a run of the real pipeline over them, in which one fault is injected. `python -m tests.chaos --syncs` starts this module
-once per layout, with the folder `inject` on its path.
+Real Ray, vLLM, FSDP2 and gloo. The processes of one layout (ranks of the trainer x replicas) are
+started once. Each case is a run of the real pipeline over them, in which one fault is injected.
+`python -m tests.chaos --syncs` starts this module once per layout, with the folder `inject` on its
+path.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from typing import Any
 from tests.chaos import command as real
 
 STEPS = 4
-VERSIONS = {
-    "first": 0,
-    "second": 1,
-    "middle": 2,
-    "last": STEPS,
-}  # the last one is for the final evaluation
-LIMIT_S = 10.0  # weight_sync.timeout_s: what a hang costs before any process can notice it
-BOUND_S = 30.0  # from then on
-CASE_S = 150.0  # more than any case may take
+VERSIONS = {"first": 0, "second": 1, "middle": 2, "last": STEPS}
+"""The last one is for the final evaluation."""
+LIMIT_S = 10.0
+"""weight_sync.timeout_s: what a hang costs before any process can notice it."""
+BOUND_S = 30.0
+"""Seconds for the reaction from then on."""
+CASE_S = 150.0
+"""More than any case may take."""
 
-# kind of process, point, what happens there. Groups are created before version 0, so faults in it come at no other.
+# Kind of process, point, what happens there. Groups are created before version 0, so the faults of
+# JOINING happen at no other version.
 JOINING = [
     ("engine", "joining the sync", "raise"),
     ("engine", "joining the sync", "hang"),
@@ -73,7 +74,7 @@ IN_A_SYNC = [
 
 @dataclass
 class Case:
-    """One fault, and what came of it. `detected_s`: after the fault, when a process can know of it at the earliest."""
+    """One fault, and what came of it."""
 
     kind: str
     point: str
@@ -84,36 +85,45 @@ class Case:
     replicas: int
     hit: bool = False
     outcome: str = ""
-    reaction_s: float | None = (
-        None  # from the detection to the error, or to the restart of what failed
-    )
+    reaction_s: float | None = None
+    """From the earliest detection to the error, or to the restart of the failed process."""
     wrong: str = ""
 
     @property
     def expected(self) -> str:
-        """ "error": the run ends by name; "replica": it goes on without the replica; "attempt": it begins another attempt."""
+        """What must come of it.
+
+        "error": the run ends with a named error; "replica": it continues without the replica;
+        "attempt": another attempt begins.
+        """
         if self.action in ("raise", "corrupt"):
             return "error"
         return "attempt" if self.kind == "trainer" else "replica"
 
     @property
     def detected_s(self) -> float:
-        """A stopped or hanging process is noticed when a wait for it reaches its limit."""
+        """Seconds after the fault until any process can know of it: a stopped or hanging process is
+        noticed when a wait for it reaches its limit."""
         return LIMIT_S if self.action in ("hang", "SIGSTOP") else 0.0
 
 
 def all_cases() -> list[Case]:
     """The whole matrix."""
     layouts = list(itertools.product((1, 2), (1, 2)))
-    cases = [
-        Case(*fault, "first", o, *at) for fault in JOINING for o in (False, True) for at in layouts
-    ]
-    both = itertools.product(IN_A_SYNC, VERSIONS, (False, True), layouts)
-    return cases + [Case(*fault, version, overlap, *at) for fault, version, overlap, at in both]
+    overlaps = (False, True)
+    cases = []
+    for fault, overlap, layout in itertools.product(JOINING, overlaps, layouts):
+        cases.append(Case(*fault, "first", overlap, *layout))
+    for fault, version, overlap, layout in itertools.product(
+        IN_A_SYNC, VERSIONS, overlaps, layouts
+    ):
+        cases.append(Case(*fault, version, overlap, *layout))
+    return cases
 
 
 def covering(cases: list[Case], seed: int) -> list[Case]:
-    """So few of them that every pair of two properties' values that occurs at all occurs in one (greedy)."""
+    """A few cases in which every possible pair of values of two properties occurs (greedy pairwise
+    covering)."""
 
     def pairs(case: Case) -> set[tuple]:
         values = [
@@ -135,6 +145,19 @@ def covering(cases: list[Case], seed: int) -> list[Case]:
     return chosen
 
 
+@dataclass
+class Reaction:
+    """How a run reacted to a fault."""
+
+    outcome: str
+    ended: float
+    """By `time.time`."""
+    restarted: float | None
+    """When the first replica was restarted; None: none was."""
+    restarts: int
+    begins_another_attempt: bool
+
+
 class Layout:
     """The processes of one layout, and the cases run over them."""
 
@@ -142,21 +165,23 @@ class Layout:
         from one_step_off.config.loading import load_config
         from one_step_off.runtime import launch
 
-        self.out, self.lines = out, []
-        pools = f"placement.pools={{rollout: [{replicas}], actor: [{ranks}]}}"
-        more = [
+        self.out = out
+        keys = [
             "data.val_files=generator:word_problems",
             "data.val_size=4",
             f"weight_sync.timeout_s={LIMIT_S}",
+            f"placement.pools={{rollout: [{replicas}], actor: [{ranks}]}}",
+            "trainer.test_freq=-1",
+            "trainer.val_before_train=false",
         ]
-        more += [pools, "trainer.test_freq=-1", "trainer.val_before_train=false"]
-        self.cfg = load_config(real.settings(out / "run", STEPS, more=more))
+        self.cfg = load_config(real.settings(out / "run", STEPS, more=keys))
         self.prepared = launch.prepare(self.cfg, lambda line: None)
-        self.beginning = self.prepared.data.stream.state_dict()
+        self.stream_at_start = self.prepared.data.stream.state_dict()
         self.team: Any = None
 
     async def start(self) -> None:
-        """New processes. They wait for the first sync to be connected, so that a case may break that."""
+        """New processes. They wait for the first sync to be connected, so that a case may break
+        that."""
         from one_step_off.runtime.processes import RunProcesses
 
         if self.team is not None:
@@ -165,71 +190,92 @@ class Layout:
         await self.team.setup()
 
     async def reset(self, overlap: bool, joins: bool) -> None:
-        """As at a run's beginning. `joins`: the groups are to be created again."""
+        """As at the beginning of a run. `joins`: the groups are created again."""
         roles = self.team.roles
 
         def fresh(worker: Any) -> None:
-            worker.version, worker.released, worker.sync_failure = 0, -1, ""
+            worker.version = 0
+            worker.released = -1
+            worker.sync_failure = ""
             worker.cfg.weight_sync.overlap = overlap
             if hasattr(worker, "sender"):
-                worker.sender.kept = -1  # of an earlier case, whose versions had the same numbers
+                # Kept in an earlier case, whose versions had the same numbers.
+                worker.sender.kept_version = None
 
         for rank in roles.actor.ranks:
             await rank.__ray_call__.remote(fresh)
-        while any(not task.done() for task in roles.rollout.restart_tasks.values()):
+        while any(not task.done() for task in roles.rollout.supervisor.restart_tasks.values()):
             await asyncio.sleep(0.1)
-        roles.sync.failures.clear()
+        roles.sync.failed_syncs.clear()
         roles.sync.last_sent = None
         if joins:
             roles.sync.connected_replicas = []
-        roles.rollout.syncing = False
+        roles.rollout.supervisor.syncing = False
         self.cfg.weight_sync.overlap = overlap
-        self.prepared.data.stream.load_state_dict(self.beginning)
+        self.prepared.data.stream.load_state_dict(self.stream_at_start)
 
     async def run(self, number: int, case: Case) -> None:
-        """One case; what came of it is noted in it."""
-        from one_step_off.monitoring.tracker import Tracker
-        from one_step_off.ray_trainer import Pipeline
-
+        """Run one case, and note in it what came of it."""
         if self.team is None:
             await self.start()
         await self.reset(case.overlap, case.point == "joining the sync")
-        team, data = self.team, self.prepared.data
-        tracker = Tracker(str(self.out / f"case_{number}"), STEPS, out=open(os.devnull, "w"))
-        tracker.start(0)
-        said: list[tuple[float, str]] = []
-        tracker.log = lambda line: said.append((time.time(), line))
-        before = team.roles.rollout.restarts
-        pipeline = Pipeline(self.cfg, team.roles, data.stream, data.val, tracker)
         self.arm(number, case)
-        another = False
-        try:
-            async with asyncio.timeout(CASE_S):
-                await pipeline.fit()
-            case.outcome = "ended well"
-        except Exception as error:
-            case.outcome = f"{type(error).__name__}: {error}"
-            another = await team.is_process_failure(error)
-        ended = time.time()
-        hit = self.out / f"hit_{number}"
-        case.hit = hit.exists()
+        reaction = await self.run_pipeline(number)
+        case.outcome = reaction.outcome
+        hit_path = self.out / f"hit_{number}"
+        case.hit = hit_path.exists()
         (self.out / "armed").unlink(missing_ok=True)
         if not case.hit:
             case.wrong = "the point was not reached"
             return
-        if another:
-            await team.end()
+        if reaction.begins_another_attempt:
+            await self.team.end()
             self.team = None
-            ended = time.time()
-        restarted = [at for at, line in said if "; restarting it" in line]
-        reacted = restarted[0] if case.expected == "replica" and restarted else ended
-        case.reaction_s = reacted - json.loads(hit.read_text())["time"] - case.detected_s
-        restarts = team.roles.rollout.restarts - before
-        case.wrong = self.complaint(case, another, restarts)
+            reaction.ended = time.time()
+        reacted = reaction.ended
+        if case.expected == "replica" and reaction.restarted is not None:
+            reacted = reaction.restarted
+        hit_time = json.loads(hit_path.read_text())["time"]
+        case.reaction_s = reacted - hit_time - case.detected_s
+        case.wrong = complaint(case, reaction)
+
+    async def run_pipeline(self, number: int) -> Reaction:
+        """Run the real pipeline to its end or failure."""
+        from one_step_off.monitoring.tracker import Tracker
+        from one_step_off.ray_trainer import Pipeline
+
+        team = self.team
+        data = self.prepared.data
+        tracker = Tracker(str(self.out / f"case_{number}"), STEPS, out=open(os.devnull, "w"))
+        tracker.start(0)
+        restart_times: list[float] = []
+
+        def note_restarts(line: str) -> None:
+            if "; restarting it" in line:
+                restart_times.append(time.time())
+
+        tracker.log = note_restarts
+        restarts_before = team.roles.rollout.restarts
+        pipeline = Pipeline(self.cfg, team.roles, data.stream, data.val, tracker)
+        outcome = "ended well"
+        begins_another_attempt = False
+        try:
+            async with asyncio.timeout(CASE_S):
+                await pipeline.fit()
+        except Exception as error:
+            outcome = f"{type(error).__name__}: {error}"
+            begins_another_attempt = await team.is_process_failure(error)
+        return Reaction(
+            outcome,
+            time.time(),
+            restart_times[0] if restart_times else None,
+            team.roles.rollout.restarts - restarts_before,
+            begins_another_attempt,
+        )
 
     def arm(self, number: int, case: Case) -> None:
         """Let the fault happen once, from now on."""
-        wish = {
+        order = {
             "id": number,
             "kind": case.kind,
             "point": case.point,
@@ -237,25 +283,27 @@ class Layout:
             "signal": case.action,
         }
         if case.point != "joining the sync":
-            wish["version"] = VERSIONS[case.version]
-        (self.out / "armed.new").write_text(json.dumps(wish))
+            order["version"] = VERSIONS[case.version]
+        (self.out / "armed.new").write_text(json.dumps(order))
         os.replace(self.out / "armed.new", self.out / "armed")
 
-    def complaint(self, case: Case, another: bool, restarts: int) -> str:
-        """What is not as promised; "" if all is."""
-        if case.reaction_s > BOUND_S:
-            return f"{case.reaction_s:.1f} s from the detection"
-        if case.expected == "replica" and (case.outcome != "ended well" or restarts != 1):
-            return f"the run did not go on with one restart ({restarts})"
-        if case.expected == "attempt" and not (
-            another and case.outcome.startswith(("ProcessDied", "TrainerDied"))
-        ):
+
+def complaint(case: Case, reaction: Reaction) -> str:
+    """What is not as promised; "" if all is."""
+    if case.reaction_s > BOUND_S:
+        return f"{case.reaction_s:.1f} s from the detection"
+    if case.expected == "replica":
+        if case.outcome != "ended well" or reaction.restarts != 1:
+            return f"the run did not continue with one restart ({reaction.restarts})"
+    if case.expected == "attempt":
+        names_death = case.outcome.startswith(("ProcessDied", "TrainerDied"))
+        if not reaction.begins_another_attempt or not names_death:
             return "no other attempt would begin"
-        if case.expected == "error" and (
-            another or not case.outcome.startswith(("SyncError", "RoleError"))
-        ):
+    if case.expected == "error":
+        is_named = case.outcome.startswith(("SyncError", "RoleError"))
+        if reaction.begins_another_attempt or not is_named:
             return "no named error"
-        return ""
+    return ""
 
 
 async def run_all(out: Path, cases: list[Case]) -> None:
@@ -266,9 +314,9 @@ async def run_all(out: Path, cases: list[Case]) -> None:
         print(describe(case), flush=True)
         with open(out / "cases.jsonl", "a") as file:
             file.write(json.dumps(asdict(case)) + "\n")
-        changed = case.point == "in the header"  # the engine's plan is another one from then on
-        if (case.wrong or changed) and layout.team is not None:  # the next case gets new processes
-            await layout.team.end()
+        changed_plan = case.point == "in the header"  # the engine keeps the other plan
+        if (case.wrong or changed_plan) and layout.team is not None:
+            await layout.team.end()  # the next case gets new processes
             layout.team = None
     if layout.team is not None:
         await layout.team.end()
@@ -276,10 +324,12 @@ async def run_all(out: Path, cases: list[Case]) -> None:
 
 def describe(case: Case) -> str:
     """One line."""
-    where = f"{case.ranks} ranks, {case.replicas} replicas, overlap {case.overlap}, {case.version} version"
-    took = "" if case.reaction_s is None else f" in {case.reaction_s:.1f} s"
+    layout = f"{case.ranks} ranks, {case.replicas} replicas"
+    details = f"{layout}, overlap {case.overlap}, {case.version} version"
+    seconds = "" if case.reaction_s is None else f" in {case.reaction_s:.1f} s"
     wrong = f"  WRONG: {case.wrong}" if case.wrong else ""
-    return f"{case.kind}, {case.point}, {case.action} ({where}): {case.outcome[:160]}{took}{wrong}"
+    fault = f"{case.kind}, {case.point}, {case.action}"
+    return f"{fault} ({details}): {case.outcome[:160]}{seconds}{wrong}"
 
 
 def table(cases: list[Case]) -> str:
@@ -291,11 +341,11 @@ def table(cases: list[Case]) -> str:
     groups: dict[tuple, list[Case]] = {}
     for case in cases:
         groups.setdefault((case.kind, case.point, case.action), []).append(case)
-    for (kind, point, action), own in sorted(groups.items()):
-        seconds = sorted(case.reaction_s for case in own if case.reaction_s is not None)
+    for (kind, point, action), group in sorted(groups.items()):
+        seconds = sorted(case.reaction_s for case in group if case.reaction_s is not None)
         times = f"{seconds[len(seconds) // 2]:.1f}, {seconds[-1]:.1f}" if seconds else ""
-        good = sum(not case.wrong for case in own)
-        lines.append(f"| {kind} | {point} | {action} | {len(own)} | {good} | {times} |")
+        good = sum(not case.wrong for case in group)
+        lines.append(f"| {kind} | {point} | {action} | {len(group)} | {good} | {times} |")
     return "\n".join(lines)
 
 
@@ -306,8 +356,8 @@ def read(out: Path) -> Iterator[Case]:
         yield Case(**json.loads(line))
 
 
-def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
-    """Start every layout after the other; returns what `tests.chaos` writes down."""
+def chosen_cases(args: argparse.Namespace) -> list[Case]:
+    """The cases that the options ask for."""
     cases = all_cases() if args.all else covering(all_cases(), args.seed)
     if args.faults:
         cases = [
@@ -321,28 +371,45 @@ def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
         ]
     if args.layouts:
         cases = [case for case in cases if f"{case.ranks}x{case.replicas}" in args.layouts]
-    begin, ended, wrong = time.monotonic(), [], []
-    for layout in dict.fromkeys((case.ranks, case.replicas) for case in cases):
-        own = [case for case in cases if (case.ranks, case.replicas) == layout]
-        out = args.out / "x".join(map(str, layout))
-        out.mkdir(parents=True)
-        (out / "wanted.json").write_text(json.dumps([asdict(case) for case in own]))
-        command = real.Command(out, [str(out)], module="tests.chaos.syncs")
-        try:
-            command.start()
-            code = command.process.wait(60 + CASE_S * len(own))
-            wrong += [f"layout {layout}: exit code {code}; see {command.log}"] * (code != 0)
-            wrong += real.left_behind(command)
-        finally:
-            command.clear()
+    return cases
+
+
+def run_layout(out: Path, cases: list[Case]) -> list[str]:
+    """Run the cases of one layout in a process of their own. Returns what is wrong with it."""
+    out.mkdir(parents=True)
+    (out / "wanted.json").write_text(json.dumps([asdict(case) for case in cases]))
+    command = real.Command(out, [str(out)], module="tests.chaos.syncs")
+    wrong = []
+    try:
+        command.start()
+        code = command.process.wait(60 + CASE_S * len(cases))
+        if code != 0:
+            wrong.append(f"layout {out.name}: exit code {code}; see {command.log}")
+        wrong += real.left_behind(command)
+    finally:
+        command.clear()
+    return wrong
+
+
+def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
+    """Start one layout after another. Returns what `tests.chaos` writes as result.json."""
+    begin = time.monotonic()
+    cases = chosen_cases(args)
+    cases_of_layout: dict[tuple[int, int], list[Case]] = {}
+    for case in cases:
+        cases_of_layout.setdefault((case.ranks, case.replicas), []).append(case)
+    ended: list[Case] = []
+    wrong: list[str] = []
+    for (ranks, replicas), layout_cases in cases_of_layout.items():
+        out = args.out / f"{ranks}x{replicas}"
+        wrong += run_layout(out, layout_cases)
         ended += read(out)
-        print(f"layout {layout}: {len(own)} cases", flush=True)
+        print(f"layout {out.name}: {len(layout_cases)} cases", flush=True)
     wrong += [describe(case) for case in ended if case.wrong]
     if len(ended) != len(cases):
         wrong.append(f"{len(cases) - len(ended)} cases did not end")
-    rows = [asdict(case) for case in ended]
     return {
-        "cases": rows,
+        "cases": [asdict(case) for case in ended],
         "hit": len(ended),
         "wrong": wrong,
         "table": table(ended),
@@ -351,7 +418,7 @@ def break_syncs(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """One layout, whose cases the folder names."""
+    """Run one layout. `argv`: its folder, which has the list of its cases."""
     import ray
 
     from one_step_off.monitoring.console import quiet_libraries

@@ -1,4 +1,5 @@
-"""What belongs to a run: its processes, by a variable in their environment; the shared memory and the ports they hold."""
+"""What belongs to a run: its processes, known by a variable in their environment, and the shared
+memory and the ports that they hold."""
 
 from __future__ import annotations
 
@@ -10,73 +11,90 @@ from pathlib import Path
 
 import psutil
 
-from one_step_off.cluster.process_cleanup import in_use
+from one_step_off.cluster.process_cleanup import mapped_inodes
 
 MARK = "CHAOS_MARK"
+"""The environment variable. SPT_NOENV must be set, too: it keeps setproctitle from writing over the
+environment that other processes see."""
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def marked(mark: str) -> dict[int, str]:
-    """The living processes of a run whose mark begins so: number -> command line. (The variable SPT_NOENV keeps setproctitle from writing over
-    the environment that others see.)"""
-    found, wanted = {}, f"{MARK}={mark}".encode()
-    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
-        with contextlib.suppress(OSError):
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    """The living processes whose mark begins with `mark`: process id -> command line."""
+    processes = {}
+    wanted = f"{MARK}={mark}".encode()
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        with contextlib.suppress(OSError):  # the process has just ended
+            variables = Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
             if any(variable.startswith(wanted) for variable in variables):
-                line = (
-                    Path(f"/proc/{pid}/cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                )
-                found[pid] = line.strip()
-    return found
+                arguments = Path(f"/proc/{name}/cmdline").read_bytes().split(b"\0")
+                command_line = b" ".join(arguments).decode(errors="replace")
+                processes[int(name)] = command_line.strip()
+    return processes
 
 
 class Belongings:
-    """Shared memory that was not there before and nobody maps, and ports that a run's processes listened on."""
+    """Shared memory that is new and that no process maps, and ports on which a run has listened."""
 
     def __init__(self) -> None:
-        self.before = set(os.listdir("/dev/shm"))
-        self.ports: dict[int, int] = {}  # of each the last process that had it
+        self.segments_before = set(os.listdir(SHARED_MEMORY))
+        self.ports: dict[int, int] = {}
+        """Port -> the last process that listened on it."""
 
     def look(self, pids: list[int]) -> None:
-        """Note what these have now."""
+        """Note the ports of these processes."""
         for pid in pids:
             with contextlib.suppress(psutil.Error):
-                for link in psutil.Process(pid).net_connections("tcp"):
-                    if link.status == psutil.CONN_LISTEN:
-                        self.ports[link.laddr.port] = pid
+                for connection in psutil.Process(pid).net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        self.ports[connection.laddr.port] = pid
 
     def left(self) -> list[str]:
-        """What of it is still there; the processes should be gone by now."""
-        used, segments = in_use(), []
-        for path in Path("/dev/shm").iterdir():
-            with contextlib.suppress(OSError):  # somebody else's has just gone
-                new = path.name not in self.before and path.stat().st_uid == os.geteuid()
-                segments += [str(path)] * (new and path.stat().st_ino not in used)
-        listening = {
-            link.laddr.port: link.pid
-            for link in psutil.net_connections("tcp")
-            if link.status == "LISTEN"
-        }
-        ports = [f"port {port}" for port, pid in self.ports.items() if listening.get(port) == pid]
-        return segments + ports
+        """What is still there of them, after the end of the processes."""
+        return self._segments_left() + self._ports_left()
+
+    def _segments_left(self) -> list[str]:
+        used_inodes = mapped_inodes()
+        segments = []
+        for path in SHARED_MEMORY.iterdir():
+            with contextlib.suppress(OSError):  # another process has just removed it
+                status = path.stat()
+                is_new = path.name not in self.segments_before
+                is_ours = status.st_uid == os.geteuid()
+                if is_new and is_ours and status.st_ino not in used_inodes:
+                    segments.append(str(path))
+        return segments
+
+    def _ports_left(self) -> list[str]:
+        listening = {}
+        for connection in psutil.net_connections("tcp"):
+            if connection.status == psutil.CONN_LISTEN:
+                listening[connection.laddr.port] = connection.pid
+        return [f"port {port}" for port, pid in self.ports.items() if listening.get(port) == pid]
 
 
 def wait_until_gone(
     mark: str, limit_s: float, belongings: Belongings
 ) -> tuple[float, dict[int, str]]:
-    """Wait until no process of the run lives: how long that took, and after `limit_s` those that still do."""
+    """Wait until no process of the run lives.
+
+    Returns:
+        The seconds that it took, and the processes that still live after `limit_s`.
+    """
     begin = time.monotonic()
-    while (left := marked(mark)) and time.monotonic() - begin < limit_s:
+    left = marked(mark)
+    while left and time.monotonic() - begin < limit_s:
         belongings.look(list(left))
         time.sleep(0.1)
+        left = marked(mark)
     return time.monotonic() - begin, left
 
 
 def end_all(mark: str) -> None:
-    """Kill whatever is left of the run."""
+    """Kill all processes of the run."""
     for pid in marked(mark):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.__main__ import disturb, exact, main, parsed
+from tests.chaos.__main__ import compare_stopped_runs, main, parse_arguments, run_with_kills
 from tests.chaos.command import Command, left_behind, settings
 from tests.chaos.points import KINDS
 from tests.chaos.syncs import break_syncs
@@ -31,7 +31,7 @@ def run_with(tmp_path: Path, kills: int, kinds: str, points: str) -> dict:
         "--out",
         f"{tmp_path}/c",
     ]
-    found = disturb(parsed(args), go_on=False)
+    found = run_with_kills(parse_arguments(args), resume_after=False)
     assert found["wrong"] == [] and found["hit"] == kills, json.dumps(found, indent=1)
     assert found["starts"] == 1, "the run itself never ended"
     return found
@@ -70,7 +70,7 @@ def test_one_of_each_kind_of_process_dies_and_the_run_goes_on(tmp_path: Path):
         "--out",
         f"{tmp_path}/c",
     ]
-    found = disturb(parsed(args))
+    found = run_with_kills(parse_arguments(args))
     assert found["wrong"] == [], json.dumps(found, indent=1)
     assert sorted(kill["kind"] for kill in found["kills"]) == sorted(KINDS)
 
@@ -138,11 +138,13 @@ def test_syncs_broken_in_every_way_end_soon(tmp_path: Path):
     ]
     chosen = [word for fault in faults for word in ("--faults", fault)]
     which = ["--syncs", "--all", "--layouts", "2x2", "--versions", "middle"]
-    found = break_syncs(parsed([*which, *chosen, "--out", f"{tmp_path}/s"]))
+    found = break_syncs(parse_arguments([*which, *chosen, "--out", f"{tmp_path}/s"]))
     assert found["wrong"] == [] and found["hit"] == 2 * len(faults), json.dumps(found, indent=1)
 
 
 @pytest.mark.slow
 def test_stopped_anywhere_and_resumed_are_the_same_bits(tmp_path: Path):
-    found = exact(parsed(["--kills", "4", "--exact", "--seed", "2", "--out", f"{tmp_path}/c"]))
+    found = compare_stopped_runs(
+        parse_arguments(["--kills", "4", "--exact", "--seed", "2", "--out", f"{tmp_path}/c"])
+    )
     assert found["wrong"] == [] and len(found["stops"]) == 4, json.dumps(found, indent=1)

@@ -1,8 +1,10 @@
-"""Python imports this by itself, in every process that has this folder on its PYTHONPATH: the chaos run's.
+"""Python imports this in every process that has this folder on its PYTHONPATH: those of the chaos
+run.
 
-It wraps the functions of `points.py` as their modules are imported. A wrapped function looks for the file that the
-runner has armed; the process that it means renames it (so only one can), says so, and kills or stops itself or, where
-the point says so, its child, the engine; or it raises, hangs, or changes what is about to be compared.
+It wraps the functions of `points.py` when their modules are imported. A wrapped function looks for
+the file that the runner has armed. The process that is meant renames it (so only one can), reports
+the hit, and kills or stops itself or its child, the engine; or it raises, hangs, or changes what is
+about to be compared.
 """
 
 import functools
@@ -18,140 +20,166 @@ import time
 from pathlib import Path
 
 FOLDER = os.environ.get("CHAOS_FOLDER", "")
-SEEN = {}  # calls so far, of each wish
-AT = {"version": None}  # the weight version that this process is busy with
+ARMED = os.path.join(FOLDER, "armed")
+IDLE_DELAY_S = 0.03
+CALLS_SEEN = {}
+"""Id of an order -> matching calls so far, without the first."""
+STATE = {"version": None}
+"""The weight version that this process is busy with."""
 
 
-def _points():
-    spec = importlib.util.spec_from_file_location(
-        "chaos_points", Path(__file__).parent.parent / "points.py"
-    )
+def _load_points():
+    """The module `points.py`, by its path: the product's processes have no package `tests`."""
+    path = Path(__file__).parent.parent / "points.py"
+    spec = importlib.util.spec_from_file_location("chaos_points", path)
     module = importlib.util.module_from_spec(spec)
     sys.modules["chaos_points"] = module  # dataclasses look there
     spec.loader.exec_module(module)
-    return [*module.NOTES, *module.POINTS]
+    return module
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds a module as the others do, and wraps what is in it once it has run."""
+    """Finds a module as the other finders do, and wraps its functions after it has run."""
 
-    def __init__(self, wanted):
-        self.wanted = wanted
+    def __init__(self, points_of_module):
+        self.points_of_module = points_of_module
 
     def find_spec(self, name, path=None, target=None):
-        if name not in self.wanted:
+        if name not in self.points_of_module:
             return None
-        points = self.wanted.pop(name)  # from now on this finder passes it over
+        points = self.points_of_module.pop(name)  # from now on this finder ignores the module
         spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
+        exec_module = spec.loader.exec_module
 
-        def exec_module(module):
-            run(module)
+        def exec_and_wrap(module):
+            exec_module(module)
             for point in points:
                 _wrap(module, point)
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_and_wrap
         return spec
 
 
 def _wrap(module, point):
-    holder, names = module, point.where.partition(":")[2].split(".")
-    for name in names[:-1]:
-        holder = getattr(holder, name)
-    real = holder.__dict__[names[-1]]
+    """Replace the point's function by one that calls `_visit` before and after."""
+    *owners, function_name = point.where.partition(":")[2].split(".")
+    holder = module
+    for owner in owners:
+        holder = getattr(holder, owner)
+    function = holder.__dict__[function_name]
 
-    def looks(args, kwargs, when):
-        if when == "before" and point.version:
-            AT["version"] = point.version(args)
-        if (
-            point.name
-            and when == {"idle": "after"}.get(point.when, point.when)
-            and os.path.exists(ARMED)
-        ):
-            _maybe(point, args, kwargs)
+    if inspect.iscoroutinefunction(function):
 
-    if inspect.iscoroutinefunction(real):
-
-        @functools.wraps(real)
+        @functools.wraps(function)
         async def wrapped(*args, **kwargs):
-            looks(args, kwargs, "before")
-            answer = await real(*args, **kwargs)
-            looks(args, kwargs, "after")
+            _visit(point, "before", args, kwargs)
+            answer = await function(*args, **kwargs)
+            _visit(point, "after", args, kwargs)
             return answer
     else:
 
-        @functools.wraps(real)
+        @functools.wraps(function)
         def wrapped(*args, **kwargs):
-            looks(args, kwargs, "before")
-            answer = real(*args, **kwargs)
-            looks(args, kwargs, "after")
+            _visit(point, "before", args, kwargs)
+            answer = function(*args, **kwargs)
+            _visit(point, "after", args, kwargs)
             return answer
 
-    setattr(holder, names[-1], wrapped)
+    setattr(holder, function_name, wrapped)
 
 
-def _maybe(point, args, kwargs):
+def _visit(point, when, args, kwargs):
+    """A wrapped function begins or has ended."""
+    if when == "before" and point.version:
+        STATE["version"] = point.version(args)
+    point_when = "after" if point.when == "idle" else point.when
+    if not point.name or when != point_when or not os.path.exists(ARMED):
+        return
+    order = _read_order()
+    if order is None or not _matches(order, point, args, kwargs):
+        return
+    victim = _engine_of(os.getpid()) if point.hits_child else os.getpid()
+    if victim is not None and _claim(order):
+        _report_hit(order, victim)
+        _execute(order, point, args, victim)
+
+
+def _read_order():
+    """What the runner has armed; None: another process was faster."""
     try:
-        with open(ARMED) as f:
-            wish = json.load(f)
-    except (OSError, ValueError):  # somebody else was faster
-        return
-    if (wish["kind"], wish["point"]) != (point.kind, point.name):
-        return
+        with open(ARMED) as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return None
+
+
+def _matches(order, point, args, kwargs):
+    """Whether the order is for this call."""
+    if (order["kind"], order["point"]) != (point.kind, point.name):
+        return False
     if point.only and not point.only(args, kwargs):
-        return
-    if wish.get("version") not in (None, AT["version"]):
-        return
-    SEEN[wish["id"]] = SEEN.get(wish["id"], -1) + 1
-    if SEEN[wish["id"]] < wish["skip"]:  # a later call
-        return
-    victim = (
-        _engine_of(os.getpid())
-        if point.kind == "engine" and "vllm_rollout" in point.where
-        else os.getpid()
-    )
-    if victim is None:
-        return
-    claimed = os.path.join(FOLDER, f"claimed_{wish['id']}")
+        return False
+    if order.get("version") not in (None, STATE["version"]):
+        return False
+    CALLS_SEEN[order["id"]] = CALLS_SEEN.get(order["id"], -1) + 1
+    return CALLS_SEEN[order["id"]] >= order["skip"]
+
+
+def _claim(order):
+    """Whether this process, and no other, executes the order."""
     try:
-        os.rename(ARMED, claimed)
+        os.rename(ARMED, os.path.join(FOLDER, f"claimed_{order['id']}"))
     except OSError:
-        return
-    _replace(os.path.join(FOLDER, f"hit_{wish['id']}"), wish | {"pid": victim, "time": time.time()})
-    if wish["signal"] == "raise":
+        return False
+    return True
+
+
+def _report_hit(order, victim):
+    """Write the file that the runner waits for, in one step."""
+    path = os.path.join(FOLDER, f"hit_{order['id']}")
+    new_path = f"{path}.{os.getpid()}.{threading.get_ident()}"
+    with open(new_path, "w") as file:
+        json.dump(order | {"pid": victim, "time": time.time()}, file)
+    os.replace(new_path, path)
+
+
+def _execute(order, point, args, victim):
+    action = order["signal"]
+    if action == "raise":
         raise RuntimeError(f"broken on purpose: {point.kind}, {point.name}")
-    if wish["signal"] == "hang":
+    if action == "hang":
         time.sleep(1e6)
-    if wish["signal"] == "corrupt":
+    if action == "corrupt":
         point.corrupt(args)
         return
-    number = getattr(signal, wish["signal"])
+    number = getattr(signal, action)
     if point.when == "idle":
-        threading.Timer(0.03, os.kill, (victim, number)).start()
+        threading.Timer(IDLE_DELAY_S, os.kill, (victim, number)).start()
     else:
         os.kill(victim, number)
 
 
 def _engine_of(pid):
+    """The process id of the vLLM engine that a replica has started; None: there is none."""
     for task in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{task}/children") as f:
-            for child in f.read().split():
-                with open(f"/proc/{child}/cmdline", "rb") as line:
-                    if b"EngineCore" in line.read():
-                        return int(child)
+        with open(f"/proc/{pid}/task/{task}/children") as children:
+            child_pids = children.read().split()
+        for child_pid in child_pids:
+            with open(f"/proc/{child_pid}/cmdline", "rb") as command_line:
+                if b"EngineCore" in command_line.read():
+                    return int(child_pid)
     return None
 
 
-def _replace(path, what):
-    mine = f"{path}.{os.getpid()}.{threading.get_ident()}"
-    with open(mine, "w") as f:
-        json.dump(what, f)
-    os.replace(mine, path)
+def _install():
+    """Wrap the functions of all points from now on."""
+    points = _load_points()
+    points_of_module = {}
+    for point in [*points.VERSION_POINTS, *points.POINTS]:
+        module_name = point.where.partition(":")[0]
+        points_of_module.setdefault(module_name, []).append(point)
+    sys.meta_path.insert(0, Finder(points_of_module))
 
 
 if FOLDER:
-    ARMED = os.path.join(FOLDER, "armed")
-    by_module = {}
-    for one in _points():
-        by_module.setdefault(one.where.partition(":")[0], []).append(one)
-    sys.meta_path.insert(0, Finder(by_module))
+    _install()

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from one_step_off.algorithms import advantages as adv
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from one_step_off.algorithms.advantages import estimate_advantages
+from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.config.errors import ConfigError
 from tests.unit.algorithms.advantage_helpers import (
     first,

@@ -13,7 +13,12 @@ import pytest
 import torch
 
 from one_step_off.cluster import resource_usage as usage
-from one_step_off.cluster.resource_usage import UsageProbe, look, peak_resident_bytes, watch_usage
+from one_step_off.cluster.resource_usage import (
+    UsageProbe,
+    peak_resident_bytes,
+    report_usage,
+    watch_usage,
+)
 
 
 def test_children_count():
@@ -101,7 +106,7 @@ def test_groups_are_merged():
         {"memory_bytes": 3, "gpu_utilisation": 1.0},
     ]
     actors, seen = [Actor(answer | {"device": "X"}) for answer in answers], []
-    asyncio.run(look("rollout", actors, True, lambda m, name: seen.append((m, name))))
+    asyncio.run(report_usage("rollout", actors, True, lambda m, name: seen.append((m, name))))
     assert seen == [({"memory/rollout_peak_bytes": 3.0, "gpu_utilisation/rollout": 0.75}, "X")]
 
 
@@ -109,7 +114,7 @@ def test_a_dead_process_does_not_disturb():
     seen = []
     good, dead = Actor({"memory_bytes": 5, "device": "X"}), Actor(RuntimeError("dead"))
     for group, actors in {"rollout": [dead], "trainer": [dead, good]}.items():
-        asyncio.run(look(group, actors, False, lambda m, name: seen.append((m, name))))
+        asyncio.run(report_usage(group, actors, False, lambda m, name: seen.append((m, name))))
     assert seen == [({"memory/trainer_peak_bytes": 5.0}, "X")]
 
 

@@ -1,4 +1,5 @@
-"""The tiny models: their tokenizer, their files, their cache, and (slow) what the warm start teaches."""
+"""The tiny models: their tokenizer, their files, their cache, and (slow) what the warm start
+teaches."""
 
 from __future__ import annotations
 
@@ -71,7 +72,8 @@ def test_warm_start_sees_what_training_will_see(tokenizer) -> None:
     prompt = tiny_qwen.prompt_ids(tokenizer, row["question"])
     response = tiny_qwen.response_ids(tokenizer, row["answer"])
     assert prompt == tokenizer(text, add_special_tokens=False)["input_ids"]
-    # One text tokenized whole gives the same ids as its two halves: no token straddles the boundary.
+    # One text tokenized whole gives the same ids as its two halves: no token straddles the
+    # boundary.
     whole = f"{text} {row['answer']}{tiny_qwen.EOS}"
     assert prompt + response == tokenizer.encode(whole, add_special_tokens=False)
     answered = [*turns, {"role": "assistant", "content": row["answer"]}]

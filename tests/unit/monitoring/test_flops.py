@@ -26,7 +26,8 @@ def test_palm_formula_by_hand():
 
 
 def test_generation_by_hand():
-    # The prompt of 3 once, then two samples of 2 tokens that see 3 and 4 tokens each: 4 * 2 * 8 = 64 per token seen.
+    # The prompt of 3 once, then two samples of 2 tokens that see 3 and 4 tokens each: 4 * 2 * 8 =
+    # 64 per token seen.
     prompt = 2 * 1000 * 3 + 64 * 9
     token_by_token = 2 * (2 * 1000 * 2 + 64 * (3 + 4))
     assert SHAPE.generate_flops([3], [3, 3], [2, 2]) == prompt + token_by_token

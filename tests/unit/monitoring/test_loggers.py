@@ -1,4 +1,5 @@
-"""TensorBoard, W&B and sample dumps: what they write, and that their failures are told and harmless."""
+"""TensorBoard, W&B and sample dumps: what they write, and that their failures are told and
+harmless."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def config(folder: Path, **changes: object) -> Config:
 
 
 def log_steps(cfg: Config, steps: range, said: list[str]) -> None:
-    # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10 before 9). Runs of
-    # one folder are never started within one second, but tests are.
+    # TensorBoard reads event files by their names: seconds, then a counter that sorts as text (10
+    # before 9). Runs of one folder are never started within one second, but tests are.
     time.sleep(1 - time.time() % 1)
     found = open_loggers(
         cfg, steps[0], PROMPTS.get, said.append, start_remote_loggers(cfg, steps[0] > 0)

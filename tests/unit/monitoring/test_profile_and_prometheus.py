@@ -1,4 +1,5 @@
-"""What looks into a run from outside: torch's profile of one step, and the gauges that Prometheus asks for."""
+"""What looks into a run from outside: torch's profile of one step, and the gauges that Prometheus
+asks for."""
 
 from __future__ import annotations
 

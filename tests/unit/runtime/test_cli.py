@@ -1,4 +1,5 @@
-"""The command line as a user meets it: exit codes, one line on stderr, no heavy import before an answer; the scripts' choices."""
+"""The command line as a user meets it: exit codes, one line on stderr, no heavy import before an
+answer; the scripts' choices."""
 
 from __future__ import annotations
 
@@ -315,7 +316,8 @@ def test_setup_refuses(checkout: Path, argv: list[str], env: dict[str, str], par
 def would_train(
     tmp_path: Path, gpus: int, **env: str
 ) -> tuple[subprocess.CompletedProcess, list[str]]:
-    """Run run_qwen_gsm8k.sh from tmp_path; the process and the arguments that the program would get."""
+    """Run run_qwen_gsm8k.sh from tmp_path; the process and the arguments that the program would
+    get."""
     root = tmp_path / "checkout"
     script(root / "shell" / "run_qwen_gsm8k.sh", (ROOT / "shell" / "run_qwen_gsm8k.sh").read_text())
     script(root / "shell" / "setup.sh", FAKE_SETUP)

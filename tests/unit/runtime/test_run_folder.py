@@ -1,4 +1,5 @@
-"""A command over the folder of an earlier run: it resumes it, or is refused, or has been told to replace it."""
+"""A command over the folder of an earlier run: it resumes it, or is refused, or has been told to
+replace it."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Reached(Exception):
 
 @pytest.fixture
 def begins(tmp_path, monkeypatch):
-    """Whether a run with these arguments goes on to its model: the exit code and what is said, if it does not."""
+    """Whether a run with these arguments goes on to its model: the exit code and what is said, if
+    it does not."""
 
     def prepare(*_: object) -> None:
         raise Reached
@@ -46,7 +48,8 @@ def begins(tmp_path, monkeypatch):
 
 
 def earlier(folder: Path, steps: int = 0, checkpoints: tuple[int, ...] = ()) -> None:
-    """What a run of so many steps has left; for the question alone the files' contents do not matter."""
+    """What a run of so many steps has left; for the question alone the files' contents do not
+    matter."""
     folder.mkdir(parents=True, exist_ok=True)
     if steps:
         (folder / "metrics.jsonl").write_text("".join(f'{{"step": {i}}}\n' for i in range(steps)))
@@ -100,7 +103,8 @@ def test_a_run_with_checkpoints_is_resumed_and_not_replaced(begins, tmp_path, ca
     ],
 )
 def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp_path, capsys):
-    """The same command given twice: the first time it went on from step 50, the second time that would drop what it did."""
+    """The same command given twice: the first time it went on from step 50, the second time that
+    would drop what it did."""
     earlier(tmp_path / "run", steps, checkpoints)
     back = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
     may, said = begins(capsys, back)
@@ -116,7 +120,8 @@ def test_going_back_loses_nothing_unasked(steps, checkpoints, holds, begins, tmp
 
 
 def test_the_last_step_is_what_the_rows_say(begins, tmp_path, capsys):
-    """A run that began from another folder's checkpoint has no rows before it; the last row may be cut off."""
+    """A run that began from another folder's checkpoint has no rows before it; the last row may be
+    cut off."""
     earlier(tmp_path / "run", 0, (50,))
     rows = tmp_path / "run" / "metrics.jsonl"
     resume = f"trainer.resume={tmp_path}/run/checkpoints/step_000050"
@@ -188,7 +193,8 @@ def test_a_dry_run_only_warns(tmp_path, capsys):
 
 @pytest.mark.parametrize("folder", ["/proc/run", "/proc/deeper/run"])
 def test_a_folder_that_only_seems_to_be_writable(folder, models, tmp_path, capsys):
-    """Even root cannot make a folder there, though its mode says so: known before the model is read."""
+    """Even root cannot make a folder there, though its mode says so: known before the model is
+    read."""
     if not os.access("/proc", os.W_OK):
         pytest.skip("only root may think so")
     line = refused(

@@ -1,4 +1,5 @@
-"""What is said when a function of the user's own fails: its line, the response, the traceback; and where output goes."""
+"""What is said when a function of the user's own fails: its line, the response, the traceback; and
+where output goes."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from one_step_off.data.samples import Prompt
 from one_step_off.models import tiny_qwen
 from one_step_off.rewards.reward import RewardError, RewardItem
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.failure_report import report_failure
 
 MODULE = """
@@ -72,7 +74,8 @@ def error_of(function: str, timeout_s: float = 5.0) -> RewardError:
 
 
 def test_a_reward_that_raises_names_the_users_line_and_the_response(own):
-    """The deepest frame is json's; the line is the user's. All of it survives the way to another process."""
+    """The deepest frame is json's; the line is the user's. All of it survives the way to another
+    process."""
     error = pickle.loads(pickle.dumps(error_of("raises")))
     assert (
         f"prompt (0, 3), sample 1, data row rows.jsonl:4: raised JSONDecodeError at own_code.py:{line_of('return json.loads')}: "
@@ -99,7 +102,8 @@ def test_a_wrong_reward_names_the_response(own):
 
 
 def test_a_function_of_an_installed_package_has_its_line_too(own, monkeypatch):
-    """What lies in site-packages counts as a library's, unless it is the reward function's own file."""
+    """What lies in site-packages counts as a library's, unless it is the reward function's own
+    file."""
     folder = own / "site-packages"
     folder.mkdir()
     (folder / "installed_code.py").write_text(MODULE)
@@ -128,8 +132,8 @@ class Fails(AgentLoop):
     """Speaks, and then fails."""
 
     async def run(self, prompt, generate, score, limits):
-        talk = Trajectory(prompt.ids, limits)
-        await talk.say(generate)
+        trajectory = Trajectory(prompt.ids, limits)
+        await trajectory.generate(generate)
         raise KeyError("mood")
 
 

@@ -1,4 +1,5 @@
-"""Helpers of the trainers' tests: tiny models, batches, one-rank workers, and the loss by hand on a plain model."""
+"""Helpers of the trainers' tests: tiny models, batches, one-rank workers, and the loss by hand on a
+plain model."""
 
 import socket
 from typing import Any
@@ -43,15 +44,19 @@ class Recorder(PolicyWorker):
 
 def write_model(hf_config, folder):
     """Write a random model, and a tokenizer of its vocabulary, into a folder."""
-    from tokenizers import Tokenizer, models
-
     torch.manual_seed(1)
     transformers.AutoModelForCausalLM.from_config(hf_config).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+def write_tokenizer(folder):
+    """Write a tokenizer with a word for every token id."""
+    from tokenizers import Tokenizer, models
+
     words = {f"w{i}": i for i in range(VOCAB)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="w1"
-    ).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1")
+    fast.save_pretrained(folder)
 
 
 def config(path, **changes):
@@ -81,7 +86,8 @@ def hf_log_probs(model, sample, temperature):
 
 
 def make_batch(path, prompts=4, n=3, seed=0, version=3):
-    """Samples of many lengths with masked tokens, mu near the model's own policy, so that some tokens are clipped."""
+    """Samples of many lengths with masked tokens, mu near the model's own policy, so that some
+    tokens are clipped."""
     rng, model = np.random.default_rng(seed), hf_model(path)
     samples = []
     for prompt in range(prompts):
@@ -141,7 +147,8 @@ def whole(worker):
 
 
 def assert_gradients_equal(got, want, rtol=1e-6):
-    """The whole gradient within rtol, in its norm; no single tensor further off than fp32 sums in another order are."""
+    """The whole gradient within rtol, in its norm; no single tensor further off than fp32 sums in
+    another order are."""
     assert got.keys() == want.keys()
     error = {n: np.linalg.norm(got[n].astype(np.float64) - want[n]) for n in want}
     norm = {n: np.linalg.norm(want[n].astype(np.float64)) for n in want}
@@ -151,7 +158,8 @@ def assert_gradients_equal(got, want, rtol=1e-6):
 
 
 def by_hand(path, batch, cfg):
-    """The loss of the whole batch, token by token from the formulas, and its gradients, on a plain model."""
+    """The loss of the whole batch, token by token from the formulas, and its gradients, on a plain
+    model."""
     model, a = hf_model(path), cfg.algorithm
     alive = [i for i, s in enumerate(batch.samples) if s.loss_mask.any()]
     tokens = sum(int(s.loss_mask.sum()) for s in batch.samples)

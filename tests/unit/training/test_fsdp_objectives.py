@@ -1,4 +1,5 @@
-"""Keys of the objective that reach the trainer: what they do to its gradient, against the formula or another key."""
+"""Keys of the objective that reach the trainer: what they do to its gradient, against the formula
+or another key."""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ class RecordingCritic(CriticWorker):
 
 @pytest.fixture(scope="module")
 def judge(model_folders, tmp_path_factory):
-    """A sequence classifier as it would come from the hub, its head large enough to tell sequences apart."""
+    """A sequence classifier as it would come from the hub, its head large enough to tell sequences
+    apart."""
     folder = tmp_path_factory.mktemp("judge")
     torch.manual_seed(2)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(
@@ -86,8 +87,8 @@ def test_values_are_the_heads_before_each_token(model_folders, judge, start_sing
 
 @pytest.mark.parametrize("agg", [None, "sequence-mean"])
 def test_value_loss_and_gradients_equal_the_formula(model_folders, judge, start_single, agg):
-    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained tokens, whatever the
-    actor's aggregation is; or the mean over sequences of their means."""
+    """max((V - R)^2, (V clipped around V_old - R)^2) / 2, by default the mean over the trained
+    tokens, whatever the actor's aggregation is; or the mean over sequences of their means."""
     batch, model, c = with_returns(model_folders["tied"]), classifier(judge), 0.4
     tokens, loss, bound = sum(int(s.loss_mask.sum()) for s in batch.samples), torch.zeros(()), 0
     alive = sum(bool(s.loss_mask.any()) for s in batch.samples)

@@ -1,4 +1,5 @@
-"""The FSDP back end against plain Hugging Face models: the same log-probs, the same gradients, however the work is cut."""
+"""The FSDP back end against plain Hugging Face models: the same log-probs, the same gradients,
+however the work is cut."""
 
 import copy
 import dataclasses
@@ -31,7 +32,8 @@ from tests.unit.training.fsdp_helpers import (
     whole,
 )
 
-# ---- one rank ---------------------------------------------------------------------------------------------------
+# ---- one rank
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -76,7 +78,8 @@ def test_squares_of_the_whole_distribution_beside_the_log_probs(model_folders, s
         assert got[i].shape == (len(s.response_ids), 2) and got[i].dtype == np.float32
         np.testing.assert_array_equal(got[i][:, 0], plain[i])
         np.testing.assert_allclose(got[i][:, 1], (p**2).sum(-1).numpy(), rtol=1e-5)
-        # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token baseline adds up
+        # |one-hot of the token - p|^2, the squared gradient at the logits that the optimal token
+        # baseline adds up
         one_hot = torch.nn.functional.one_hot(ids[len(s.prompt_ids) :], VOCAB)
         energy = 1 - 2 * np.exp(got[i][:, 0]) + got[i][:, 1]
         np.testing.assert_allclose(
@@ -183,7 +186,8 @@ def test_a_gradient_that_is_not_finite_skips_one_step(model_folders, start_singl
 
 
 def test_mini_batches_epochs_clip_and_schedule(model_folders, start_single):
-    """Against AdamW on a plain model: 2 epochs x 2 mini-batches, clipped, with warm-up and cosine decay."""
+    """Against AdamW on a plain model: 2 epochs x 2 mini-batches, clipped, with warm-up and cosine
+    decay."""
     path = model_folders["untied"]
     cfg = config(path, **CLIP, actor__ppo_mini_batch_size=2, actor__ppo_epochs=2, actor__lr=1e-3)
     cfg.actor.grad_clip, cfg.actor.warmup_steps, cfg.actor.lr_schedule = 0.05, 2, "cosine"
@@ -251,7 +255,8 @@ def test_bfloat16_wire_and_save(model_folders, start_single, tmp_path):
 
 
 def test_weights_can_be_read_while_a_forward_pass_runs(model_folders, start_single):
-    """The stream of v(N) overlaps the first passes of step N, when modules hold gathered parameters."""
+    """The stream of v(N) overlaps the first passes of step N, when modules hold gathered
+    parameters."""
     seen = []
 
     class Reader(PolicyWorker):
@@ -283,7 +288,8 @@ def test_save_replaces_whole_and_reports_failures(model_folders, start_single, t
         worker.save_hf(str(tmp_path / "file" / "hf"))
 
 
-# ---- several ranks ----------------------------------------------------------------------------------------------
+# ---- several ranks
+# ----------------------------------------------------------------------------------------------
 
 
 def run_rank(rank, world, cases, out):

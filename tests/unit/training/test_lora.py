@@ -1,4 +1,5 @@
-"""LoRA under FSDP2 against peft on plain models: what is trained, streamed, saved and resumed; on one rank and on several."""
+"""LoRA under FSDP2 against peft on plain models: what is trained, streamed, saved and resumed; on
+one rank and on several."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def merged_by_peft(path, state, dtype=torch.float32):
 
 
 def run_rank(rank, world, port, path, fsdp_size, out):
-    """Two updates; between them a checkpoint, a model, and the stream. Then the second once more, resumed."""
+    """Two updates; between them a checkpoint, a model, and the stream. Then the second once more,
+    resumed."""
     torch.set_num_threads(1)
     cfg, batch = adapted(path, actor__grad_clip=0.5, actor__fsdp_size=fsdp_size), make_batch(path)
     worker = start(cfg, rank=rank, world=world, port=port, cls=Adapting)
@@ -169,7 +171,8 @@ def test_the_trainer_computes_with_the_merged_weights(ran):
 
 
 def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule(ran, start_single):
-    """With W' = W + s B A: dL/dB = s dL/dW' A^T, dL/dA = s B^T dL/dW'. The right sides by full training of W'."""
+    """With W' = W + s B A: dL/dB = s dL/dW' A^T, dL/dA = s B^T dL/dW'. The right sides by full
+    training of W'."""
     path, out, results = ran
     worker = start_single(config(str(out / "hf")), cls=Recorder)
     worker.update(make_batch(path))

@@ -1,4 +1,5 @@
-"""Rewards by a model: what it reads, a real server and its failures, and the mixing with rule rewards."""
+"""Rewards by a model: what it reads, a real server and its failures, and the mixing with rule
+rewards."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ PROMPTS = {
 
 
 class Server:
-    """A reward server that answers each sample with the length of its response, unless told otherwise."""
+    """A reward server that answers each sample with the length of its response, unless told
+    otherwise."""
 
     def __init__(self) -> None:
         self.open = self.most = self.calls = 0
@@ -237,7 +239,8 @@ def test_rewards_are_mixed_by_weight_and_keep_their_parts():
 
 @pytest.mark.parametrize("score", [1e308, -1.7e308, math.inf, math.nan])
 def test_a_score_too_large_to_be_mixed_is_an_error_of_its_sample(score):
-    """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors would catch that."""
+    """Left alone, weight times score, or a group's sum, would be infinite, and no policy of errors
+    would catch that."""
     cfg, samples = Config(), [sample(0, reward=1.0), sample(1, reward=0.5)]
     cfg.reward_model.weight, cfg.reward.on_error = 1e6, "zero"
     mix(samples, [score, 1e-6], cfg)

@@ -1,4 +1,5 @@
-"""Bucket deltas: every change comes back bit by bit, in few bytes, and what is damaged is refused."""
+"""Bucket deltas: every change comes back bit by bit, in few bytes, and what is damaged is
+refused."""
 
 from __future__ import annotations
 
@@ -60,7 +61,7 @@ def assert_round_trip(new: torch.Tensor, base: torch.Tensor) -> torch.Tensor | N
 def test_any_change_comes_back(size, kinds, share, run, small, seed):
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setitem(delta._BLOCK, "cpu", 96)
+            patch.setitem(delta._BLOCK_WORDS, "cpu", 96)
         new = base = weights(8 * size, seed)
         generator = torch.Generator().manual_seed(seed)
         for (
@@ -76,7 +77,7 @@ def test_any_change_comes_back(size, kinds, share, run, small, seed):
     "where", [[], [0], [-1], [0, -1], [0, 70_000, 17_000_000, -1], [65_535], [65_536, 131_071]]
 )
 def test_gaps_of_any_length(where, monkeypatch):
-    monkeypatch.setitem(delta._BLOCK, "cpu", 1 << 25)
+    monkeypatch.setitem(delta._BLOCK_WORDS, "cpu", 1 << 25)
     base = torch.zeros(17_000_008 if 17_000_000 in where else 131_080, dtype=torch.int16)
     for kind in ("ulp", "sign", "byte"):
         payload = assert_round_trip(
@@ -131,7 +132,8 @@ def example(words: int = 4000) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=300)
 @given(st.data())
 def test_a_damaged_payload_is_refused_or_stays_inside(data):
-    """It raises with nothing written, or it is a valid payload of other changes, which only a checksum can tell."""
+    """It raises with nothing written, or it is a valid payload of other changes, which only a
+    checksum can tell."""
     payload, base = example()
     at = data.draw(st.integers(0, 63) | st.integers(0, len(payload) - 1))
     payload[at] = data.draw(st.integers(0, 255))
@@ -170,7 +172,7 @@ def test_what_does_not_fit_raises():
 
 
 def test_nothing_is_written_when_a_later_block_is_wrong(monkeypatch):
-    monkeypatch.setitem(delta._BLOCK, "cpu", 1024)
+    monkeypatch.setitem(delta._BLOCK_WORDS, "cpu", 1024)
     base = torch.zeros(2048, dtype=torch.int16)
     new = changed(base, torch.tensor([3, 2047]), "ulp", 0)
     payload, _ = delta.encode(new.view(torch.uint8), base.view(torch.uint8))

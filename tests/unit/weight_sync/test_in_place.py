@@ -1,18 +1,26 @@
-"""Changes written straight into a model's parameters, over real senders and receivers, and the fallback to a mirror."""
+"""In-place updates over real senders and receivers, and the fallback to a mirror."""
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from one_step_off.cluster.errors import SyncError
 from one_step_off.weight_sync.in_place import InPlaceModel, NotInPlace
-from one_step_off.weight_sync.receiver import WeightReceiver
-from tests.unit.weight_sync.test_distributed_util import CPU, Net, normal, same
+from tests.unit.weight_sync.weight_stream import (
+    Job,
+    Weights,
+    WeightStream,
+    assert_no_errors,
+    assert_received,
+    perturb,
+    random_weights,
+)
 
-# Rows that two senders own, so that tensors are joined; `embed` travels in strips; `norm`, `bias` and `one` leave padding.
+# Two senders own the rows, so that tensors are joined. `embed` travels in strips; `norm`, `bias`
+# and `one` leave padding.
 SHAPES = {
     "embed": (400, 64),
     "q": (24, 31),
@@ -23,140 +31,152 @@ SHAPES = {
     "one": (),
     "n": (1,),
 }
+ROWS_OF_QK = {"q": slice(0, 24), "k": slice(24, 32)}
 
 
 class Model(torch.nn.Module):
-    """q and k fused in one parameter, the rest each in its own. `reorder`: what its kernels want after loading."""
+    """q and k fused in one parameter, every other tensor in its own."""
 
-    def __init__(self, reorder=lambda qk: qk) -> None:
+    def __init__(self, reorder: Callable = lambda qk: qk) -> None:
+        """`reorder`: what the model's kernels do with qk after loading."""
         super().__init__()
-        shapes = {name: shape for name, shape in SHAPES.items() if name not in "qk"} | {
-            "qk": (32, 31)
-        }
+        shapes = {name: shape for name, shape in SHAPES.items() if name not in ROWS_OF_QK}
+        shapes["qk"] = (32, 31)
         for name, shape in shapes.items():
-            self.register_parameter(
-                name, torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16), False)
-            )
-        self.reorder, self.loads = reorder, 0
+            zeros = torch.zeros(shape, dtype=torch.bfloat16)
+            self.register_parameter(name, torch.nn.Parameter(zeros, requires_grad=False))
+        self.reorder = reorder
+        self.loads = 0
 
     def load_weights(self, weights):
         self.loads += 1
         for name, tensor in weights:
-            rows = {"q": slice(0, 24), "k": slice(24, 32)}.get(name)
-            (getattr(self, name) if rows is None else self.qk.data[rows]).copy_(tensor)
+            self.hf_tensor(name).copy_(tensor)
 
-    def hf(self) -> dict[str, torch.Tensor]:
-        return {
-            n: {"q": self.qk[:24], "k": self.qk[24:]}.get(n) if n in "qk" else getattr(self, n)
-            for n in SHAPES
-        }
+    def hf_tensor(self, name: str) -> torch.Tensor:
+        if name in ROWS_OF_QK:
+            return self.qk.data[ROWS_OF_QK[name]]
+        return getattr(self, name)
+
+    def hf_tensors(self) -> Weights:
+        return {name: self.hf_tensor(name) for name in SHAPES}
 
 
-def sync(net: Net, models: list[Model], tensors: dict[str, torch.Tensor], version: int) -> list:
+def sync(stream: WeightStream, models: list[Model], weights: Weights, version: int) -> list:
     """One sync into `models`, one of each receiver."""
 
-    def into(jobs) -> None:
-        jobs[-len(models) :] = [
-            functools.partial(receiver.receive, model.load_weights, version)
-            for receiver, model in zip(net.receivers, models, strict=True)
-        ]
+    def load_into_models(jobs: list[Job]) -> None:
+        del jobs[-len(models) :]
+        for receiver, model in zip(stream.receivers, models, strict=True):
+            jobs.append(lambda r=receiver, m=model: r.receive(m.load_weights, version))
 
-    return net.sync(tensors, version, change=into)[0]
+    results, _ = stream.sync(weights, version, change_jobs=load_into_models)
+    return results
 
 
-def go_in_place(net: Net, models: list[Model]) -> None:
-    for receiver, model in zip(net.receivers, models, strict=True):
+def switch_to_in_place(stream: WeightStream, models: list[Model]) -> None:
+    for receiver, model in zip(stream.receivers, models, strict=True):
         model.qk.copy_(model.reorder(model.qk))
-        receiver.live = InPlaceModel(receiver.plan, receiver.room, receiver.sums, model)
+        receiver.in_place = InPlaceModel(
+            receiver.plan, receiver.join_buffer, receiver.checksums, model
+        )
         receiver.mirror = None
 
 
-def perturb(tensors: dict[str, torch.Tensor], share: float = 0.02) -> None:
-    for tensor in tensors.values():
-        words = tensor.view(torch.int16)
-        step = torch.randint(-2, 3, words.shape, dtype=torch.int16)
-        words += torch.where(torch.rand(words.shape) < share, step, torch.zeros_like(step))
-
-
-def net_of(receivers: int, near=None, full_every: int = 20) -> Net:
-    net = Net(SHAPES, 2, receivers, bucket_bytes=16_000, dtype="bfloat16", near=near)
-    assert not all(bucket.ends for bucket in net.plan.buckets) and any(
-        b.joined for b in net.plan.buckets if b.ends
+def delta_stream(
+    receivers: int, same_device: list[list[int]] | None = None, full_every: int = 20
+) -> WeightStream:
+    """Two senders of deltas; the plan has strips and joined tensors."""
+    stream = WeightStream(
+        SHAPES, 2, receivers, bucket_bytes=16_000, dtype="bfloat16", same_device=same_device
     )
-    for sender in net.senders:
+    whole = [bucket for bucket in stream.plan.buckets if bucket.completes_tensors]
+    assert len(whole) < len(stream.plan.buckets)
+    assert any(bucket.join_offsets for bucket in whole)
+    for sender in stream.senders:
         sender.full_every = full_every
-    return net
+    return stream
 
 
-@pytest.mark.parametrize(("receivers", "near"), [(2, None), (1, [[0], []])])
-def test_fifty_updates_in_place_leave_the_bits_of_a_full_sync(receivers, near):
-    net, models, sizes = net_of(receivers, near), [Model() for _ in range(receivers)], []
-    tensors = normal(SHAPES, "bfloat16")
-    assert not [r for r in sync(net, models, tensors, 0) if isinstance(r, Exception)]
-    go_in_place(net, models)
-    loads = [model.loads for model in models]
+@pytest.mark.parametrize(
+    ("receivers", "same_device"),
+    [(2, None), (1, [[0], []])],
+    ids=["two over gloo", "one on a sender's device"],
+)
+def test_fifty_in_place_updates_leave_the_bits_of_a_full_sync(receivers, same_device):
+    stream = delta_stream(receivers, same_device)
+    models = [Model() for _ in range(receivers)]
+    weights = random_weights(SHAPES, "bfloat16")
+    assert_no_errors(sync(stream, models, weights, 0))
+    switch_to_in_place(stream, models)
+    loads_before = [model.loads for model in models]
+    bytes_of_sync = {}
     for version in range(1, 51):
-        perturb(tensors)
+        perturb(weights)
         if version == 7:
-            tensors["up"].normal_()
-        results = sync(net, models, tensors, version)
-        assert not [r for r in results if isinstance(r, Exception)], results
-        assert all(same([model.hf()], tensors) for model in models), version
-        sizes.append(sum(r["bytes"] for r in results[:2]))
-    assert [model.loads for model in models] == loads, "nothing was loaded as a checkpoint is"
-    assert all(receiver.mirror is None for receiver in net.receivers)
-    assert [i for i, size in enumerate(sizes, 1) if size >= net.plan.total_bytes] == [20, 40]
-    assert sorted(sizes)[len(sizes) // 2] < 0.15 * net.plan.total_bytes
+            weights["up"].normal_()
+        results = sync(stream, models, weights, version)
+        assert_no_errors(results)
+        assert_received([model.hf_tensors() for model in models], weights)
+        bytes_of_sync[version] = sum(report["bytes"] for report in results[:2])
+    assert [model.loads for model in models] == loads_before, "nothing was loaded by name"
+    assert all(receiver.mirror is None for receiver in stream.receivers)
+    full_bytes = stream.plan.total_bytes
+    full_syncs = [version for version, size in bytes_of_sync.items() if size >= full_bytes]
+    assert full_syncs == [20, 40]
+    median_bytes = sorted(bytes_of_sync.values())[len(bytes_of_sync) // 2]
+    assert median_bytes < 0.15 * full_bytes
 
 
-def test_a_model_that_reorders_its_parameters_keeps_a_right_mirror():
-    net, models = net_of(1), [Model(reorder=lambda qk: qk.flip(0))]
-    tensors = normal(SHAPES, "bfloat16")
-    sync(net, models, tensors, 0)
+def test_a_model_that_reorders_its_parameters_keeps_a_correct_mirror():
+    stream = delta_stream(1)
+    model = Model(reorder=lambda qk: qk.flip(0))
+    weights = random_weights(SHAPES, "bfloat16")
+    sync(stream, [model], weights, 0)
     with pytest.raises(NotInPlace, match="other bytes than were sent"):
-        go_in_place(net, models)
+        switch_to_in_place(stream, [model])
     for version in range(1, 4):
-        perturb(tensors)
-        results = sync(net, models, tensors, version)
-        assert not [r for r in results if isinstance(r, Exception)] and same(
-            [models[0].hf()], tensors
-        )
-    assert net.receivers[0].mirror and not net.receivers[0].live
+        perturb(weights)
+        assert_no_errors(sync(stream, [model], weights, version))
+        assert_received([model.hf_tensors()], weights)
+    (receiver,) = stream.receivers
+    assert receiver.mirror
+    assert not receiver.in_place
 
 
-def test_parameters_that_changed_behind_its_back_are_caught_and_mended_by_the_next_epoch():
-    net, models = net_of(1), [Model()]
-    tensors = normal(SHAPES, "bfloat16")
-    sync(net, models, tensors, 0)
-    go_in_place(net, models)
-    models[0].qk.view(torch.int16)[3, 3] += 1
-    perturb(tensors)
-    assert any(
-        "checksum of bucket" in str(r)
-        for r in sync(net, models, tensors, 1)
-        if isinstance(r, SyncError)
-    )
-    assert not net.receivers[0].live and not same([models[0].hf()], tensors)
-    net.receivers = [WeightReceiver(net.plan, 0, CPU, "127.0.0.1", 10.0)]
-    net.connect(2)
+def test_parameters_changed_by_others_are_detected_and_fixed_by_the_next_epoch():
+    stream = delta_stream(1)
+    model = Model()
+    weights = random_weights(SHAPES, "bfloat16")
+    sync(stream, [model], weights, 0)
+    switch_to_in_place(stream, [model])
+    model.qk.view(torch.int16)[3, 3] += 1
+    perturb(weights)
+    results = sync(stream, [model], weights, 1)
+    errors = [str(result) for result in results if isinstance(result, SyncError)]
+    assert any("checksum of bucket" in error for error in errors)
+    assert not stream.receivers[0].in_place
+
+    stream.receivers = [stream.new_receiver(0)]
+    stream.connect(2)
     for version in (1, 2, 3):
-        results = sync(net, models, tensors, version)
-        assert not [r for r in results if isinstance(r, Exception)] and same(
-            [models[0].hf()], tensors
-        ), results
+        assert_no_errors(sync(stream, [model], weights, version))
+        assert_received([model.hf_tensors()], weights)
         if version == 1:
-            go_in_place(net, models)
-        perturb(tensors)
+            switch_to_in_place(stream, [model])
+        perturb(weights)
 
 
-def test_what_lies_between_tensors_is_the_same_at_both_ends():
-    """Buffers are reused: what an earlier bucket left between two tensors would travel, and no parameter holds it."""
-    net, models = net_of(1), [Model()]
-    tensors = normal(SHAPES, "bfloat16")
-    for sender in net.senders:
+def test_the_padding_between_tensors_is_the_same_at_both_ends():
+    """Buffers are reused: what an earlier bucket left between two tensors would travel, and no
+    parameter holds it."""
+    stream = delta_stream(1)
+    model = Model()
+    weights = random_weights(SHAPES, "bfloat16")
+    for sender in stream.senders:
         for buffer in sender.buffers:
             buffer.random_(0, 256)
-    sync(net, models, tensors, 0)
-    go_in_place(net, models)
-    perturb(tensors)
-    assert not [r for r in sync(net, models, tensors, 1) if isinstance(r, Exception)]
+    sync(stream, [model], weights, 0)
+    switch_to_in_place(stream, [model])
+    perturb(weights)
+    assert_no_errors(sync(stream, [model], weights, 1))

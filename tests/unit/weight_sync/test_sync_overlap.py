@@ -1,4 +1,5 @@
-"""Sends beside an update: two real FSDP2 ranks, their optimiser waiting for the end of the send; gloo between all."""
+"""Sends beside an update: two real FSDP2 ranks whose optimizer waits for the end of the send; all
+over gloo."""
 
 from __future__ import annotations
 
@@ -8,6 +9,8 @@ import queue
 import random
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,94 +19,128 @@ import torch.multiprocessing as mp
 from one_step_off.cluster.errors import SyncError
 from one_step_off.models import tiny_qwen
 from one_step_off.training.fsdp_workers import WORKERS
-from one_step_off.weight_sync.bucket_plan import BucketPlan, pieces_of_senders
+from one_step_off.weight_sync.bucket_plan import BucketPlan, Pieces, pieces_of_senders
 from one_step_off.weight_sync.receiver import WeightReceiver
 from one_step_off.weight_sync.sender import WeightSender
 from one_step_off.weight_sync.weight_piece import WeightPiece
 from tests.unit.training.fsdp_helpers import config, free_port, make_batch, start
+from tests.unit.weight_sync.weight_stream import CPU, HOST, Weights, copy_into
 
-RANKS, RECEIVERS, LIMIT_S = 2, 2, 30.0
+RANKS = 2
+RECEIVERS = 2
+TIMEOUT_S = 30.0
+BUCKET_BYTES = 40_000
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return hashlib.blake2b(tensor.contiguous().view(torch.uint8).numpy(), digest_size=8).hexdigest()
+    content = tensor.contiguous().view(torch.uint8).numpy()
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
 
 
-def delayed(method, rng, most):
-    def after_a_while(*args, **kwargs):
-        time.sleep(rng.random() * most)
+def delayed(method: Callable, rng: random.Random, longest_s: float) -> Callable:
+    """The method, after a random delay."""
+
+    def call_later(*args, **kwargs):
+        time.sleep(rng.random() * longest_s)
         return method(*args, **kwargs)
 
-    return after_a_while
+    return call_later
 
 
-def run_rank(rank: int, cfg, port: int, inbox, outbox, out: str, syncs: int) -> None:
-    """A trainer rank: for every version a send and an update at once, each delayed at random wherever it can be."""
+def to_pieces(plans: list) -> Pieces:
+    """From the fields of each rank's pieces."""
+    return [[WeightPiece(*fields) for fields in plan] for plan in plans]
+
+
+def digests_of(worker: Any) -> list[tuple[str, int, str]]:
+    """(name, first row, digest) of each piece that the worker owns."""
+    pairs = zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
+    return [(piece.name, piece.start, digest(tensor)) for piece, tensor in pairs]
+
+
+def connect_rank(worker: Any, rank: int, inbox, outbox) -> None:
+    """As the driver connects a trainer rank."""
+    outbox.put((rank, [dataclasses.astuple(piece) for piece in worker.weight_plan()]))
+    pieces = to_pieces(inbox.get())
+    outbox.put((rank, worker.open_sender(pieces, BUCKET_BYTES, HOST, TIMEOUT_S)))
+    inbox.get()
+    if hasattr(worker, "sender"):  # with "gather" only rank 0 sends
+        worker.connect_sync(1, RECEIVERS, [])
+
+
+def run_rank(rank: int, cfg, port: int, inbox, outbox, folder: str, syncs: int) -> None:
+    """A trainer rank: for every version a send and an update at once, with random delays."""
     torch.set_num_threads(1)
     rng = random.Random(rank)
     worker = start(cfg, rank=rank, world=RANKS, port=port, cls=WORKERS["actor"])
-    outbox.put((rank, [dataclasses.astuple(piece) for piece in worker.weight_plan()]))
-    pieces = [[WeightPiece(*piece) for piece in plan] for plan in inbox.get()]
-    outbox.put((rank, worker.open_sender(pieces, 40_000, "127.0.0.1", LIMIT_S)))
-    inbox.get()
-    if hasattr(worker, "sender"):  # rank 0 alone, where it gathers
-        worker.connect_sync(1, RECEIVERS, [])
+    connect_rank(worker, rank, inbox, outbox)
     WeightSender._pack = delayed(WeightSender._pack, rng, 0.002)
     worker._forward = delayed(worker._forward, rng, 0.01)
-    sent, batch, problems = [], make_batch(cfg.model.path), []
+    batch = make_batch(cfg.model.path)
+    sent = []
+    errors = []
 
     def send(version: int) -> None:
         time.sleep(rng.random() * 0.01)
         try:
             worker.send_weights(version)
             time.sleep(rng.random() * 0.01)
-            worker.release(version)  # as the driver does when all replicas have them
-        except Exception as e:
-            problems.append(repr(e))
+            worker.release(version)  # as the driver does when all replicas have the weights
+        except Exception as error:
+            errors.append(repr(error))
 
     for version in range(syncs):
-        now = [
-            (p.name, p.start, digest(t))
-            for p, t in zip(worker.weight_plan(), worker.weight_tensors(), strict=True)
-        ]
-        sent.append(now)
+        sent.append(digests_of(worker))
         thread = threading.Thread(target=send, args=(version,))
         thread.start()
         for sample in batch.samples:
             sample.versions[:] = version
-        batch.expected_stamp = (0, version)
+        batch.expected = (0, version)
         if not cfg.weight_sync.overlap:
             thread.join()
-        metrics = worker.update(
-            batch
-        )  # it has FSDP's collectives, and those of the gradients' norm
+        # An update has FSDP's collectives, and those of the gradients' norm.
+        metrics = worker.update(batch)
         thread.join()
-        assert not problems and metrics["actor/sync_wait_s"] >= 0
-    torch.save(sent, f"{out}/{rank}.pt")
+        assert not errors
+        assert metrics["actor/sync_wait_s"] >= 0
+    torch.save(sent, f"{folder}/{rank}.pt")
 
 
 def receive_all(
-    index: int, plan: BucketPlan, addresses: list, syncs: int, got: list, errors: queue.Queue
+    index: int,
+    plan: BucketPlan,
+    addresses: list,
+    syncs: int,
+    received: list[Weights],
+    errors: queue.Queue,
 ) -> None:
-    """A receiver, late at random too; keeps what it got of every version."""
-    rng, receiver = (
-        random.Random(100 + index),
-        WeightReceiver(plan, index, torch.device("cpu"), "127.0.0.1", LIMIT_S),
-    )
+    """A receiver with random delays; `received` gets the weights of every version."""
+    rng = random.Random(100 + index)
+    receiver = WeightReceiver(plan, index, CPU, HOST, TIMEOUT_S)
     try:
         receiver.connect(1, addresses, RECEIVERS)
         for version in range(syncs):
             time.sleep(rng.random() * 0.01)
-            seen: dict = {}
+            weights: Weights = {}
+            receiver.receive(delayed(copy_into(weights), rng, 0.001), version)
+            received.append(weights)
+    except SyncError as error:
+        errors.put(error)
 
-            def load(tensors, seen=seen):
-                time.sleep(rng.random() * 0.001)
-                seen.update({name: tensor.clone() for name, tensor in tensors})
 
-            receiver.receive(load, version)
-            got.append(seen)
-    except SyncError as e:
-        errors.put(e)
+def start_receivers(
+    plan: BucketPlan, addresses: list, syncs: int
+) -> tuple[list[threading.Thread], list[list[Weights]], queue.Queue]:
+    """The threads; per receiver the weights of each version; and the errors."""
+    received: list[list[Weights]] = [[] for _ in range(RECEIVERS)]
+    errors: queue.Queue = queue.Queue()
+    threads = []
+    for index in range(RECEIVERS):
+        args = (index, plan, addresses, syncs, received[index], errors)
+        threads.append(threading.Thread(target=receive_all, args=args, daemon=True))
+    for thread in threads:
+        thread.start()
+    return threads, received, errors
 
 
 @pytest.mark.timeout(300)
@@ -114,67 +151,69 @@ def receive_all(
 )
 def test_syncs_with_random_delays_on_every_rank(tmp_path, sender, syncs):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
-    overlap = sender == "sharded"
-    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=LIMIT_S, weight_sync__sender=sender)
-    cfg.weight_sync.overlap = overlap
-    context, port = mp.get_context("spawn"), free_port()
-    outbox, inboxes = context.Queue(), [context.Queue() for _ in range(RANKS)]
-    args = [(rank, cfg, port, inboxes[rank], outbox, str(tmp_path), syncs) for rank in range(RANKS)]
-    ranks = [context.Process(target=run_rank, args=a, daemon=True) for a in args]
-    for process in ranks:
+    cfg = config(path, actor__lr=1e-3, weight_sync__timeout_s=TIMEOUT_S, weight_sync__sender=sender)
+    cfg.weight_sync.overlap = sender == "sharded"
+    context = mp.get_context("spawn")
+    port = free_port()
+    outbox = context.Queue()
+    inboxes = [context.Queue() for _ in range(RANKS)]
+    processes = []
+    for rank in range(RANKS):
+        args = (rank, cfg, port, inboxes[rank], outbox, str(tmp_path), syncs)
+        processes.append(context.Process(target=run_rank, args=args, daemon=True))
+    for process in processes:
         process.start()
 
-    def gather() -> list:
-        found = dict(outbox.get(timeout=120) for _ in range(RANKS))
-        return [found[rank] for rank in range(RANKS)]
+    def answers() -> list:
+        """Of every rank, in their order."""
+        answer_of = dict(outbox.get(timeout=120) for _ in range(RANKS))
+        return [answer_of[rank] for rank in range(RANKS)]
 
-    plans = gather()
-    pieces = [[WeightPiece(*piece) for piece in plan] for plan in plans]
-    plan = BucketPlan.build(
-        [*pieces_of_senders(pieces, "sharded" if overlap else "gather").values()], 40_000
-    )
+    plans = answers()
+    pieces = to_pieces(plans)
+    plan = BucketPlan.build(list(pieces_of_senders(pieces, sender).values()), BUCKET_BYTES)
     assert len(plan.buckets) > 3
     for inbox in inboxes:
         inbox.put(plans)
-    addresses = [address for address in gather() if address]
-    assert len(addresses) == (RANKS if overlap else 1)
+    addresses = [address for address in answers() if address]
+    assert len(addresses) == (RANKS if sender == "sharded" else 1)
     for inbox in inboxes:
         inbox.put("connect")
-    got, errors = [[] for _ in range(RECEIVERS)], queue.Queue()
-    common = (plan, addresses, syncs)
-    threads = [
-        threading.Thread(target=receive_all, args=(i, *common, got[i], errors))
-        for i in range(RECEIVERS)
-    ]
-    for thread in threads:
-        thread.daemon = True
-        thread.start()
+
+    threads, received, errors = start_receivers(plan, addresses, syncs)
     for thread in threads:
         thread.join(240)
-    for process in ranks:
+    for process in processes:
         process.join(30)
     assert errors.empty(), errors.get()
-    assert [process.exitcode for process in ranks] == [0] * RANKS
+    assert [process.exitcode for process in processes] == [0] * RANKS
     sent = [torch.load(tmp_path / f"{rank}.pt") for rank in range(RANKS)]
+    assert_all_versions_arrived(pieces, sent, received, syncs)
+    assert sent[0][0] != sent[0][-1], "the weights have changed"
+
+
+def assert_all_versions_arrived(
+    pieces: Pieces, sent: list[list], received: list[list[Weights]], syncs: int
+) -> None:
+    """`sent`: per rank and version its `digests_of`."""
+    all_pieces = [piece for owned in pieces for piece in owned]
     for version in range(syncs):
-        expected = [row for rank in range(RANKS) for row in sent[rank][version]]
-        for seen in (one[version] for one in got):
-            rows = [
-                (p.name, p.start, digest(seen[p.name][p.start : p.stop]))
-                for own in pieces
-                for p in own
-            ]
-            assert rows == expected, f"version {version} arrived changed"
-    assert sent[0][0] != sent[0][-1]
+        expected = [entry for rank_sent in sent for entry in rank_sent[version]]
+        for weights_of_version in received:
+            weights = weights_of_version[version]
+            found = []
+            for piece in all_pieces:
+                rows = weights[piece.name][piece.start : piece.stop]
+                found.append((piece.name, piece.start, digest(rows)))
+            assert found == expected, f"version {version} arrived changed"
 
 
 def test_an_update_whose_weights_were_never_sent_ends_in_a_named_error(tmp_path):
     path = tiny_qwen.build("qwen2", str(tmp_path / "model"), dtype="float32")
-    worker = start(
-        config(path, trainer__step_timeout_s=2.0), port=free_port(), cls=WORKERS["actor"]
-    )
+    cfg = config(path, trainer__step_timeout_s=2.0)
+    worker = start(cfg, port=free_port(), cls=WORKERS["actor"])
     try:
-        worker.open_sender([worker.weight_plan()], 1 << 20, "127.0.0.1", 2.0)
+        worker.open_sender([worker.weight_plan()], 1 << 20, HOST, 2.0)
         with pytest.raises(SyncError, match=r"trainer rank 0: version 0 was not sent in 2 s"):
             worker.update(make_batch(path))
         assert worker.version == 0

@@ -1,0 +1,129 @@
+"""Metrics of one weight sync, from the reports of its trainer ranks and vLLM workers.
+
+A report is a dict, as `WeightSender.send` and `SyncWorkerExtension.sync_weights` return it.
+"""
+
+from typing import Any
+
+Report = dict[str, Any]
+
+Span = tuple[str, str, int, float, float]
+"""For the timeline: (lane, phase, version, begin, end), by `time.time`."""
+
+GATHERING_PHASES = ("gather", "checksum", "encode", "keep")
+SENDER_PHASES = (*GATHERING_PHASES, "wire")
+RECEIVER_PHASES = ("pause", "prepare", "wait", "apply", "verify", "load", "finish")
+
+MAX_PROCESSES = 64
+"""Processes of one sync in sync/ranks and in the timeline: those that took longest."""
+
+MAX_SPANS = 1000
+"""Spans of one sync in the timeline, of all processes together."""
+
+
+def sync_metrics(
+    sent: list[Report], received: dict[int, list[Report]], seconds: float, total_bytes: int
+) -> dict[str, Any]:
+    """All metrics of one transfer but sync/ranks.
+
+    Args:
+        sent: one report per trainer rank.
+        received: replica -> one report per worker of its engine.
+        seconds: of the whole transfer.
+        total_bytes: of a full sync.
+    """
+    workers = [worker for workers_of_replica in received.values() for worker in workers_of_replica]
+    wire_bytes = sum(report["bytes"] for report in sent)
+    changed_words = sum(report["changed"] for report in sent)
+    metrics: dict[str, Any] = {
+        "sync/transfer_s": seconds,
+        "sync/bytes": wire_bytes,
+        "sync/gb_per_s": wire_bytes / seconds / 1e9,
+        "sync/full_bytes": float(total_bytes),
+        "sync/changed_share": 2 * changed_words / total_bytes,  # a word has two bytes
+    }
+    metrics |= _slowest_of_each_phase(GATHERING_PHASES, sent)
+    metrics |= _slowest_of_each_phase(RECEIVER_PHASES, workers)
+    is_full = wire_bytes >= total_bytes
+    metrics |= _wire_metrics(sent, workers, is_full)
+    # 1: deltas go straight into every engine's parameters; 0: one of them keeps a mirror in host
+    # memory.
+    in_place = [worker["in_place"] for worker in workers if "in_place" in worker]
+    if in_place:
+        metrics["sync/in_place"] = min(in_place)
+    return metrics
+
+
+def slowest_processes(sent: list[Report], received: dict[int, list[Report]]) -> dict[str, Report]:
+    """Name -> report of the MAX_PROCESSES processes that took longest, the slowest last.
+
+    The names are "trainer 0", "rollout 0" for a replica's first worker, and "rollout 0.1" for its
+    second.
+    """
+    reports: dict[str, Report] = {}
+    for rank, report in enumerate(sent):
+        reports[f"trainer {rank}"] = report
+    for replica, workers in received.items():
+        for worker, report in enumerate(workers):
+            suffix = f".{worker}" if worker > 0 else ""
+            reports[f"rollout {replica}{suffix}"] = report
+    by_seconds = sorted(reports, key=lambda name: _total_seconds(reports[name]))
+    return {name: reports[name] for name in by_seconds[-MAX_PROCESSES:]}
+
+
+def phase_table(reports: dict[str, Report]) -> dict[str, dict[str, float]]:
+    """The metric sync/ranks: name of a process -> its bytes and its seconds per phase."""
+    table = {}
+    for name, report in reports.items():
+        table[name] = {
+            key: value
+            for key, value in report.items()
+            if key == "bytes" or key in SENDER_PHASES or key in RECEIVER_PHASES
+        }
+    return table
+
+
+def timeline_spans(reports: dict[str, Report], version: int) -> list[Span]:
+    """The spans of these processes, at most MAX_SPANS."""
+    spans_per_process = MAX_SPANS // len(reports)
+    spans = []
+    for name, report in reports.items():
+        for lane, phase, begin, end in report["spans"][:spans_per_process]:
+            spans.append((f"sync {name}{lane}", phase, version, begin, end))
+    return spans
+
+
+def _total_seconds(report: Report) -> float:
+    return sum(report.get(phase, 0.0) for phase in (*SENDER_PHASES, *RECEIVER_PHASES))
+
+
+def _slowest_of_each_phase(phases: tuple[str, ...], reports: list[Report]) -> dict[str, float]:
+    """sync/PHASE_s: the seconds of the process that took longest."""
+    metrics = {}
+    for phase in phases:
+        metrics[f"sync/{phase}_s"] = max(report.get(phase, 0.0) for report in reports)
+    return metrics
+
+
+def _wire_metrics(sent: list[Report], workers: list[Report], is_full: bool) -> dict[str, float]:
+    """sync/wire_s of the worker that took longest, and what the bare link would have taken.
+
+    The time of a bucket at one end includes the wait for the other end, so the shorter of both
+    counts.
+    """
+    slowest_sender: dict[int, float] = {}  # bucket -> seconds
+    for report in sent:
+        for bucket, seconds in report["bucket_wire"]:
+            slowest_sender[bucket] = max(seconds, slowest_sender.get(bucket, 0.0))
+    wire_times = []
+    for worker in workers:
+        wire_s = sum(
+            min(seconds, slowest_sender[bucket]) for bucket, seconds in worker["bucket_wire"]
+        )
+        wire_times.append((wire_s, worker["bare_wire"]))
+    wire_s, bare_wire_s = max(wire_times)
+    metrics = {"sync/wire_s": wire_s}
+    if bare_wire_s and is_full:  # for the few bytes of a delta both are mere latency
+        metrics["sync/raw_s"] = bare_wire_s
+        metrics["sync/wire_ratio"] = wire_s / bare_wire_s
+    return metrics

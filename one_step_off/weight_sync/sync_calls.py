@@ -1,0 +1,135 @@
+"""The calls of one phase of a sync, to trainers and replicas: as soon as one fails, the sync is
+aborted for all."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from one_step_off.cluster.errors import GIVEN_UP, PhaseTimeout
+from one_step_off.cluster.remote_calls import name_failures, not_alive
+
+ABORT_TIMEOUT_S = 5.0
+"""Seconds for the trainers to accept an abort."""
+
+ABORT_NOTICE_S = 2.0
+"""Seconds after an abort until the processes that have not ended their call are asked whether they
+are alive."""
+
+BUSY_GRACE_S = 12.0
+"""Seconds after that, for the living ones to end what cannot be interrupted; a process that takes
+longer hangs."""
+
+Abort = Callable[[Exception], Awaitable[None]]
+"""Ends every wait of the sync's groups, because of an error."""
+
+
+@dataclass
+class SyncCall:
+    """The call of one process."""
+
+    who: str
+    actor: Any
+    answer: Awaitable[Any]
+    replica: int | None = None
+    """Its number; None: the process is a trainer."""
+
+
+class BrokenSync(Exception):
+    """A part of a sync failed, and the sync was aborted."""
+
+    def __init__(self, error: Exception, hanging: list[SyncCall]) -> None:
+        """`error`: the first failure. `hanging`: the calls that did not end after the abort."""
+        super().__init__(str(error))
+        self.error = error
+        self.hanging = hanging
+
+
+async def run_or_abort(
+    what: str, calls: list[SyncCall], first_limit_s: float, rest_limit_s: float, abort: Abort
+) -> list[Any]:
+    """The answers of all calls, in their order.
+
+    The sync is aborted as soon as one fails, if none has ended after `first_limit_s` seconds, or if
+    some have not ended `rest_limit_s` seconds after the first one.
+
+    Args:
+        what: names the phase in errors.
+        calls: already started.
+        first_limit_s: see above.
+        rest_limit_s: see above.
+        abort: ends the other calls.
+
+    Raises:
+        BrokenSync: the sync was aborted.
+    """
+    tasks: dict[asyncio.Future, SyncCall] = {}
+    for call in calls:
+        task = asyncio.ensure_future(name_failures(f"{what}, {call.who}", call.answer))
+        tasks[task] = call
+    try:
+        limit_s = await _wait_for_all(list(tasks), first_limit_s, rest_limit_s)
+        pending = {task: call for task, call in tasks.items() if not task.done()}
+        errors = _errors_of(task for task in tasks if task.done())
+        if not errors and not pending:
+            return [task.result() for task in tasks]
+        if not errors:
+            late = ", ".join(call.who for call in pending.values())
+            errors = [PhaseTimeout(f"{what}, {late}: no answer in {limit_s:g} s")]
+        await abort(errors[0])
+        await _wait_after_abort(pending)
+        errors += _errors_of(task for task in pending if task.done())
+        hanging = [call for task, call in pending.items() if not task.done()]
+        raise BrokenSync(_root_cause(errors), hanging)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def await_quietly(calls: list[Awaitable[Any]]) -> None:
+    """Await these calls for ABORT_TIMEOUT_S seconds at most, and ignore their failures: `not_alive`
+    finds a process that fails or hangs."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ABORT_TIMEOUT_S):
+            await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def _wait_for_all(
+    tasks: list[asyncio.Future], first_limit_s: float, rest_limit_s: float
+) -> float:
+    """Wait until all tasks have ended, one has failed, or a limit is reached. Returns the limit
+    that was used last."""
+    done, pending = await asyncio.wait(
+        tasks, timeout=first_limit_s, return_when=asyncio.FIRST_COMPLETED
+    )
+    if not done or not pending or _errors_of(done):
+        return first_limit_s
+    await asyncio.wait(pending, timeout=rest_limit_s, return_when=asyncio.FIRST_EXCEPTION)
+    return rest_limit_s
+
+
+async def _wait_after_abort(pending: dict[asyncio.Future, SyncCall]) -> None:
+    """Wait until the aborted calls have ended, but not for processes that are gone or stopped."""
+    if not pending:
+        return
+    _, left = await asyncio.wait(pending, timeout=ABORT_NOTICE_S)
+    dead = await not_alive({pending[task].who: pending[task].actor for task in left})
+    busy = [task for task in left if pending[task].who not in dead]
+    if busy:
+        await asyncio.wait(busy, timeout=BUSY_GRACE_S)
+
+
+def _errors_of(tasks: Any) -> list[Exception]:
+    """The exceptions of these tasks, which have ended."""
+    errors = [task.exception() for task in tasks]
+    return [error for error in errors if error is not None]
+
+
+def _root_cause(errors: list[Exception]) -> Exception:
+    """The first error of a process that failed by itself, and not because another one gave up the
+    sync."""
+    for error in errors:
+        if GIVEN_UP not in str(error):
+            return error
+    return errors[0]
