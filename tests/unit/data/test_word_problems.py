@@ -42,7 +42,8 @@ def test_answers_are_right_and_belong_to_the_split(split: str) -> None:
 
 
 def test_splits_are_disjoint_and_whole() -> None:
-    train, test = set(problems_of_split("train")), set(problems_of_split("test"))
+    train = set(problems_of_split("train"))
+    test = set(problems_of_split("test"))
     assert not train & test
     assert len(train | test) == 2 * 9 * 45  # 9 tens, 45 pairs of last digits, two operations
     assert 0.1 < len(test) / len(train | test) < 0.2
@@ -92,7 +93,8 @@ def test_zero_rows() -> None:
 
 
 def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
-    train, test = make_addition("train", 4096, 0), make_addition("test", 400, 1)
+    train = make_addition("train", 4096, 0)
+    test = make_addition("test", 400, 1)
     assert train == make_addition("train", 4096, 0) != make_addition("train", 4096, 1)
 
     def numbers(row: dict[str, Any]) -> tuple[int, int]:
@@ -105,7 +107,9 @@ def test_sums_of_two_splits_share_nothing_even_turned_round() -> None:
     assert not pairs(train) & pairs(test)
     for row in test:
         a, b = numbers(row)
-        assert 10 <= a < 100 and 10 <= b < 100 and row["reward_model"]["ground_truth"] == str(a + b)
+        assert 10 <= a < 100
+        assert 10 <= b < 100
+        assert row["reward_model"]["ground_truth"] == str(a + b)
 
 
 def test_default_test_size_is_one_per_triple() -> None:
