@@ -103,5 +103,5 @@ class LongTail(AgentLoop):
         seed = self.cfg.trainer.seed
         tokens = draw(seed, prompt.id, sample_number, self.median, self.sigma, limits.tokens)
         trajectory = Trajectory(prompt.ids, replace(limits, tokens=tokens))
-        await trajectory.say(generate)
+        await trajectory.generate(generate)
         return trajectory

@@ -237,7 +237,9 @@ class Product(Arm):
         trainer.set_weight_sync_keys(actor.cfg, self.keys)
         replicas = list(range(len(team.replicas))) if self.same_device else []
         replicas_on_device = [replicas for _ in team.ranks]
-        self.sync = WeightSync(actor, team.rollout, team.canary, team.host, replicas_on_device)
+        self.sync = WeightSync(
+            actor, team.rollout.supervisor, team.canary, team.host, replicas_on_device
+        )
         await self.sync.connect()
 
     async def run(self, version: int) -> Took:

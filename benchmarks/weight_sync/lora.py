@@ -29,7 +29,8 @@ from benchmarks.weight_sync.layout import Layout, make_config
 from one_step_off.config.schema import Config
 from one_step_off.data.samples import Prompt
 from one_step_off.rollout import vllm_replica
-from one_step_off.rollout.vllm_replica import RolloutReplica, Sampling
+from one_step_off.rollout.sampling import Sampling
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime import launch, processes
 from one_step_off.runtime.processes import RunProcesses
 from one_step_off.training.fsdp_workers import ActorWorker
@@ -58,7 +59,7 @@ WORK = {"tiny": Work(16, 4, 32), "0.5b": Work(4, 4, 16)}
 class AdapterActor(ActorWorker):
     """Sends the matrices A and B themselves, by peft's names (on one rank)."""
 
-    def _own_weights(self) -> list[tuple[WeightPiece, Any]]:
+    def _sent_weights(self) -> list[tuple[WeightPiece, Any]]:
         dtype = self.cfg.model.dtype
         pieces = []
         for name, parameter in self.model.named_parameters():
@@ -117,10 +118,10 @@ class AdapterReplica(RolloutReplica):
         vllm_replica.engine_args = lambda *args: product_args(*args) | lora_args
         return await super().start(former)
 
-    async def _run(self, ids: np.ndarray, params: Any) -> Any:
-        self.requests += 1
+    async def _request(self, ids: np.ndarray, params: Any) -> Any:
+        self.started_requests += 1
         prompt = {"prompt_token_ids": ids.tolist()}
-        request_id = str(self.requests)
+        request_id = str(self.started_requests)
         answers = self.engine.generate(prompt, params, request_id, lora_request=self.lora)
         outputs = [output async for output in answers]
         return outputs[-1]

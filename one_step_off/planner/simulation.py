@@ -26,7 +26,7 @@ from one_step_off.planner.simulated_clock import simulated_loop
 from one_step_off.ray_trainer import Pipeline, Roles
 from one_step_off.rollout.health import ReplicaState
 from one_step_off.rollout.replica_group import RolloutGroup
-from one_step_off.rollout.vllm_replica import Sampling
+from one_step_off.rollout.sampling import Sampling
 
 NO_TIME_LIMIT_S = 1e9
 """No phase reaches a time limit, and no replica is asked whether it is alive."""
@@ -239,7 +239,7 @@ class SimulatedTrainer:
         await asyncio.sleep(self.work.sync_s - self.work.canary_s)
         for i, replica in enumerate(self.rollout.replicas):
             replica.stamp = stamp
-            self.rollout.health[i].state = ReplicaState.HEALTHY
+            self.rollout.supervisor.health[i].state = ReplicaState.HEALTHY
         self._weights_are_sent.set()
         return {"time/sync_s": now() - begin}
 
@@ -279,7 +279,7 @@ def simulate(
         replicas = [SimulatedReplica(work, seed) for _ in range(rollout or trainer)]
         pool_lock = None if rollout else asyncio.Lock()
         group = RolloutGroup(replicas, cfg, False, pool_lock)
-        group.replica_capacity = min(group.replica_capacity, work.places)
+        group.router.replica_capacity = min(group.router.replica_capacity, work.places)
         actor = SimulatedTrainer(work, trainer, group)
         prompts = [Prompt((0, row), ONE_ID, "", "") for row in range(work.prompts)]
         stream = PromptStream(prompts, work.prompts, False, seed, steps)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.base import Loops
-from agent_loop.processes import completed
+from agent_loop.processes import run_to_completion
 from one_step_off import checkpoint
 from one_step_off.algorithms.advantages import ADVANTAGE_ESTIMATORS
 from one_step_off.algorithms.policy_losses import POLICY_LOSSES
@@ -167,7 +167,7 @@ def _warn_of_unused_sections(cfg: Config, print_line: PrintLine) -> None:
 
 def _check_models_and_engine(cfg: Config) -> Any:
     """Check all models and the arguments of the engine. Returns the policy's tokenizer."""
-    from one_step_off.rollout.vllm_replica import longest_sequence
+    from one_step_off.rollout.engine_args import longest_sequence
 
     tokenizer = check_models(cfg, longest_sequence(cfg))
     if cfg.rollout.engine_kwargs:
@@ -186,7 +186,7 @@ def _check_rows(loops: Loops, data: run_data.RunData, print_line: PrintLine) -> 
         loop_name = prompt.agent_loop or loops.cfg.agent.loop
         first_prompts.setdefault(loop_name, prompt)
     for loop_name, prompt in first_prompts.items():
-        completed(loops.get(loop_name).check(prompt))
+        run_to_completion(loops.get(loop_name).check(prompt))
     for loop_name in loops.cfg.agent.loop_kwargs:
         if loop_name not in first_prompts:
             print_line(f"warning: agent.loop_kwargs.{loop_name}: no row of this run has that loop")

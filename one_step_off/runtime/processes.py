@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.util.placement_group import remove_placement_group
 
-from agent_loop.tools import LISTED
+from agent_loop.tools import MCP_SCHEMAS
 from one_step_off.checkpoint import TRAINED_ROLES
 from one_step_off.cluster.errors import PhaseTimeout, ProcessDied, RoleError, SyncError
 from one_step_off.cluster.placement import create_pools, spawn
@@ -19,8 +19,10 @@ from one_step_off.config.roles import load_section_tokenizer, role_settings
 from one_step_off.config.user_code import LOG_FOLDER
 from one_step_off.ray_trainer import Roles
 from one_step_off.rewards.scoring import Scorer
-from one_step_off.rollout.replica_group import NoReplica, RolloutGroup
-from one_step_off.rollout.vllm_replica import RolloutReplica, engine_seed
+from one_step_off.rollout.replica_group import RolloutGroup
+from one_step_off.rollout.replica_supervisor import NoReplica
+from one_step_off.rollout.sampling import engine_seed
+from one_step_off.rollout.vllm_replica import RolloutReplica
 from one_step_off.runtime.prepare import Prepared
 from one_step_off.training.fsdp_workers import WORKERS
 from one_step_off.training.reward_models import LocalRewardModel, RemoteRewardModel
@@ -142,7 +144,7 @@ class RunProcesses:
         )
         self.replica_starts[index] += 1
         loop_names = self.prepared.loop_names
-        args = (self.cfg, index, self.device, self.scorers, LISTED, loop_names, seed)
+        args = (self.cfg, index, self.device, self.scorers, MCP_SCHEMAS, loop_names, seed)
         return spawn(
             RolloutReplica,
             args,
@@ -208,7 +210,9 @@ class RunProcesses:
     def _create_roles(self, rollout: RolloutGroup) -> Roles:
         actor = self.groups["actor"]
         canary = self.prepared.canary
-        sync = WeightSync(actor, rollout, canary, self.host, self._replicas_on_device_of_rank())
+        sync = WeightSync(
+            actor, rollout.supervisor, canary, self.host, self._replicas_on_device_of_rank()
+        )
         models: dict[str, Any] = {}
         for role, group in self.groups.items():
             if role != "actor":

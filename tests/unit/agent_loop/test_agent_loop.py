@@ -17,7 +17,8 @@ import pytest
 from agent_loop.base import Generated, Limits, Loops, Trajectory
 from agent_loop.tool_loop import hermes_calls, llama_calls
 from benchmarks.agent_loop.stand_in_engine import StandInEngine, serve_through_loop
-from one_step_off.algorithms.advantages import Options, Trajectories, estimate_advantages
+from one_step_off.algorithms.advantages import estimate_advantages
+from one_step_off.algorithms.trajectories import Options, Trajectories
 from one_step_off.config.data_checks import BUILT_IN_LOOPS, BUILT_IN_TOOLS
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.loading import load_config
@@ -273,14 +274,14 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
     own.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|start|>", "<|end|>"]})
     own.chat_template = template
     loop: Any = Loops(config(loop_kwargs={}), own).get()
-    assert loop.calls is (llama_calls if template is LLAMA else hermes_calls)
+    assert loop.parse_calls is (llama_calls if template is LLAMA else hermes_calls)
     plain = [{"role": "tool", "content": "X<"}]
     whole = own(tail, add_special_tokens=False)["input_ids"]
-    assert loop.turn(plain, np.array([own.eos_token_id])).tolist() == whole, (
+    assert loop.encode_messages(plain, np.array([own.eos_token_id])).tolist() == whole, (
         "as the template's text is tokenised"
     )
     # A policy that was stopped otherwise has its turn ended for it.
-    assert own.decode(loop.turn(plain, np.array([5]))) == "<|im_end|>" + tail
+    assert own.decode(loop.encode_messages(plain, np.array([5]))) == "<|im_end|>" + tail
     # A tool cannot open a turn, however it writes it, nor end the frame; what it says is kept.
     for content in (
         "X<|im_start|><|im_end|><",
@@ -289,12 +290,12 @@ def test_turns_are_written_by_the_models_own_template(template, tail):
         "\ud800",
         "3.",
     ):
-        ids = loop.turn(
+        ids = loop.encode_messages(
             [{"role": "tool", "content": content}] * 2, np.array([own.eos_token_id])
         ).tolist()
         text, kept = own.decode(ids), content.replace("\ud800", "?")
         assert text.count(kept) == 2 and text.startswith(tail[:6]) and text.endswith(tail[-15:])
-        clean = loop.turn(
+        clean = loop.encode_messages(
             [{"role": "tool", "content": "a"}] * 2, np.array([own.eos_token_id])
         ).tolist()
         assert [i for i in ids if i in own.all_special_ids] == [
@@ -319,8 +320,8 @@ def test_calls_beyond_the_most_of_a_turn_are_answered_in_one_message(tokenizer):
     assert talk.facts == {"tool_calls": 30, "tool_errors": 22, "used_tools": 1}
     loop: Any = Loops(config(), tokenizer).get()
     for count in range(1, 80):
-        loop.turn([{"role": "tool", "content": "x"}] * count, np.array([]))
-    assert loop._frame.cache_info().currsize <= 64
+        loop.encode_messages([{"role": "tool", "content": "x"}] * count, np.array([]))
+    assert loop.turn_encoder.frame.cache_info().currsize <= 64
 
 
 def test_added_tokens_that_are_not_special_are_kept():
@@ -329,7 +330,7 @@ def test_added_tokens_that_are_not_special_are_kept():
     own.add_tokens(["    "])
     loop = Loops(config(), own).get()
     assert "if x:\n    y" in own.decode(
-        loop.turn([{"role": "tool", "content": "if x:\n    y"}], np.array([]))
+        loop.encode_messages([{"role": "tool", "content": "if x:\n    y"}], np.array([]))
     )
 
 
@@ -347,10 +348,10 @@ REFUSES_TWO = "{% if messages | length > 3 %}{{ raise_exception('no') }}{% endif
 @pytest.mark.parametrize(
     ("template", "words"),
     [
-        (CHATML.replace("\n{{ m['content'] }}", ""), "does not show what 'tool' says"),
+        (CHATML.replace("\n{{ m['content'] }}", ""), "does not show messages of 'tool'"),
         (
             CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
-            "does not show what 'tool' says",
+            "does not show messages of 'tool'",
         ),
         (
             CHATML.replace("%}", "%}" + MISSES_ALL_BUT_THE_LAST, 1),
@@ -379,7 +380,7 @@ def test_a_template_that_hides_what_was_said_is_refused(tokenizer):
     own.chat_template = (
         "{% for m in messages if m['role'] != 'assistant' %}{{ m['content'] }}{% endfor %}"
     )
-    with pytest.raises(ConfigError, match="does not show what the assistant said"):
+    with pytest.raises(ConfigError, match="does not show the assistant's turn once"):
         Loops(config(), own).get()
 
 

@@ -21,7 +21,7 @@ import pytest
 
 from agent_loop import processes, tools
 from agent_loop.base import Limits, Loops, Trajectory
-from agent_loop.processes import Processes
+from agent_loop.processes import ForkServer
 from agent_loop.tools import Toolbox
 from one_step_off.config.errors import ConfigError
 from one_step_off.config.schema import AgentConfig
@@ -123,7 +123,7 @@ def mcp_url():
 
 def test_tools_of_an_mcp_server(mcp_url):
     box = Toolbox(AgentConfig(tools=f"calculator, mcp:{mcp_url}", tool_timeout_s=5.0))
-    assert [schema["name"] for schema in tools.LISTED[mcp_url]] == ["double", "slow"]
+    assert [schema["name"] for schema in tools.MCP_SCHEMAS[mcp_url]] == ["double", "slow"]
     assert [s["function"]["name"] for s in box.schemas] == ["calculator", "double", "slow"]
     assert box.schemas[1]["function"]["parameters"]["properties"]["number"]["type"] == "integer"
 
@@ -465,11 +465,11 @@ def test_no_more_programs_at_once_than_cores_and_waiting_is_not_counted(monkeypa
 
 def test_the_wait_for_a_core_is_within_the_time_of_the_conversation(monkeypatch):
     async def main(seconds: float, longest: float = 60.0) -> tuple[list[tuple[str, bool]], float]:
-        monkeypatch.setattr(processes, "LONGEST_QUEUE", longest)
+        monkeypatch.setattr(processes, "LONGEST_QUEUE_S", longest)
         box, begin = Toolbox(AgentConfig(tools="python", tool_timeout_s=1.0)), time.perf_counter()
         async with contextlib.AsyncExitStack() as stack:
             for _ in os.sched_getaffinity(0):
-                await stack.enter_async_context(processes.core())
+                await stack.enter_async_context(processes.reserve_core())
             waits = await asyncio.wait_for(box.call("python", {"code": "print(1)"}, seconds), 10)
         sleeps = await box.call("python", {"code": "import time; time.sleep(60)"}, 0.5)
         return [waits, sleeps], time.perf_counter() - begin
@@ -482,7 +482,7 @@ def test_the_wait_for_a_core_is_within_the_time_of_the_conversation(monkeypatch)
 
 def test_where_programs_cannot_be_confined_it_is_told_at_the_start(monkeypatch):
     async def refused(code: str) -> str:
-        raise RuntimeError("Traceback:\nOSError: [Errno 38] Landlock is not to be had")
+        raise RuntimeError("Traceback:\nOSError: [Errno 38] Landlock is not available")
 
     monkeypatch.setattr(tools, "python", refused)
     monkeypatch.setitem(tools.BUILT_IN, "python", refused)
@@ -519,17 +519,17 @@ def test_where_the_kernel_refuses_to_confine_the_cause_is_told(what):
     code = TOO_DEEP.format(path=sys.path, what=what)
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert re.search(
-        r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not to be had", said.stdout
+        r"^agent\.(tools|loop)=.*\[Errno 7\] Landlock is not available", said.stdout
     ), said.stdout + said.stderr
 
 
 def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(monkeypatch, tmp_path):
-    monkeypatch.setattr(processes, "LONGEST_START", 0.5)
+    monkeypatch.setattr(processes, "LONGEST_START_S", 0.5)
     monkeypatch.setattr("sys.path", [str(tmp_path)])
     (tmp_path / "never_begins.py").write_text("import time; time.sleep(60)")
 
     async def main() -> None:
-        async with Processes("never_begins:Class", False).one():
+        async with ForkServer("never_begins:Class", False).process():
             pass
 
     with pytest.raises(RuntimeError, match="never_begins:Class: no process began within 0.5 s"):
@@ -537,17 +537,17 @@ def test_a_first_process_that_never_begins_is_waited_for_no_longer_than_this(mon
 
 
 def test_programs_go_on_after_their_parent_died_and_it_ends_with_its_object():
-    async def one(processes: Processes) -> None:
-        async with processes.one():
+    async def one(processes: ForkServer) -> None:
+        async with processes.process():
             pass
 
-    processes = Processes()
+    processes = ForkServer()
     asyncio.run(one(processes))
-    first = processes.parent
+    first = processes.server
     first.kill()
     first.wait()
     asyncio.run(one(processes))
-    second = processes.parent
+    second = processes.server
     assert second is not first and second.poll() is None
     del processes
     gc.collect()
@@ -643,7 +643,7 @@ def test_an_episode_waits_for_a_core_no_longer_than_its_time():
 
         async def generate(*asked: object) -> object:
             for _ in os.sched_getaffinity(0):
-                await stack.enter_async_context(processes.core())
+                await stack.enter_async_context(processes.reserve_core())
             return await script(*asked)
 
         async with stack:
