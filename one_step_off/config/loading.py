@@ -84,8 +84,8 @@ SECTIONS: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Con
 def find_key(dotted: str, value: Any = None) -> ConfigKey:
     """The key of that name.
 
-    Raises ConfigError: there is no such key. The message suggests what to write, for a key of another
-    trainer (verl, TRL) too; `value` helps to choose the suggestion.
+    Raises ConfigError: there is no such key. The message suggests what to write, for a key of
+    another trainer (verl, TRL) too; `value` helps to choose the suggestion.
     """
     if dotted in KEYS:
         return KEYS[dotted]
@@ -98,7 +98,7 @@ def find_key(dotted: str, value: Any = None) -> ConfigKey:
     raise ConfigError(f"{format_value(shown)}: unknown key; {suggestion} (all keys: --help)")
 
 
-# --- from the file and the arguments to assignments -------------------------------------------------
+# --- from the file and the arguments to assignments ---
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ def _read_argument(argument: str) -> _Assignment:
 def _assign(tree: dict, dotted: str, value: Any) -> str:
     """Set one key of a nested dict, replacing its value.
 
-    `section.key.a.b` sets one entry inside a mapping. Returns "section.key". Raises ConfigError: there
-    is no such key.
+    `section.key.a.b` sets one entry inside a mapping. Returns "section.key". Raises ConfigError:
+    there is no such key.
     """
     *parents, last = dotted.split(".")
     section_and_key = ".".join([*parents, last][:2])
@@ -200,15 +200,15 @@ def _assign(tree: dict, dotted: str, value: Any) -> str:
     return key.dotted
 
 
-# --- values of the right type and within bounds -----------------------------------------------------
+# --- values of the right type and within bounds ---
 
 
 def _is_whole_number(value: Any) -> bool:
     return type(value) is int or (isinstance(value, float) and value.is_integer())
 
 
-# Scalar type -> (whether a value fits, how it is converted). A whole number beyond all floats becomes
-# infinite by way of its text, and its bound refuses it.
+# Scalar type -> (whether a value fits, how it is converted). A whole number beyond all floats
+# becomes infinite by way of its text, and its bound refuses it.
 _SCALARS: dict[Any, tuple[Callable[[Any], bool], Callable[[Any], Any]]] = {
     Any: (lambda value: True, lambda value: value),
     str: (lambda value: type(value) in (str, int, float), str),
@@ -287,18 +287,18 @@ def _check_bounds(key: ConfigKey, value: float) -> None:
         )
 
 
-# --- the whole config -------------------------------------------------------------------------------
+# --- the whole config ---
 
 
 def load_config(argv: list[str]) -> Config:
     """The config of `config=FILE section.key=value ...`.
 
-    The file overrides the defaults, the arguments override the file. `config=` may be omitted in front
-    of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the default;
-    `section.key.name=value` changes one entry of it.
+    The file overrides the defaults, the arguments override the file. `config=` may be omitted in
+    front of a name that ends in .yaml or .yml. A mapping in the file or in an argument replaces the
+    default; `section.key.name=value` changes one entry of it.
 
-    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type or
-    out of bounds. What must fit together is checked by `runtime.validation.validate`.
+    Raises ConfigError: an argument or a key that cannot be understood, or a value of a wrong type
+    or out of bounds. What must fit together is checked by `runtime.validation.validate`.
     """
     tree = dataclasses.asdict(Config())
     locations: dict[str, str] = {}

@@ -298,7 +298,7 @@ class RewardConfig:
 
 @dataclass
 class AgentConfig:
-    """Agent loops: how a prompt becomes a trajectory. data.max_response_length limits all turns and tool outputs together."""
+    """Agent loops. data.max_response_length limits all turns and tool outputs together."""
 
     loop: str = config_key(
         "single_turn",

@@ -1,4 +1,5 @@
-"""Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no download can spoil.
+"""Generated problems in the GSM8K form (`question`, `answer` ending in `#### N`): data that no
+download can spoil.
 
 All generators take (split, size, seed). Train and test never share a problem, whatever their seeds.
 """
@@ -13,8 +14,9 @@ from typing import Any
 Row = dict[str, str]
 
 FIRST, SECOND = range(10, 100), range(1, 10)
-"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So a held-out problem is
-made of parts that the train split teaches (3 + 5 under other tens): a tiny model can solve it by the rule."""
+"""Operands: two digits, then one digit, and only the last digit changes (no carry, no borrow). So a
+held-out problem is made of parts that the train split teaches (3 + 5 under other tens): a tiny
+model can solve it by the rule."""
 
 TEST_PERCENT = 15
 NAMES = ("Anna", "Ben", "Tom", "Mia", "Sam", "Lily", "Max", "Eva")
@@ -41,7 +43,9 @@ _SURFACES = len(TEMPLATES["+"]) * len(NAMES) * len(OBJECTS)
 
 
 def _split_of(key: str) -> str:
-    """The split of a problem, from its own content: the same in every run, process and Python version."""
+    """The split of a problem, from its own content: the same in every run, process and Python
+    version.
+    """
     return (
         "test"
         if int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) % 100 < TEST_PERCENT
@@ -68,16 +72,18 @@ def _row(triple: tuple[str, int, int], surface: int) -> Row:
 
 
 def make(split: str, size: int, seed: int) -> list[Row]:
-    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 = 29\\n#### 29"}`. Every
-    (operation, a, b) of the split is used once before any is used again, and then with another wording. A shorter list
-    is a prefix of a longer one. Raises ValueError: a test split larger than its different questions."""
+    """Word problems of one addition or subtraction, as `{"question": ..., "answer": "27 + 2 =
+    29\\n#### 29"}`. Every (operation, a, b) of the split is used once before any is used again, and
+    then with another wording. A shorter list is a prefix of a longer one. Raises ValueError: a test
+    split larger than its different questions."""
     space = triples(split)
     if split == "test" and size > len(space) * _SURFACES:
         raise ValueError(
             f"the test split of word_problems holds {len(space) * _SURFACES} problems; ask for fewer"
         )
     rng, rows = random.Random(f"word_problems {split} {seed}"), []
-    # A stride coprime to the number of wordings visits each of them once before it returns to the first.
+    # A stride coprime to the number of wordings visits each of them once before it returns to the
+    # first.
     strides = [s for s in range(1, _SURFACES) if gcd(s, _SURFACES) == 1]
     walks = {t: (rng.randrange(_SURFACES), rng.choice(strides)) for t in space}
     for turn in range(-(-size // len(space))):
@@ -88,7 +94,9 @@ def make(split: str, size: int, seed: int) -> list[Row]:
 
 
 def _pairs(sign: str, split: str, size: int, rng: random.Random) -> list[tuple[int, int]]:
-    """Operands of two digits. a, b and b, a are of one split; pairs repeat only in a list longer than the split."""
+    """Operands of two digits. a, b and b, a are of one split; pairs repeat only in a list longer
+    than the split.
+    """
     space = [
         (a, b)
         for a in FIRST
@@ -106,8 +114,9 @@ def _chat(turns: list[tuple[str, str]], truth: str) -> dict[str, Any]:
 
 
 def make_addition(split: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """Sums as `_pairs` has them, as chat messages, the first of them solved: `27 + 58 =` wants `27 + 58 = 85`. For
-    small pretrained models: SmolLM2-135M-Instruct hits none when asked in words, and a fifth when shown one."""
+    """Sums as `_pairs` has them, as chat messages, the first of them solved: `27 + 58 =` wants `27
+    + 58 = 85`. For small pretrained models: SmolLM2-135M-Instruct hits none when asked in words,
+    and a fifth when shown one."""
     shown = [("system", "Calculate."), ("user", "12 + 35 ="), ("assistant", "12 + 35 = 47")]
     pairs = _pairs("+", split, size, random.Random(f"addition {split} {seed}"))
     return [_chat([*shown, ("user", f"{a} + {b} =")], str(a + b)) for a, b in pairs]
@@ -121,7 +130,9 @@ _PRODUCTS = (
 
 
 def make_products(split: str, size: int, seed: int) -> list[Row]:
-    """Products as `_pairs` has them: more than a tiny model can know, so that it needs a calculator."""
+    """Products as `_pairs` has them: more than a tiny model can know, so that it needs a
+    calculator.
+    """
     rng = random.Random(f"products {split} {seed}")
     asked = (
         (rng.choice(_PRODUCTS).format(a=a, b=b), a, b) for a, b in _pairs("*", split, size, rng)
@@ -136,7 +147,9 @@ PUZZLES = ("countdown", "number_sorting", "word_sorting", "simple_equations")
 
 
 def make_puzzles(split: str, size: int, seed: int) -> list[dict[str, Any]]:
-    """Puzzles of reasoning-gym for the agent loop `environment`, which scores them itself. Train has even seeds."""
+    """Puzzles of reasoning-gym for the agent loop `environment`, which scores them itself. Train
+    has even seeds.
+    """
     import reasoning_gym
 
     rows = []
@@ -156,5 +169,7 @@ GENERATORS |= {"products": make_products, "puzzles": make_puzzles}
 
 
 def default_test_size(name: str) -> int:
-    """Held-out problems where the config asks for all: one per held-out (operation, a, b), or 256."""
+    """Held-out problems where the config asks for all: one per held-out (operation, a, b), or
+    256.
+    """
     return len(triples("test")) if name == "word_problems" else 256

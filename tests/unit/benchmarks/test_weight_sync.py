@@ -124,7 +124,7 @@ class Endpoint:
     def __init__(self) -> None:
         self.closed = 0
         self.stopped = 0
-        self.wire = self
+        self.wire_thread = self
 
     def close(self) -> None:
         self.closed += 1
